@@ -38,7 +38,18 @@ MAX_NAME = 64  # characters in a codec's name
 MAX_DIGEST_BYTES = 32
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint16, torch.uint8)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-EXACT_LENGTH = ("fp32", "fp16", "bf16", "int8", "int4", "fp4", "sign", "topk", "hadamard4", "hadamard8")
+EXACT_LENGTH = (
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "fp4",
+    "sign",
+    "topk",
+    "hadamard4",
+    "hadamard8",
+)
 
 
 class Incompatible(Exception):
@@ -78,13 +89,19 @@ class ActivationContext:
         if self.dtype not in DTYPES:
             raise ValueError(f"activations of {self.dtype} cannot be sent; choose one of {DTYPES}")
         if self.direction not in ("forward", "backward"):
-            raise ValueError(f"direction {self.direction!r} is not known; choose forward or backward")
+            raise ValueError(
+                f"direction {self.direction!r} is not known; choose forward or backward"
+            )
         if self.samples and len(self.samples) != self.shape[0]:
-            raise ValueError(f"{len(self.samples)} sample ids for {self.shape[0]} sequences; give each sequence its id")
+            raise ValueError(
+                f"{len(self.samples)} sample ids for {self.shape[0]} sequences; give each sequence its id"
+            )
         if self.tokens is not None:
             require_token_ids(self.tokens, self.shape[:2])
         if self.arrived is not None and tuple(self.arrived.shape) != self.shape:
-            raise ValueError(f"the activation arrived as {tuple(self.arrived.shape)}, its gradient is {self.shape}")
+            raise ValueError(
+                f"the activation arrived as {tuple(self.arrived.shape)}, its gradient is {self.shape}"
+            )
 
     @property
     def count(self) -> int:
@@ -94,7 +111,11 @@ class ActivationContext:
     def flat(self) -> Context:
         """Return the context of a codec of flat tensors."""
         return Context(
-            self.run_seed, self.epoch, f"{self.edge} {self.direction}", self.microbatch, columns=self.shape[2]
+            self.run_seed,
+            self.epoch,
+            f"{self.edge} {self.direction}",
+            self.microbatch,
+            columns=self.shape[2],
         )
 
 
@@ -176,7 +197,11 @@ class CodecOffer:
     digest: bytes = b""
 
     def __post_init__(self) -> None:
-        if len(self.name) > MAX_NAME or len(self.digest) > MAX_DIGEST_BYTES or not 0 <= self.version < 1 << 32:
+        if (
+            len(self.name) > MAX_NAME
+            or len(self.digest) > MAX_DIGEST_BYTES
+            or not 0 <= self.version < 1 << 32
+        ):
             raise ValueError(
                 f"an offer needs a name of at most {MAX_NAME} characters, a version below 2^32 and a digest of at most"
                 f" {MAX_DIGEST_BYTES} bytes, got {self.name[:MAX_NAME]!r}, {self.version} and {len(self.digest)} bytes"
@@ -322,7 +347,9 @@ class Masked(_FlatForward):
         require_direction(ctx, "backward")
         mask = self._mask(ctx)
         kept = int(mask.count_nonzero())
-        require_length(payload, Int8().max_bytes(kept), f"{self.name} for {kept} values under the mask")
+        require_length(
+            payload, Int8().max_bytes(kept), f"{self.name} for {kept} values under the mask"
+        )
         values, out = torch.empty(kept), torch.zeros(ctx.count)
         Int8().decode(payload, ctx.flat(), values)
         out[mask] = values
@@ -330,7 +357,9 @@ class Masked(_FlatForward):
 
     def _mask(self, ctx: ActivationContext) -> Tensor:
         if ctx.arrived is None:
-            raise ValueError(f"{self.name} needs the activation as it arrived; give it to the gradient's context")
+            raise ValueError(
+                f"{self.name} needs the activation as it arrived; give it to the gradient's context"
+            )
         return ctx.arrived.detach().cpu().reshape(-1) != 0
 
 
@@ -360,12 +389,16 @@ class Exact(_Memoryless):
         """Decode as `decode` does."""
         return self._read(payload, ctx, "backward")
 
-    def _write(self, x: Tensor, ctx: ActivationContext, out: bytearray, direction: Direction) -> int:
+    def _write(
+        self, x: Tensor, ctx: ActivationContext, out: bytearray, direction: Direction
+    ) -> int:
         require_direction(ctx, direction)
         require_fitting(x, ctx)
         bad = int((~torch.isfinite(x)).sum())
         if bad:
-            raise UnencodableTensor(f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them")
+            raise UnencodableTensor(
+                f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them"
+            )
         return append(out, x.detach().cpu().contiguous().view(-1))
 
     def _read(self, payload: Buffer, ctx: ActivationContext, direction: Direction) -> Tensor:
@@ -391,7 +424,9 @@ def require_direction(ctx: ActivationContext, direction: Direction) -> None:
     """Raise `ValueError` if the context has the other direction, so that the ends would
     disagree."""
     if ctx.direction != direction:
-        raise ValueError(f"a context of direction {ctx.direction!r} was given where {direction!r} goes")
+        raise ValueError(
+            f"a context of direction {ctx.direction!r} was given where {direction!r} goes"
+        )
 
 
 def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
@@ -405,7 +440,9 @@ def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
 def require_token_ids(tokens: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `ValueError` unless `tokens` are integers of this shape; bf16 holds ids to 256 only."""
     if tokens.dtype not in ID_TYPES or tuple(tokens.shape) != shape:
-        raise ValueError(f"token ids must be integers of shape {shape}, got {tokens.dtype} {tuple(tokens.shape)}")
+        raise ValueError(
+            f"token ids must be integers of shape {shape}, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
 
 
 def flattened(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:

@@ -53,7 +53,9 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     kind = re.split("[:+]", forward)[0]
     if kind not in _USUAL:
-        nearest = difflib.get_close_matches(forward[:_SHOWN].lower(), ACTIVATIONS, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(forward[:_SHOWN].lower(), ACTIVATIONS, n=1, cutoff=0.0)[
+            0
+        ]
         raise ValueError(
             f"activation codec {forward[:_SHOWN]!r} is not known; did you mean {nearest!r}? There are"
             f" {', '.join(ACTIVATIONS)}"
@@ -67,7 +69,11 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
         return Exact()
     if match := re.fullmatch("aqsgd([48])", forward):
         return AqSgd(edge, catalog.codec(f"int{match[1]}"), flat_codec(gradient))
-    return Masked(flat_codec(forward)) if gradient == "mask" else Flat(flat_codec(forward), flat_codec(gradient))
+    return (
+        Masked(flat_codec(forward))
+        if gradient == "mask"
+        else Flat(flat_codec(forward), flat_codec(gradient))
+    )
 
 
 def alternatives(spec: str) -> tuple[str, ...]:
@@ -77,7 +83,9 @@ def alternatives(spec: str) -> tuple[str, ...]:
     for name in names if len(names) > 1 else ():
         kind = re.split("[:+,]", name)[0]
         if kind.startswith(("subspace", "aqsgd")):
-            raise ValueError(f"{name[:_SHOWN]!r} cannot be one of several codecs: both ends keep something for it")
+            raise ValueError(
+                f"{name[:_SHOWN]!r} cannot be one of several codecs: both ends keep something for it"
+            )
     if len(set(names)) < len(names) or len(names) > MAX_ALTERNATIVES:
         raise ValueError(f"{spec[:_SHOWN]!r} names a codec twice, or more than {MAX_ALTERNATIVES}")
     return names
@@ -118,7 +126,9 @@ class SubspaceTerms:
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Return `Subspace.max_bytes`, without needing the basis."""
-        return payload_bytes(self.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
+        return payload_bytes(
+            self.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx
+        )
 
 
 def subspace_terms(spec: str) -> SubspaceTerms | None:
@@ -129,7 +139,9 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
         return None
     match = re.fullmatch(r"subspace:([1-9][0-9]{0,4})(?:\+([a-z0-9:/]+))?", forward)
     if not match:
-        raise ValueError(f"{forward[:_SHOWN]!r} is not known; did you mean 'subspace:40' or 'subspace:40+bf16'?")
+        raise ValueError(
+            f"{forward[:_SHOWN]!r} is not known; did you mean 'subspace:40' or 'subspace:40+bf16'?"
+        )
     gradient = gradient if comma else _USUAL["subspace"]
     return SubspaceTerms(int(match[1]), _coordinates(match[2] or "bf16"), _coordinates(gradient))
 

@@ -61,7 +61,9 @@ class ResyncNeeded(Exception):
     `forget` them and encode again."""
 
     def __init__(self, samples: tuple[int, ...]) -> None:
-        super().__init__(f"the differences of samples {samples[:8]} are to values not held here; send them whole")
+        super().__init__(
+            f"the differences of samples {samples[:8]} are to values not held here; send them whole"
+        )
         self.samples = samples
 
 
@@ -159,7 +161,9 @@ class AqSgd(FlatGradient):
 
     def __post_init__(self) -> None:
         if self.difference.name not in ("int4", "int8"):
-            raise ValueError(f"differences as {self.difference.name!r} are not possible; choose int4 or int8")
+            raise ValueError(
+                f"differences as {self.difference.name!r} are not possible; choose int4 or int8"
+            )
         require_exact_length(self.gradient)
         self._cache = Cache(self.max_samples, self.max_cache_bytes)
 
@@ -188,7 +192,9 @@ class AqSgd(FlatGradient):
         if ctx.direction == "backward":
             return self.gradient.max_bytes(ctx.count)
         each = ctx.shape[1] * ctx.shape[2]
-        return ctx.shape[0] * (_HEAD_BYTES + max(_WHOLE.max_bytes(each), self.difference.max_bytes(each)))
+        return ctx.shape[0] * (
+            _HEAD_BYTES + max(_WHOLE.max_bytes(each), self.difference.max_bytes(each))
+        )
 
     def tag(self, sample: int) -> bytes:
         """Return the tag of what is held of this sample; 0 if nothing is."""
@@ -204,7 +210,9 @@ class AqSgd(FlatGradient):
         """Append all kinds and tags, then all contents; hold what the receiver will hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
-        parts = [self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)]
+        parts = [
+            self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)
+        ]
         message = written(parts)
         out += message
         return len(message)
@@ -233,7 +241,9 @@ class AqSgd(FlatGradient):
                 " choose a memoryless codec such as int8"
             )
         if len(ctx.samples) != ctx.shape[0]:
-            raise ValueError(f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}")
+            raise ValueError(
+                f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}"
+            )
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:
         """Return what is sent of one sample (L, D), after which both ends hold the same."""
@@ -253,7 +263,9 @@ class AqSgd(FlatGradient):
             self._cache.put(sample, values, _tag(values))
         return whole(values, _tag(values), keep)
 
-    def value(self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext) -> Tensor | None:
+    def value(
+        self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext
+    ) -> Tensor | None:
         """Return m after this part, float16 (L, D), for a holder of `before`; None if it does not
         follow from that. Raise `CorruptPayload` for what no sender writes."""
         row = torch.empty(ctx.shape[1:])
@@ -266,11 +278,17 @@ class AqSgd(FlatGradient):
         count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
         kinds = bytes(payload[:count])
         if len(kinds) < count or max(kinds, default=0) > HELD:
-            raise CorruptPayload(f"{self.name} of {count} samples begins with {len(kinds)} kinds, or one is unknown")
+            raise CorruptPayload(
+                f"{self.name} of {count} samples begins with {len(kinds)} kinds, or one is unknown"
+            )
         whole, change = _WHOLE.max_bytes(each), self.difference.max_bytes(each)
         size = {FULL: whole, KEPT: whole, DIFFERENCE: change, HELD: 0}
         lengths = [size[kind] for kind in kinds]
-        require_length(payload, count * _HEAD_BYTES + sum(lengths), f"{self.name} of {count} samples of {each} values")
+        require_length(
+            payload,
+            count * _HEAD_BYTES + sum(lengths),
+            f"{self.name} of {count} samples of {each} values",
+        )
         parts, tags, at = [], count, count * _HEAD_BYTES
         for kind, length in zip(kinds, lengths, strict=True):
             before, after = struct.unpack_from("8s8s", payload, tags)
@@ -289,7 +307,9 @@ class AqSgd(FlatGradient):
             return
         _WHOLE.decode(part.payload, ctx.flat(), row.view(-1))
         if part.before != NO_TAG or part.after != _tag(row.to(torch.float16)):
-            raise CorruptPayload(f"a whole sample of {self.name} does not have the value that its tag names")
+            raise CorruptPayload(
+                f"a whole sample of {self.name} does not have the value that its tag names"
+            )
 
     def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
         """Hold what the sender holds and copy it to `row`; False, and no change, if impossible."""

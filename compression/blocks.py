@@ -78,7 +78,9 @@ def require_scales(scale_K: Tensor, top: int) -> Tensor:
     bits_K = scale_K.view(torch.int32)
     good_K = (bits_K == 0) | ((bits_K >= MIN_SCALE_BITS) & (bits_K <= MAX_SCALE_BITS[top]))
     if not bool(good_K.all()):
-        raise CorruptPayload(f"{int((~good_K).sum())} of {len(scale_K)} scales are neither 0 nor within their limits")
+        raise CorruptPayload(
+            f"{int((~good_K).sum())} of {len(scale_K)} scales are neither 0 nor within their limits"
+        )
     return scale_K
 
 
@@ -110,7 +112,9 @@ class BlockCodec(ExactCodec):
         even = self.per_byte == 2
         if not 1 + even <= self.block <= 65536 or (even and self.block % 2):
             choice = "an even number from 2" if even else "a number from 1"
-            raise ValueError(f"{self.kind} in blocks of {self.block} values is not possible; choose {choice} to 65536")
+            raise ValueError(
+                f"{self.kind} in blocks of {self.block} values is not possible; choose {choice} to 65536"
+            )
 
     @abstractmethod
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,5 +149,7 @@ class BlockCodec(ExactCodec):
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Write code · scale; refuse scales outside their limits."""
-        scales = require_scales(values_at(payload, 0, blocks_of(out.numel(), self.block), torch.float32), self.top)
+        scales = require_scales(
+            values_at(payload, 0, blocks_of(out.numel(), self.block), torch.float32), self.top
+        )
         rescale(out.copy_(self.codes(payload, 4 * len(scales), out.numel())), scales, self.block)

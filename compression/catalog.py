@@ -48,8 +48,14 @@ def codec(spec: str) -> Codec:
     kind, _, numbers = spec.partition(":")
     for name, build in CODECS.items():
         count = len(dataclasses.fields(build)) if dataclasses.is_dataclass(build) else 0
-        if name.partition(":")[0] == kind and count and re.fullmatch("/".join([_NUMBER] * count), numbers):
+        if (
+            name.partition(":")[0] == kind
+            and count
+            and re.fullmatch("/".join([_NUMBER] * count), numbers)
+        ):
             return build(*map(int, numbers.split("/")))
     shown = spec[:_SHOWN]
     nearest = difflib.get_close_matches(shown.lower(), CODECS, n=1, cutoff=0.0)[0]
-    raise ValueError(f"codec {shown!r} is not known; did you mean {nearest!r}? There are {', '.join(CODECS)}")
+    raise ValueError(
+        f"codec {shown!r} is not known; did you mean {nearest!r}? There are {', '.join(CODECS)}"
+    )

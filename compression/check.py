@@ -104,7 +104,9 @@ KINDS: Mapping[str, Callable[[Bits], NDArray[Any]]] = {
 
 def example(kind: str, count: int, seed: int = 0) -> Tensor:
     """Return a flat finite float32 tensor of one of `KINDS`; the same bits on every machine."""
-    return torch.from_numpy(np.ascontiguousarray(KINDS[kind](_mixed_bits(count, seed)), dtype=np.float32))
+    return torch.from_numpy(
+        np.ascontiguousarray(KINDS[kind](_mixed_bits(count, seed)), dtype=np.float32)
+    )
 
 
 def sizes(codec: Codec) -> list[int]:
@@ -160,9 +162,15 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def check_frozen(make: Callable[[], Codec]) -> None:
     """Check that two codecs made alike are equal, and that neither can be changed."""
     codec, other = make(), make()
-    _require(codec == other and hash(codec) == hash(other), 0, "Two codecs that were made alike are not equal.")
+    _require(
+        codec == other and hash(codec) == hash(other),
+        0,
+        "Two codecs that were made alike are not equal.",
+    )
     advice = "write @dataclass(frozen=True, slots=True) before the class"
-    _require(not hasattr(codec, "__dict__"), 0, f"It has a __dict__, which can hold anything: {advice}.")
+    _require(
+        not hasattr(codec, "__dict__"), 0, f"It has a __dict__, which can hold anything: {advice}."
+    )
     # Python 3.11 trips over its own message for slotted classes
     with contextlib.suppress(AttributeError, TypeError):
         setattr(codec, "name", "other")  # noqa: B010 - the protocol says that it cannot be set
@@ -209,7 +217,11 @@ def check_length(codec: Codec) -> None:
         _require(out.startswith(BEFORE), 2, f"{case}: what stood before the payload was changed.")
         _require(said == written, 2, f"{case}: `encode` returned {said} and wrote {written} bytes.")
         limit = codec.max_bytes(count)
-        _require(written <= limit, 2, f"{case}: {written} bytes were written, and `max_bytes` allows {limit}.")
+        _require(
+            written <= limit,
+            2,
+            f"{case}: {written} bytes were written, and `max_bytes` allows {limit}.",
+        )
 
 
 # 3
@@ -221,20 +233,33 @@ def check_only_finite(codec: Codec, bad: float) -> None:
         for at in sorted({0, count // 2, count - 1}):
             x = example("usual", count)
             x[at] = bad
-            _require_unencodable(codec, x, f"1 of {count} values", f"{bad} at place {at} of {count}")
+            _require_unencodable(
+                codec, x, f"1 of {count} values", f"{bad} at place {at} of {count}"
+            )
 
 
 def check_only_flat(codec: Codec, x: Tensor) -> None:
     """Check that a tensor of another type or shape is refused."""
-    _require_unencodable(codec, x, "flat float32", f"a tensor of {x.dtype} and shape {tuple(x.shape)}")
+    _require_unencodable(
+        codec, x, "flat float32", f"a tensor of {x.dtype} and shape {tuple(x.shape)}"
+    )
 
 
 def _require_unencodable(codec: Codec, x: Tensor, words: str, case: str) -> None:
     out = bytearray(BEFORE)
     advice = "require_finite (compression/codec.py) refuses it"
-    error = _refusal(3, lambda: codec.encode(x, CONTEXT, out), UnencodableTensor, f"{case} raised {{}}; {advice}.")
+    error = _refusal(
+        3,
+        lambda: codec.encode(x, CONTEXT, out),
+        UnencodableTensor,
+        f"{case} raised {{}}; {advice}.",
+    )
     _require(error is not None, 3, f"{case} was encoded; {advice}.")
-    _require(words in str(error), 3, f"{case} was refused, but the message does not say {words!r}: {error}")
+    _require(
+        words in str(error),
+        3,
+        f"{case} was refused, but the message does not say {words!r}: {error}",
+    )
     _require(out == BEFORE, 3, f"{case} was refused, but something was written.")
 
 
@@ -242,7 +267,11 @@ def check_zeros(codec: Codec) -> None:
     """Check that empty and all-zero tensors come back exactly."""
     for count in sizes(codec):
         back = _round_trip(codec, torch.zeros(count), 3)
-        _require(torch.equal(back, torch.zeros(count)), 3, f"{count} zeros came back as {back[:4].tolist()}.")
+        _require(
+            torch.equal(back, torch.zeros(count)),
+            3,
+            f"{count} zeros came back as {back[:4].tolist()}.",
+        )
 
 
 # 4
@@ -253,13 +282,19 @@ def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
     out = torch.full((count,), UNTOUCHED)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
-        _require(bool((out == UNTOUCHED).all()), 4, f"{case} were refused, but left a trace in `out`.")
-    _require(bool(torch.isfinite(out).all()), 4, f"{case} hold NaN or infinity: refuse such a payload.")
+        _require(
+            bool((out == UNTOUCHED).all()), 4, f"{case} were refused, but left a trace in `out`."
+        )
+    _require(
+        bool(torch.isfinite(out).all()), 4, f"{case} hold NaN or infinity: refuse such a payload."
+    )
 
 
 def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
     seen = f"{case} raised {{}}, and only `CorruptPayload` is caught."
-    return _refusal(4, lambda: codec.decode(payload, CONTEXT, out), CorruptPayload, seen) is not None
+    return (
+        _refusal(4, lambda: codec.decode(payload, CONTEXT, out), CorruptPayload, seen) is not None
+    )
 
 
 def check_hostile_bytes(codec: Codec) -> None:
@@ -272,7 +307,9 @@ def check_hostile_bytes(codec: Codec) -> None:
             for _ in range(HOSTILE_TRIES if payload else 0):
                 wrong = bytearray(payload)
                 for _ in range(chance.randint(1, 3)):
-                    wrong[chance.randrange(len(wrong))] = chance.choice((0x00, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+                    wrong[chance.randrange(len(wrong))] = chance.choice(
+                        (0x00, 0x7F, 0x80, 0xFF, chance.randrange(256))
+                    )
                 check_bytes(codec, wrong, count)
 
 
@@ -284,14 +321,21 @@ def check_cut_and_extended(codec: Codec) -> None:
         for wrong in (*cut, *(payload + bytes(n) for n in (1, 2, 4, 64))):
             case = f"{len(wrong)} bytes for {count} values, whose payload has {len(payload)},"
             refused = _is_refused(codec, wrong, torch.empty(count), case)
-            _require(refused, 4, f"{case} were accepted; require_length (compression/codec.py) refuses them.")
+            _require(
+                refused,
+                4,
+                f"{case} were accepted; require_length (compression/codec.py) refuses them.",
+            )
 
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
     """Check that `decode` takes tensors up to `multiple` times `out`, and half that in Python."""
     payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
-    for taken, limit, what in ((tensors, multiple, "in tensors"), (python, multiple // 2, "in Python")):
+    for taken, limit, what in (
+        (tensors, multiple, "in tensors"),
+        (python, multiple // 2, "in Python"),
+    ):
         seen = f"{taken} bytes were taken {what} for {4 * LARGE} bytes of values; {limit} times as much is allowed."
         _require(taken <= limit * 4 * LARGE, 4, seen)
 
@@ -360,12 +404,20 @@ def check_pure(make: Callable[[], Codec]) -> None:
     before = x.clone()
     payload = encoded(codec, x)
     _require(torch.equal(x, before), 5, "`encode` has changed its tensor.")
-    _require(encoded(make(), x.clone()) == payload, 5, "Another object of the same codec writes other bytes.")
+    _require(
+        encoded(make(), x.clone()) == payload,
+        5,
+        "Another object of the same codec writes other bytes.",
+    )
     expected = decoded(codec, payload, count)
     unaligned = memoryview(b"\x00" + payload)[1:]
     for same in (payload, bytearray(payload), memoryview(payload), unaligned):
         back = decoded(codec, same, count)
-        _require(_same_bits(back, expected), 5, f"The same bytes in a {type(same).__name__} decode to other values.")
+        _require(
+            _same_bits(back, expected),
+            5,
+            f"The same bytes in a {type(same).__name__} decode to other values.",
+        )
     _require(bytes(unaligned) == payload, 5, "`decode` has changed its payload.")
 
 
@@ -385,7 +437,11 @@ def check_cut_at_granules(codec: Codec) -> None:
 
 
 def check_codec(
-    make: Callable[[], Codec], *, bound: Bound | None = None, memory: int = 4, of_whole: bool = False
+    make: Callable[[], Codec],
+    *,
+    bound: Bound | None = None,
+    memory: int = 4,
+    of_whole: bool = False,
 ) -> None:
     """Raise `CodecLawBroken` unless the codecs that `make` (a function or a class) returns keep
     every law.

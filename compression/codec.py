@@ -86,10 +86,14 @@ class Codec(Protocol):
 def require_finite(x: Tensor) -> Tensor:
     """Return `x`; raise `UnencodableTensor` unless it is a flat, finite float32 CPU tensor."""
     if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
-        raise UnencodableTensor(f"a codec takes flat float32 CPU tensors, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        raise UnencodableTensor(
+            f"a codec takes flat float32 CPU tensors, got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
     if not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
-        raise UnencodableTensor(f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them")
+        raise UnencodableTensor(
+            f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them"
+        )
     return x
 
 

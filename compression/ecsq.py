@@ -100,7 +100,9 @@ class Ecsq:
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; refuse a step, places and codes outside their limits."""
         count, least = out.numel(), _HEAD.size if out.numel() else 0
-        require_length(payload, least, f"{self.name} for {count} values", most=self.max_bytes(count))
+        require_length(
+            payload, least, f"{self.name} for {count} values", most=self.max_bytes(count)
+        )
         if not count:
             return
         step, many, few = _HEAD.unpack_from(payload)
@@ -137,7 +139,9 @@ _MAX_CODE_BITS = (MAX_CODE // 2).bit_length() - 1 << 7  # octaves below the larg
 
 def _codes(size: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     """Return magnitudes in whole steps, as float32. Monotone: smaller values, no larger codes."""
-    codes: NDArray[np.float32] = np.floor(size / from_bf16(np.array([step], dtype=np.uint16)) + _ROUND_UP)
+    codes: NDArray[np.float32] = np.floor(
+        size / from_bf16(np.array([step], dtype=np.uint16)) + _ROUND_UP
+    )
     return codes
 
 
@@ -153,7 +157,9 @@ def _gaps(places: rice.Numbers) -> rice.Numbers:
     return np.diff(places, prepend=-1) - 1
 
 
-def _read_codes(payload: Buffer, many: int, few: int, count: int) -> tuple[rice.Numbers, rice.Numbers]:
+def _read_codes(
+    payload: Buffer, many: int, few: int, count: int
+) -> tuple[rice.Numbers, rice.Numbers]:
     """Return the places of nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(

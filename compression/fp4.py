@@ -66,5 +66,7 @@ class Fp4(BlockCodec):
         if bool((((packed & 0x0F) == 0x08) | ((packed & 0xF0) == 0x80)).any()):
             raise CorruptPayload(f"{self.name} payload holds a negative 0")
         if count % 2 and packed[-1] >> 4:
-            raise CorruptPayload(f"{self.name} payload of {count} values ends with filler {packed[-1] >> 4}, not 0")
+            raise CorruptPayload(
+                f"{self.name} payload of {count} values ends with filler {packed[-1] >> 4}, not 0"
+            )
         return torch.from_numpy(_PAIRS[packed].view(np.float32))[:count]

@@ -79,13 +79,17 @@ class Hadamard:
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Rotate back; refuse rotated values that no encoder writes, as int4 and int8 do."""
-        require_length(payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values")
+        require_length(
+            payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values"
+        )
         rotated = torch.empty(blocks_of(out.numel(), self.tile) * self.tile)
         self._inner.decode(payload, ctx, rotated)
         size = rotated.abs()
         if bool(((size > LARGEST_READ) | ((size > 0) & (size < SMALLEST_READ))).any()):
             raise CorruptPayload(f"a rotated value of {self.name} is outside its limits")
-        tiles_TG = butterflies(rotated.view(-1, self.tile)).mul_(signs(ctx.run_seed, self.tile) / self.tile)
+        tiles_TG = butterflies(rotated.view(-1, self.tile)).mul_(
+            signs(ctx.run_seed, self.tile) / self.tile
+        )
         out.copy_(tiles_TG.view(-1)[: out.numel()])
 
     @property

@@ -46,7 +46,9 @@ class LowRank:
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= 256:
-            raise ValueError(f"a low rank of {self.rank} is not possible; choose 1 to 256, usually 4")
+            raise ValueError(
+                f"a low rank of {self.rank} is not possible; choose 1 to 256, usually 4"
+            )
 
     @property
     def name(self) -> str:
@@ -69,7 +71,11 @@ class LowRank:
         values_MN = within(within(x), LARGEST).view(rows, columns)
         left_MK, _ = _quantised(leading(values_MN, rank))
         right_NK, scales_K = _quantised(fitted(values_MN, left_MK))
-        return append(out, scales_K) + append(out, left_MK.T.to(torch.int8)) + append(out, right_NK.T.to(torch.int8))
+        return (
+            append(out, scales_K)
+            + append(out, left_MK.T.to(torch.int8))
+            + append(out, right_NK.T.to(torch.int8))
+        )
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Sum the products; refuse scales outside their limits and the code -128."""

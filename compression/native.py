@@ -28,10 +28,17 @@ class Kernel:
 
     def encode(self, codec: str, x: Tensor, out: bytearray, block: int = 0, chunk: int = 0) -> bool:
         """Append the payload of `x` to `out`; False, unchanged, unless flat, float32 and finite."""
-        return _usual(x) and self.module.encode(self.instructions, codec, x.data_ptr(), x.numel(), block, chunk, out)
+        return _usual(x) and self.module.encode(
+            self.instructions, codec, x.data_ptr(), x.numel(), block, chunk, out
+        )
 
     def decode(
-        self, codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0
+        self,
+        codec: str,
+        payload: bytes | bytearray | memoryview,
+        out: Tensor,
+        block: int = 0,
+        chunk: int = 0,
     ) -> bool:
         """Overwrite flat float32 `out`; False, unchanged, if no correct encoder wrote the
         payload."""
@@ -79,7 +86,9 @@ def encode(codec: str, x: Tensor, out: bytearray, block: int = 0, chunk: int = 0
     return kernel is not None and kernel.encode(codec, x, out, block, chunk)
 
 
-def decode(codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0) -> bool:
+def decode(
+    codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0
+) -> bool:
     """Call `Kernel.decode` of the active kernel; False if there is none."""
     kernel = _ACTIVE.get()
     return kernel is not None and kernel.decode(codec, payload, out, block, chunk)

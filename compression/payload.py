@@ -15,9 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farflock.compression import native
-from farflock.compression.codec import Buffer, Codec, Context, CorruptPayload, require_finite, require_length
+from farflock.compression.codec import (
+    Buffer,
+    Codec,
+    Context,
+    CorruptPayload,
+    require_finite,
+    require_length,
+)
 
-assert sys.byteorder == "little", "payloads are little endian; this code does not swap bytes on big-endian machines"
+assert sys.byteorder == "little", (
+    "payloads are little endian; this code does not swap bytes on big-endian machines"
+)
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX_BITS = 0x7F7F
@@ -37,7 +46,9 @@ def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Te
     """Return a copy of `count` values at byte `start`, which the caller has checked to exist."""
     if not count:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype)
+    return torch.frombuffer(
+        bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype
+    )
 
 
 def largest(values: Tensor) -> float:
@@ -107,7 +118,9 @@ class ExactCodec(Codec):
         """Overwrite `out`; refuse what no encoder writes."""
         if self.kernel and native.decode(self._kind, payload, out, *self.numbers):
             return
-        require_length(payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values")
+        require_length(
+            payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values"
+        )
         self.read(payload, ctx, out)
 
     @property

@@ -21,7 +21,11 @@ MAX_WIDTH = 16
 
 def max_bits(count: int, total: int) -> int:
     """Return the most bits of `count` numbers whose sum is at most `total`."""
-    return min(count * (width + 1) + (total >> width) for width in range(MAX_WIDTH + 1)) if count else 0
+    return (
+        min(count * (width + 1) + (total >> width) for width in range(MAX_WIDTH + 1))
+        if count
+        else 0
+    )
 
 
 def max_bytes(count: int, total: int) -> int:
@@ -39,7 +43,9 @@ def write(numbers: Numbers, out: bytearray) -> int:
     ends = np.cumsum((numbers >> width) + 1) - 1
     unary = np.zeros(int(ends[-1]) + 1, dtype=np.uint8)
     unary[ends] = 1
-    written = bytes([width]) + pack(numbers, width) + np.packbits(unary, bitorder="little").tobytes()
+    written = (
+        bytes([width]) + pack(numbers, width) + np.packbits(unary, bitorder="little").tobytes()
+    )
     out += written
     return len(written)
 
@@ -56,7 +62,9 @@ def read(payload: Buffer, start: int, count: int) -> tuple[Numbers, int]:
     width = payload[start] if start < len(payload) else 0
     unary_at = start + 1 + blocks_of(count * width, 8)
     if width > MAX_WIDTH or len(payload) < unary_at + blocks_of(count, 8):
-        raise CorruptPayload(f"{len(payload) - start} bytes cannot hold {count} numbers with low parts of {width} bits")
+        raise CorruptPayload(
+            f"{len(payload) - start} bytes cannot hold {count} numbers with low parts of {width} bits"
+        )
     low = unpack(payload, start + 1, count, width)
     unary = np.frombuffer(payload, dtype=np.uint8, offset=unary_at)
     ones = np.bitwise_count(unary).cumsum(dtype=np.int64)

@@ -38,6 +38,8 @@ class Sign(BlockCodec):
         """Return 1 or -1 for each value; refuse a bit after the last value."""
         packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
         if count % 8 and packed[-1] >> count % 8:
-            raise CorruptPayload(f"{self.name} payload has a bit set after the last of {count} values")
+            raise CorruptPayload(
+                f"{self.name} payload has a bit set after the last of {count} values"
+            )
         negative = np.unpackbits(packed, count=count, bitorder="little")
         return torch.from_numpy(1 - 2 * negative.view(np.int8))

@@ -53,15 +53,21 @@ class TopK2(ChunkedTopK):
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter the values over zeros; refuse positions and levels outside their limits."""
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
-        require_length(payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count))
+        require_length(
+            payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count)
+        )
         chunks = blocks_of(count, self.chunk)
         levels = np.frombuffer(payload, dtype="<u2", count=2 * chunks)
         if len(levels) and int(levels.max()) > BF16_MAX_BITS:
-            raise CorruptPayload(f"{self.name} payload holds a level that is negative or not finite")
+            raise CorruptPayload(
+                f"{self.name} payload holds a level that is negative or not finite"
+            )
         codes = rice.unpack(payload, 4 * chunks, kept, 2)
         gaps, end = rice.read(payload, gaps_at, kept)
         if end != len(payload):
-            raise CorruptPayload(f"{self.name} payload of {len(payload)} bytes goes on after its {end}")
+            raise CorruptPayload(
+                f"{self.name} payload of {len(payload)} bytes goes on after its {end}"
+            )
         places = self._places(gaps, count)
         sizes = from_bf16(levels[2 * (np.arange(kept) // self.k) + (codes >> 1)])
         out.zero_()
@@ -75,12 +81,16 @@ class TopK2(ChunkedTopK):
         inside: rice.Numbers = reached - 1 - starts[chunk_of]
         places: rice.Numbers = inside + chunk_of * self.chunk
         if len(gaps) and (int(inside.max()) >= self.chunk or int(places.max()) >= count):
-            raise CorruptPayload(f"positions of {self.name} for {count} values must stay in their chunk")
+            raise CorruptPayload(
+                f"positions of {self.name} for {count} values must stay in their chunk"
+            )
         return places
 
     def _kept(self, count: int) -> int:
         whole, rest = divmod(count, self.chunk)
-        return whole * self.k + (max(1, (2 * rest * self.k + self.chunk) // (2 * self.chunk)) if rest else 0)
+        return whole * self.k + (
+            max(1, (2 * rest * self.k + self.chunk) // (2 * self.chunk)) if rest else 0
+        )
 
     def _gaps_at(self, count: int) -> int:
         return 4 * blocks_of(count, self.chunk) + blocks_of(self._kept(count), 4)
@@ -90,7 +100,11 @@ def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16],
     """Return two levels for every k values (fewer at the end), and each value's code: 1 if
     negative, plus 2 if upper."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
-    parts = [_two_means(part) for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:]) if part.size]
+    parts = [
+        _two_means(part)
+        for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:])
+        if part.size
+    ]
     if not parts:
         return np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int64)
     levels = np.concatenate([level.reshape(-1) for level, _ in parts])
@@ -114,5 +128,7 @@ def _two_means(sizes_RK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     high_K = np.maximum(size - low_K, 1)
     cut_R1 = np.argmax(below_RK * below_RK / low_K + above_RK * above_RK / high_K, axis=1)[:, None]
     means_RK = (below_RK / low_K, above_RK / high_K)
-    levels_R2 = np.concatenate([np.take_along_axis(mean_RK, cut_R1, axis=1) for mean_RK in means_RK], axis=1)
+    levels_R2 = np.concatenate(
+        [np.take_along_axis(mean_RK, cut_R1, axis=1) for mean_RK in means_RK], axis=1
+    )
     return levels_R2, sizes_RK > np.take_along_axis(sorted_RK, cut_R1, axis=1)

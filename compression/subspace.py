@@ -81,16 +81,25 @@ class Basis:
     def __post_init__(self) -> None:
         width, rank = self.columns_DK.shape
         if not 1 <= rank <= width <= MAX_WIDTH or not 0 <= self.version < 1 << 32:
-            raise ValueError(f"a basis of {rank} columns of {width}, version {self.version}, is not possible")
+            raise ValueError(
+                f"a basis of {rank} columns of {width}, version {self.version}, is not possible"
+            )
         tables = (self.columns_DK, self.fixed_VD, self.fixed_LD)
-        if any(x.dtype != torch.float32 or not x.is_cpu or not bool((x.abs() <= LARGEST).all()) for x in tables):
-            raise ValueError("a basis and its tables are float32 CPU tensors without NaN and values above 2^60")
+        if any(
+            x.dtype != torch.float32 or not x.is_cpu or not bool((x.abs() <= LARGEST).all())
+            for x in tables
+        ):
+            raise ValueError(
+                "a basis and its tables are float32 CPU tensors without NaN and values above 2^60"
+            )
         if (
             self.fixed_VD.dim() != 2
             or self.fixed_LD.dim() != 2
             or {self.fixed_VD.shape[1], self.fixed_LD.shape[1]} != {width}
         ):
-            raise ValueError(f"the tables beside a basis of width {width} must have rows of {width} values")
+            raise ValueError(
+                f"the tables beside a basis of width {width} must have rows of {width} values"
+            )
         wide_DK = self.columns_DK.double()
         error = float((wide_DK.T @ wide_DK - torch.eye(rank, dtype=torch.float64)).abs().amax())
         if error > ORTHONORMAL:
@@ -125,7 +134,9 @@ class Basis:
 
     def to_bytes(self) -> bytes:
         """Return the bytes sent to a newcomer: five numbers, then the three matrices row by row."""
-        head = _HEAD.pack(self.version, self.width, self.rank, len(self.fixed_VD), len(self.fixed_LD))
+        head = _HEAD.pack(
+            self.version, self.width, self.rank, len(self.fixed_VD), len(self.fixed_LD)
+        )
         out = bytearray(head)
         for table in (self.columns_DK, self.fixed_VD, self.fixed_LD):
             append(out, table.reshape(-1))
@@ -136,7 +147,9 @@ class Basis:
         """Return the basis that `to_bytes` wrote; raise `CorruptPayload` unless it has this digest,
         known from the run's record."""
         if hashlib.sha256(payload).digest() != digest:
-            raise CorruptPayload(f"a basis with digest {digest.hex()[:8]} was asked for and another came")
+            raise CorruptPayload(
+                f"a basis with digest {digest.hex()[:8]} was asked for and another came"
+            )
         if len(payload) < _HEAD.size:
             raise CorruptPayload(f"a basis begins with {_HEAD.size} bytes, got {len(payload)}")
         version, width, rank, vocabulary, positions = _HEAD.unpack_from(payload)
@@ -152,7 +165,9 @@ class Basis:
 
     def with_tables(self, fixed_VD: Tensor, fixed_LD: Tensor | None = None) -> "Basis":
         """Return the same basis with these frozen tables."""
-        return Basis(self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD)
+        return Basis(
+            self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD
+        )
 
     def moved(self, energy_DD: Tensor, rate: float, inside_VD: Tensor) -> tuple["Basis", Tensor]:
         """Return the owner's next version, and the embedding's trainable part for it.
@@ -185,7 +200,9 @@ def _sharpened(columns_DK: Tensor) -> Tensor:
     """Return nearly orthonormal columns made so to float64, with the same bits on every machine.
     Newton's step for the polar factor squares the error."""
     for _ in range(2):
-        error_KK = product(columns_DK.T, columns_DK) - torch.eye(columns_DK.shape[1], dtype=torch.float64)
+        error_KK = product(columns_DK.T, columns_DK) - torch.eye(
+            columns_DK.shape[1], dtype=torch.float64
+        )
         columns_DK = columns_DK - product(columns_DK, error_KK) / 2
     return columns_DK
 
@@ -203,7 +220,10 @@ def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Te
 
 @torch.no_grad()
 def project(
-    tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, int],
+    basis: Basis,
+    around: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Project the named tensors into the subspace, in place.
 
@@ -223,7 +243,9 @@ def project(
         for _ in range(MOST_PASSES):
             inside = _inside(residual_last, (around or {}).get(name), basis)
             moved = float((inside - residual_last).abs().amax()) if inside.numel() else 0.0
-            if moved <= KEPT * torch.finfo(inside.dtype).eps * float(residual_last.abs().amax() if moved else 0.0):
+            if moved <= KEPT * torch.finfo(inside.dtype).eps * float(
+                residual_last.abs().amax() if moved else 0.0
+            ):
                 break
             residual_last.copy_(inside)
 
@@ -232,21 +254,31 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
     """Return such a tensor projected, in parts: float64 products take many times its memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
-    parts = zip(torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True)
-    return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in parts]).view(residual_last.shape)
+    parts = zip(
+        torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True
+    )
+    return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in parts]).view(
+        residual_last.shape
+    )
 
 
 def _inside_rows(rows_ND: Tensor, around_ND: Tensor, basis: Basis) -> Tensor:
     """Return around + (rows - around) P, in the rows' dtype."""
     slices = SLICES if rows_ND.dtype == torch.float64 else 2
-    varying_ND, columns_DK = rows_ND.double() - around_ND.double(), basis.exact_DK.to(rows_ND.device)
+    varying_ND, columns_DK = (
+        rows_ND.double() - around_ND.double(),
+        basis.exact_DK.to(rows_ND.device),
+    )
     inside_ND = product(product(varying_ND, columns_DK, slices), columns_DK.T, slices)
     return (inside_ND + around_ND.double()).to(rows_ND.dtype)
 
 
 @torch.no_grad()
 def outside(
-    tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, int],
+    basis: Basis,
+    around: Mapping[str, Tensor] | None = None,
 ) -> float:
     """Return the largest ‖W(I − P)‖ / ‖W‖ (Frobenius) of these tensors, about 0 once projected."""
     worst = 0.0
@@ -265,7 +297,9 @@ def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Ba
         raise ValueError(f"there is no tensor {name!r} to project; the plan and the model differ")
     tensor = tensors[name]
     if not 0 <= dim < tensor.dim() or tensor.shape[dim] != basis.width:
-        raise ValueError(f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width {basis.width}")
+        raise ValueError(
+            f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width {basis.width}"
+        )
     return tensor.detach().movedim(dim, -1)
 
 
@@ -295,7 +329,10 @@ class Subspace:
         for codec in (self.forward, self.gradient):
             if codec is not None:
                 require_exact_length(codec)
-        if self.old is not None and (self.old.rank, self.old.width) != (self.basis.rank, self.basis.width):
+        if self.old is not None and (self.old.rank, self.old.width) != (
+            self.basis.rank,
+            self.basis.width,
+        ):
             raise ValueError(
                 "a basis is followed by one of the same width and rank; start another run for another size"
             )
@@ -318,7 +355,9 @@ class Subspace:
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Return an offer for each basis accepted in this epoch, the one for sending first."""
         held = (self._spoken(epoch), *self._held(epoch))
-        return tuple(dict.fromkeys(CodecOffer(self.name, basis.version, basis.digest) for basis in held))
+        return tuple(
+            dict.fromkeys(CodecOffer(self.name, basis.version, basis.digest) for basis in held)
+        )
 
     def followed_by(self, basis: Basis, since: int) -> "Subspace":
         """Return the codec with the next basis, which takes effect at epoch `since`."""
@@ -332,7 +371,9 @@ class Subspace:
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Return the exact length."""
         self._coordinates(ctx)
-        return payload_bytes(self.basis.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
+        return payload_bytes(
+            self.basis.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx
+        )
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append the stamp and the coordinates of the activation minus the frozen tables' rows."""
@@ -360,7 +401,9 @@ class Subspace:
         """Append the stamp and the gradient's coordinates."""
         basis = self._spoken(ctx.epoch)
         values_ND = _rows(grad, ctx, "backward")
-        return self._write(self.gradient, basis, values_ND @ basis.columns(values_ND.dtype), ctx, out)
+        return self._write(
+            self.gradient, basis, values_ND @ basis.columns(values_ND.dtype), ctx, out
+        )
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
         """Return the part of the gradient that lies in the subspace."""
@@ -377,11 +420,18 @@ class Subspace:
 
     def _coordinates(self, ctx: ActivationContext) -> int:
         if ctx.shape[2] != self.basis.width:
-            raise ValueError(f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}")
+            raise ValueError(
+                f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}"
+            )
         return ctx.shape[0] * ctx.shape[1] * self.basis.rank
 
     def _write(
-        self, codec: Codec | None, basis: Basis, inside_NK: Tensor, ctx: ActivationContext, out: bytearray
+        self,
+        codec: Codec | None,
+        basis: Basis,
+        inside_NK: Tensor,
+        ctx: ActivationContext,
+        out: bytearray,
     ) -> int:
         payload = bytearray(STAMP.pack(basis.version, basis.digest[:8]))
         limit = min(LARGEST, torch.finfo(ctx.dtype).max)
@@ -393,13 +443,17 @@ class Subspace:
         out += payload
         return len(payload)
 
-    def _read(self, codec: Codec | None, payload: Buffer, ctx: ActivationContext) -> tuple[Basis, Tensor]:
+    def _read(
+        self, codec: Codec | None, payload: Buffer, ctx: ActivationContext
+    ) -> tuple[Basis, Tensor]:
         """Return the basis that the stamp names, and the coordinates (N, K)."""
         count = self._coordinates(ctx)
         require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape}")
         version, digest = STAMP.unpack_from(payload)
         held = self._held(ctx.epoch)
-        basis = next((one for one in held if (one.version, one.digest[:8]) == (version, digest)), None)
+        basis = next(
+            (one for one in held if (one.version, one.digest[:8]) == (version, digest)), None
+        )
         if basis is None:
             raise Incompatible(
                 f"{self.name} came with basis {version} ({digest.hex()}), held in epoch {ctx.epoch} are"
@@ -423,11 +477,15 @@ class Subspace:
             return fixed[0]
         if len(basis.fixed_VD):
             if ctx.tokens is None:
-                raise ValueError(f"{self.name} needs the token ids (B, L); send them as integers beside the payload")
+                raise ValueError(
+                    f"{self.name} needs the token ids (B, L); send them as integers beside the payload"
+                )
             fixed = fixed + basis.fixed_VD[_known(ctx.tokens, len(basis.fixed_VD), ValueError)]
         if len(basis.fixed_LD):
             if length > len(basis.fixed_LD):
-                raise ValueError(f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}")
+                raise ValueError(
+                    f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}"
+                )
             fixed = fixed + basis.fixed_LD[:length]
         return fixed.expand(batch, length, width).reshape(-1, width)
 
@@ -466,7 +524,9 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
     """Return the ids as int64; raise `error` unless all are below the vocabulary's size."""
     ids = tokens.detach().cpu().to(torch.int64)
     if ids.numel() and not 0 <= int(ids.amin()) <= int(ids.amax()) < vocabulary:
-        raise error(f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}")
+        raise error(
+            f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}"
+        )
     return ids
 
 
@@ -482,7 +542,9 @@ def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
     channel, never a float."""
     width = id_bytes(vocabulary)
     if tokens.is_floating_point():
-        raise UnencodableTensor(f"token ids are integers, got {tokens.dtype}, which holds few of them exactly")
+        raise UnencodableTensor(
+            f"token ids are integers, got {tokens.dtype}, which holds few of them exactly"
+        )
     ids = _known(tokens, vocabulary, UnencodableTensor).reshape(-1).numpy()
     return ids.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
 
@@ -491,8 +553,16 @@ def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> 
     """Return the ids (B, L) as int64; refuse another length and ids outside of the vocabulary."""
     width = id_bytes(vocabulary)
     if min(batch, length) < 0 or batch * length > MAX_VALUES:
-        raise ValueError(f"{batch} x {length} token ids are not possible; send smaller microbatches")
-    require_length(payload, width * batch * length, f"{batch} x {length} token ids of a vocabulary of {vocabulary}")
+        raise ValueError(
+            f"{batch} x {length} token ids are not possible; send smaller microbatches"
+        )
+    require_length(
+        payload,
+        width * batch * length,
+        f"{batch} x {length} token ids of a vocabulary of {vocabulary}",
+    )
     padded = np.zeros((batch * length, 8), dtype=np.uint8)
     padded[:, :width] = np.frombuffer(payload, dtype=np.uint8).reshape(-1, width)
-    return _known(torch.from_numpy(padded.view("<i8").reshape(batch, length)), vocabulary, CorruptPayload)
+    return _known(
+        torch.from_numpy(padded.view("<i8").reshape(batch, length)), vocabulary, CorruptPayload
+    )

@@ -51,26 +51,40 @@ class SubspaceVersions:
     def hold(self, basis: Basis) -> None:
         """Read this version too, if not held already; `ValueError` for a basis of another size."""
         mine = self.first.basis
-        if (basis.rank, basis.width, basis.fixed_VD.shape) != (mine.rank, mine.width, mine.fixed_VD.shape):
-            raise ValueError(f"version {basis.version} of a basis has another size than version {mine.version}")
+        if (basis.rank, basis.width, basis.fixed_VD.shape) != (
+            mine.rank,
+            mine.width,
+            mine.fixed_VD.shape,
+        ):
+            raise ValueError(
+                f"version {basis.version} of a basis has another size than version {mine.version}"
+            )
         made = Subspace(basis, self.first.forward, self.first.gradient, outside=self.first.outside)
         self._held = {basis.version: made} | self._held  # a new dict: readers of the old one go on
 
     def speak(self, version: int) -> None:
         """Encode in this version; raise `ValueError` if it is not held."""
         if version not in self._held:
-            raise ValueError(f"version {version} of {self.name} is not held; there are {sorted(self._held)}")
+            raise ValueError(
+                f"version {version} of {self.name} is not held; there are {sorted(self._held)}"
+            )
         self.spoken = version
 
     def give_up(self, before: int) -> None:
         """Stop reading versions before this one, except those from `spoken` on."""
-        self._held = {version: codec for version, codec in self._held.items() if version >= min(before, self.spoken)}
+        self._held = {
+            version: codec
+            for version, codec in self._held.items()
+            if version >= min(before, self.spoken)
+        }
 
     def version_of(self, payload: Buffer) -> int:
         """Return a payload's version; raise `CorruptPayload` if it is too short to have one."""
         stamp = stamp_of(payload)
         if stamp is None:
-            raise CorruptPayload(f"a payload of {self.name} begins with {STAMP.size} bytes, got {len(payload)}")
+            raise CorruptPayload(
+                f"a payload of {self.name} begins with {STAMP.size} bytes, got {len(payload)}"
+            )
         return stamp[0]
 
     @property
@@ -91,7 +105,9 @@ class SubspaceVersions:
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Return offers of all held versions, the spoken one first."""
         ordered = sorted(self._held, key=lambda version: (version != self.spoken, version))
-        return tuple(CodecOffer(self.name, version, self._held[version].digest) for version in ordered)
+        return tuple(
+            CodecOffer(self.name, version, self._held[version].digest) for version in ordered
+        )
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Return the exact length, the same in any version."""
@@ -125,5 +141,9 @@ class SubspaceVersions:
             return found
         held = ", ".join(map(str, sorted(self._held)))
         if version < min(self._held):
-            raise Superseded(f"version {version} of the basis of {self.name} is over; held are {held}: begin anew")
-        raise Incompatible(f"version {version} of the basis of {self.name} is not here yet; held are {held}: ask again")
+            raise Superseded(
+                f"version {version} of the basis of {self.name} is over; held are {held}: begin anew"
+            )
+        raise Incompatible(
+            f"version {version} of the basis of {self.name} is not here yet; held are {held}: ask again"
+        )

@@ -84,10 +84,14 @@ class TopK(ChunkedTopK, ExactCodec):
         count, kept = out.numel(), self._kept(out.numel())
         at = blocks_of(kept * self._bits, 8)
         inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)
-        places = torch.arange(kept).div_(self.k, rounding_mode="floor").mul_(self.chunk).add_(inside)
+        places = (
+            torch.arange(kept).div_(self.k, rounding_mode="floor").mul_(self.chunk).add_(inside)
+        )
         outside = (inside >= self.chunk) | (places >= count)
         if bool(outside.any()) or not bool((places[1:] > places[:-1]).all()):
-            raise CorruptPayload(f"positions of {self.name} for {count} values must rise and stay in their chunk")
+            raise CorruptPayload(
+                f"positions of {self.name} for {count} values must rise and stay in their chunk"
+            )
         values = torch.empty(kept)
         Int8(self.k).decode(memoryview(payload)[at:], ctx, values)
         out.zero_()
@@ -114,7 +118,9 @@ def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
     payload = bytearray()
     if 2 * k <= width and native.encode("topk", x, payload, k, width):  # positions come first
         count, bits = x.numel() // width * k, (width - 1).bit_length()
-        inside = _unpack(values_at(payload, 0, blocks_of(count * bits, 8), torch.uint8), count, bits)
+        inside = _unpack(
+            values_at(payload, 0, blocks_of(count * bits, 8), torch.uint8), count, bits
+        )
         return (inside.view(-1, k) + torch.arange(0, x.numel(), width)[:, None]).view(-1)
     sizes = x.abs().view(torch.int32).view(-1, width).numpy()
     k = min(k, width)

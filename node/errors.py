@@ -93,7 +93,9 @@ def explained(error: BaseException) -> FarflockError | None:
         return kind("", str(error), "")
     if isinstance(error, MemoryError):
         return Failure(
-            "not enough memory", str(error) or "an allocation failed", "close programs, or take a smaller model"
+            "not enough memory",
+            str(error) or "an allocation failed",
+            "close programs, or take a smaller model",
         )
     if isinstance(error, OSError) and error.errno is not None:
         return _from_system(error)
@@ -103,7 +105,9 @@ def explained(error: BaseException) -> FarflockError | None:
 def _from_system(error: OSError) -> Failure:
     remedy = _REMEDIES.get(error.errno or 0, "check that path or address and try again")
     return Failure(
-        str(error.filename or "the system refused"), error.strerror or errno.errorcode[error.errno or 0], remedy
+        str(error.filename or "the system refused"),
+        error.strerror or errno.errorcode[error.errno or 0],
+        remedy,
     )
 
 

@@ -12,8 +12,8 @@ from functools import partial
 
 from farflock.node.reporting import Report
 from farflock.node.train.driver import Apply, Driver
-from farflock.node.train.ending import Barrier, end, is_over, start_over
-from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay, drop
+from farflock.node.train.ending import Barrier, drop, end, is_over, start_over
+from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay
 from farflock.node.train.state_sync import StateSync
 from farflock.node.train.task import TrainingTask
 from farflock.optimizers.method import Drifted, Exchange, Progress, Result
@@ -39,10 +39,11 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     under_way: UnderWay = field(default_factory=dict)
 
-    async def run(self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None) -> None:
-        """Train until the run has its tokens or `stop` is called, then drain for up to `drain_s`.
-
-        With a barrier all peers end after the same round."""
+    async def run(
+        self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None
+    ) -> None:
+        """Train until the run has its tokens or `stop` is called, then drain for up to `drain_s`;
+        with a barrier all peers end after the same round."""
         try:
             while not self.stop.requested and not is_over(self, total_tokens, barrier):
                 loss = await self.train(partial(self.train_one, await self.begin_step()))
@@ -69,7 +70,8 @@ class Loop:
     def train_one(self, progress: Progress) -> float:
         """Make one local step and return its loss. It runs in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
-        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.training_task.weight))
+        progress = replace(progress, weight=self.training_task.weight)
+        self.driver.method.local_step(self.driver.replica, progress)
         return loss
 
     async def end_step(self, loss: float) -> None:
@@ -81,12 +83,14 @@ class Loop:
         await self.settle()
 
     def _start(self, exchanges: list[Exchange]) -> None:
-        self.under_way |= {each.key: asyncio.create_task(self._exchange(each)) for each in exchanges}
+        for each in exchanges:
+            self.under_way[each.key] = asyncio.create_task(self._exchange(each))
 
     async def _exchange(self, exchange: Exchange) -> Result:
         """Encode an exchange, run it over the swarm, and decode its outcome."""
-        claim = self.driver.claim(exchange)  # not in the worker: a stage's server changes its leases here
-        offer = await self.compute(lambda: self.client.encode(exchange, self.driver.hashed(exchange, claim)))
+        # not in the worker: a stage's server changes its leases here
+        claimed = partial(self.driver.hashed, exchange, self.driver.claim(exchange))
+        offer = await self.compute(lambda: self.client.encode(exchange, claimed()))
         outcome = await self.client.exchange(offer)
         return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
 
@@ -97,7 +101,7 @@ class Loop:
             while (action := self.driver.next(self.progress, last=last)) is not None:
                 if isinstance(action, Apply):
                     await self._apply(action)
-                elif last or await self.stop.ends(self.under_way[action.key], action.until_s - self.client.run_s()):
+                elif last or await self.stop.ends(self.under_way[action.key], action.timeout_s):
                     return self._collect()
                 else:
                     self._collect()
@@ -110,11 +114,6 @@ class Loop:
 
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use that round's rate."""
-
-        def apply(progress: Progress = self.progress) -> list[Exchange]:
-            if action.result.tokens:
-                self.training_task.set_rate(action.result.tokens)
-            return self.driver.apply(action, progress)
-
-        self._start(await self.compute(apply))
+        set_rate = self.training_task.set_rate
+        self._start(await self.compute(partial(self.driver.apply, action, self.progress, set_rate)))
         self.report("round", action.summary)

@@ -52,8 +52,14 @@ METHODS = Methods(
 # A preset is a method with options chosen for the bytes that a peer sends: 1/100 and 1/500 of what
 # DDP sends in an fp32 ring of four peers.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "best-100": ("lean", {"period": 3, "correction": 0.2, "codec": "ecsq:98", "return_codec": "ecsq:98"}),
-    "best-500": ("lean", {"period": 8, "correction": 0.0, "codec": "ecsq:48", "return_codec": "ecsq:48"}),
+    "best-100": (
+        "lean",
+        {"period": 3, "correction": 0.2, "codec": "ecsq:98", "return_codec": "ecsq:98"},
+    ),
+    "best-500": (
+        "lean",
+        {"period": 8, "correction": 0.0, "codec": "ecsq:48", "return_codec": "ecsq:48"},
+    ),
 }
 NAMES = (*METHODS, *PRESETS)
 # Methods that exchange the gradient itself: a step may count several times (`Progress.weight`).
@@ -70,7 +76,9 @@ def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come 
     known = options_of(name)
     for option in options:
         if option not in known:
-            raise ValueError(f"method {name} has no option {option[:_SHOWN]!r}; {_nearest(option, known)}")
+            raise ValueError(
+                f"method {name} has no option {option[:_SHOWN]!r}; {_nearest(option, known)}"
+            )
     base, preset = unfolded(name)
     made: Method = METHODS[base](**{**preset, **options})
     return made
@@ -86,9 +94,15 @@ def options_of(name: str) -> dict[str, Any]:
     """Return a method's or preset's options and plain defaults (`dataclasses.MISSING` if none)."""
     base, preset = unfolded(name)
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[base])}
-    return {option: value for option, value in fields.items() if not option.startswith("_")} | preset
+    return {
+        option: value for option, value in fields.items() if not option.startswith("_")
+    } | preset
 
 
 def _nearest(word: str, choices: dict[str, Any] | set[str]) -> str:
     close = difflib.get_close_matches(word[:_SHOWN], list(choices), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(choices)) or 'none'}"
+    return (
+        f"did you mean {close[0]!r}?"
+        if close
+        else f"choose from {', '.join(sorted(choices)) or 'none'}"
+    )

@@ -7,7 +7,16 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
@@ -108,4 +117,6 @@ class DDP(ReplicaMethod):
 
     def _exchange(self, tensors: Tensors, weight: float) -> Exchange:
         key, back, wait = ExchangeKey(STREAM, self._round), self.return_codec, self.deadline_s
-        return Exchange(key, "mean", All(), tensors, weight, self.codec, back, uniform=True, deadline_s=wait)
+        return Exchange(
+            key, "mean", All(), tensors, weight, self.codec, back, uniform=True, deadline_s=wait
+        )

@@ -28,7 +28,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Drifted, Exchange, ExchangeKey, Progress, Replica, Result, Tensors
+from farflock.optimizers.method import (
+    All,
+    Drifted,
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    Tensors,
+)
 from farflock.optimizers.parts.drift import SUMS, parted, sketch
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
@@ -72,11 +81,17 @@ class Decoupled(ReplicaMethod):
     def __post_init__(self) -> None:
         require_options(self)
         if self.check_rounds < 1:
-            raise ValueError(f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50")
+            raise ValueError(
+                f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50"
+            )
         if not 0 < self.tolerance < math.inf:
-            raise ValueError(f"a tolerance of {self.tolerance} is none; choose a share above 0, usually 0.01")
+            raise ValueError(
+                f"a tolerance of {self.tolerance} is none; choose a share above 0, usually 0.01"
+            )
         if not 0 <= self.decay < 1:
-            raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999")
+            raise ValueError(
+                f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999"
+            )
 
     @abstractmethod
     def _part(self, delta: Tensors) -> dict[str, Tensor]:
@@ -101,7 +116,9 @@ class Decoupled(ReplicaMethod):
         for name, gradient in gradients.items():
             old = self._delta.get(name)
             self._delta[name] = gradient if old is None else scaled(old, self.decay) + gradient
-        replica.write({name: torch.zeros_like(gradient) for name, gradient in gradients.items()}, "grad")
+        replica.write(
+            {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}, "grad"
+        )
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
@@ -110,7 +127,11 @@ class Decoupled(ReplicaMethod):
             return []
         self._book.leave()
         asked, number = [self._exchange(self._part(self._delta))], self._book.number
-        if (number + 1) % self.check_rounds == 0 and number >= self._unchecked and not self._checking:
+        if (
+            (number + 1) % self.check_rounds == 0
+            and number >= self._unchecked
+            and not self._checking
+        ):
             self._checking = True
             asked.append(self._check(number, sketch(replica.read(replica.names, "param"), number)))
         return asked
@@ -126,7 +147,11 @@ class Decoupled(ReplicaMethod):
             return []
         if result.taken:
             self._remove(replica.shapes, exchange.key.round, result)
-        mean = mean_of(exchange, result) if result.gathered is None else mean_of_senders(result.gathered)
+        mean = (
+            mean_of(exchange, result)
+            if result.gathered is None
+            else mean_of_senders(result.gathered)
+        )
         q = self._whole(mean, replica.shapes, exchange.key.round)
         waiting = replica.read(replica.names, "grad")
         replica.write({name: torch.sign(x) for name, x in q.items()} if self.sign else q, "grad")
@@ -144,17 +169,28 @@ class Decoupled(ReplicaMethod):
         sketches = [result.gathered[peer]["sums"] for peer in result.participants]
         apart = parted(exchange.tensors["sums"], sketches)
         if apart > self.tolerance:
-            raise Drifted(f"parameters are {apart:.2%} from the others', more than {self.tolerance:.2%}")
+            raise Drifted(
+                f"parameters are {apart:.2%} from the others', more than {self.tolerance:.2%}"
+            )
 
     def _remove(self, shapes: Shapes, round_number: int, result: Result) -> None:
         """delta <- delta - what others decoded, decayed as often as delta since it was sent."""
         assert result.sent is not None
         delivered = {
-            name: choose(result.taken.get(name, ()), x, torch.zeros_like(x)) for name, x in result.sent.items()
+            name: choose(result.taken.get(name, ()), x, torch.zeros_like(x))
+            for name, x in result.sent.items()
         }
         for name, x in self._whole(delivered, shapes, round_number).items():
             self._delta[name] = self._delta[name] - scaled(x, self.decay**result.steps_since)
 
     def _check(self, number: int, sums: Tensor) -> Exchange:
         key, stride = ExchangeKey(CHECK, number), self.check_rounds
-        return Exchange(key, "gather", All(), {"sums": sums}, codec="fp32", stride=stride, deadline_s=self.deadline_s)
+        return Exchange(
+            key,
+            "gather",
+            All(),
+            {"sums": sums},
+            codec="fp32",
+            stride=stride,
+            deadline_s=self.deadline_s,
+        )

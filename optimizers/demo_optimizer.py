@@ -41,13 +41,17 @@ class DeMo(Decoupled):
         law={"period": 1, "chunk": 4, "codec": "topk:2/16", "check_rounds": 3},
         quick={"chunk": 2},
         biased=True,
-        disasters=(Disaster({"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}, 10),),
+        disasters=(
+            Disaster({"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}, 10),
+        ),
     )
 
     def __post_init__(self) -> None:
         Decoupled.__post_init__(self)
         if not 2 <= self.chunk <= 256:
-            raise ValueError(f"chunks of {self.chunk} × {self.chunk} are not possible; choose 2 to 256, usually 64")
+            raise ValueError(
+                f"chunks of {self.chunk} × {self.chunk} are not possible; choose 2 to 256, usually 64"
+            )
         chosen, values = codec(self.codec), self.chunk**2
         if chosen.biased and chosen.granule((values,)) != values:
             raise ValueError(

@@ -63,7 +63,9 @@ class DiLoCo(PeriodicMethod):
         require_options(self)
         require_feedback(self.codec, self.feedback, "fp16, bf16 or int8")
         if self.weights not in (known := ("uniform", "steps")):
-            raise ValueError(f"weights={self.weights!r} is not known; choose from {', '.join(known)}")
+            raise ValueError(
+                f"weights={self.weights!r} is not known; choose from {', '.join(known)}"
+            )
 
     @property
     def pending(self) -> bool:

@@ -83,17 +83,25 @@ class Lean(PeriodicMethod):
         if not 0 <= self.decay <= 1:
             raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1], usually 1")
         if not 0 <= self.correction <= 1:
-            raise ValueError(f"a correction of {self.correction} is no share; choose one in [0, 1], usually 0.2")
+            raise ValueError(
+                f"a correction of {self.correction} is no share; choose one in [0, 1], usually 0.2"
+            )
         if not 0 < self.cap < math.inf:
-            raise ValueError(f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1")
+            raise ValueError(
+                f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1"
+            )
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update; the first records phi, the last before an exchange the rates."""
-        measured = bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
+        measured = (
+            bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
+        )
         before = replica.read(replica.names, "param") if measured else {}
         PeriodicMethod.local_step(self, replica, progress)
         if measured:
-            after, first, second = (replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq"))
+            after, first, second = (
+                replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq")
+            )
             self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
@@ -128,11 +136,15 @@ class Lean(PeriodicMethod):
         for name in names:
             shift = mean[name] - result.sent[name]
             push = (shift * (self.correction / self._rates[name])).clamp(-self.cap, self.cap)
-            first[name] = choose(result.taken[name], first[name] - second[name].sqrt() * push, first[name])
+            first[name] = choose(
+                result.taken[name], first[name] - second[name].sqrt() * push, first[name]
+            )
         replica.write(first, "exp_avg")
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
-        return replace(PeriodicMethod._exchange(self, tensors, weight), compensate=True, apply_after=self.delay)
+        return replace(
+            PeriodicMethod._exchange(self, tensors, weight), compensate=True, apply_after=self.delay
+        )
 
 
 def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class NoLoCo(PeriodicMethod):
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["per-peer"]] = "per-peer"
-    trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({"period": 3, "codec": "fp32"}, 3),))
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        rest=6, disasters=(Disaster({"period": 3, "codec": "fp32"}, 3),)
+    )
     stream: ClassVar[str] = "pairs"
     _state: OuterState = part(lambda: OuterState(momentum_name="delta"))
 
@@ -64,7 +66,10 @@ class NoLoCo(PeriodicMethod):
                 "replicas would drift apart without end; lower gamma or alpha"
             )
         if self.gamma > 0.9 * bound:
-            warnings.warn(f"gamma={self.gamma} is within 10 % of the stability bound {bound:.3f}", stacklevel=3)
+            warnings.warn(
+                f"gamma={self.gamma} is within 10 % of the stability bound {bound:.3f}",
+                stacklevel=3,
+            )
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template: theta, or pseudo-gradient and phi if gamma differs from beta."""
@@ -91,7 +96,9 @@ class NoLoCo(PeriodicMethod):
             delta[name] = self._outer_step(name, before, mean, alone=result.status == "alone")
             after = phi[name] = before + delta[name]
             if result.steps_since:
-                then = result.sent[name] if self._one_vector else before - result.sent[f"delta.{name}"]
+                then = (
+                    result.sent[name] if self._one_vector else before - result.sent[f"delta.{name}"]
+                )
                 after = after + (theta[name] - then)
             taken = result.taken.get(name if self._one_vector else f"delta.{name}", ())
             moved[name] = choose(taken, after, theta[name])

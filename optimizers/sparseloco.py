@@ -51,7 +51,9 @@ class SparseLoCo(PeriodicMethod):
 
     equality: ClassVar[Literal["exact"]] = "exact"
     trial: ClassVar[TrialOptions] = TrialOptions(
-        law={"codec": "topk:2/8"}, biased=True, disasters=(Disaster({"period": 3, "codec": "topk:2/8"}, 1),)
+        law={"codec": "topk:2/8"},
+        biased=True,
+        disasters=(Disaster({"period": 3, "codec": "topk:2/8"}, 1),),
     )
     stream: ClassVar[str] = "sparse"
     _state: Anchor = part(Anchor)
@@ -61,9 +63,13 @@ class SparseLoCo(PeriodicMethod):
         require_options(self)
         OuterSGD(self.outer_lr)  # raises for an impossible rate
         if not 0 <= self.feedback <= 1:
-            raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.95")
+            raise ValueError(
+                f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.95"
+            )
         if self.denominator not in DENOMINATORS:
-            raise ValueError(f"denominator {self.denominator!r} is not known; choose participants or selectors")
+            raise ValueError(
+                f"denominator {self.denominator!r} is not known; choose participants or selectors"
+            )
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
         """Return pseudo-gradient plus decayed residual."""
@@ -78,9 +84,15 @@ class SparseLoCo(PeriodicMethod):
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Move the replica to the new phi, keeping work that was not taken or was done since."""
-        mean = mean_of(exchange, result) if self.denominator == "participants" else _mean_of_selectors(result)
+        mean = (
+            mean_of(exchange, result)
+            if self.denominator == "participants"
+            else _mean_of_selectors(result)
+        )
         theta = replica.read(replica.names, "param")
-        replica.write({name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param")
+        replica.write(
+            {name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param"
+        )
 
     def _follow(self, name: str, theta: Tensor, mean: Tensor, result: Result) -> Tensor:
         """Make one tensor's outer step, settle its residual, and return its new replica value."""

@@ -74,7 +74,9 @@ class Mixing:
         if self.selector not in ("random", "partition"):
             raise ValueError(f"selector {self.selector!r} is not known; choose random or partition")
         if not 1 <= self.one_in < 1 << 31:
-            raise ValueError(f"one value in {self.one_in} is no share; choose one_in from 1 (all) up, usually 200")
+            raise ValueError(
+                f"one value in {self.one_in} is no share; choose one_in from 1 (all) up, usually 200"
+            )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed {self.seed} does not fit into 64 bits; choose one from 0 up")
         if not 0 <= self.delay < self.period:
@@ -114,7 +116,9 @@ class Mixing:
         for name, these, at in _cut(replica, self._places(replica, exchange.key.round)):
             theta = replica.read([name], "param")[name]
             before = theta.reshape(-1)[at]
-            theta.view(-1)[at] = torch.where(inside[these], mean[these] + (before - sent[these]), before)
+            theta.view(-1)[at] = torch.where(
+                inside[these], mean[these] + (before - sent[these]), before
+            )
             replica.write({name: theta}, "param")
 
     def disregard(self) -> None:
@@ -127,7 +131,9 @@ class Mixing:
     def _exchange(self, number: int, values: Tensor) -> Exchange:
         key, back, wait = ExchangeKey(STREAM, number), self.return_codec, self.deadline_s
         tensors, after = {VALUES: values}, self.delay
-        return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=wait)
+        return Exchange(
+            key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=wait
+        )
 
 
 @dataclass(slots=True)
@@ -154,7 +160,9 @@ class Sparta(ReplicaMethod):
 
     def __post_init__(self) -> None:
         codecs, wait = (self.codec, self.return_codec), self.deadline_s
-        self._mixing = Mixing(self.selector, self.one_in, self.period, self.delay, self.seed, *codecs, wait)
+        self._mixing = Mixing(
+            self.selector, self.one_in, self.period, self.delay, self.seed, *codecs, wait
+        )
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template, of the masked values."""

@@ -18,7 +18,16 @@ from typing import ClassVar, Literal, Self
 
 import torch
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.feedback import SenderFeedback
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.options import require_feedback, require_options
@@ -36,7 +45,9 @@ Pattern = Literal["strided", "sequential"]
 Fragments = tuple[tuple[str, ...], ...]
 
 
-def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Fragments:
+def split(
+    shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided"
+) -> Fragments:
     """Return the parameters' names by fragment, whole layers together, in the model's order. Layer
     l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` for too few
     layers."""
@@ -56,7 +67,9 @@ def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Patter
     return tuple(tuple(name for name in shapes if where[name] == p) for p in range(fragments))
 
 
-def _smallest(groups: Mapping[str, list[str]], place: Mapping[str, int], shapes: Shapes, fragments: int) -> int:
+def _smallest(
+    groups: Mapping[str, list[str]], place: Mapping[str, int], shapes: Shapes, fragments: int
+) -> int:
     values, members = [0] * fragments, [0] * fragments
     for group, p in place.items():
         values[p] += sum(torch.Size(shapes[name]).numel() for name in groups[group])
@@ -96,7 +109,9 @@ class Streaming(OuterMethod):
         quick={"fragments": 2, "overlap": 1},
         disasters=(
             Disaster({"period": 4, "fragments": 2, "overlap": 1}, 2),
-            Disaster({"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}, 18),
+            Disaster(
+                {"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}, 18
+            ),
         ),
     )
     _state: OuterState = part(OuterState)
@@ -120,12 +135,17 @@ class Streaming(OuterMethod):
                 f"one would be sent before; choose 0 to {most}, or fewer fragments"
             )
         if not 0 <= self.mix <= 1:
-            raise ValueError(f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5")
+            raise ValueError(
+                f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5"
+            )
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template for each fragment, of its pseudo-gradients."""
         parts = split(replica.shapes, self.fragments, self.pattern)
-        return [self._exchange(p, p, zeros({x: replica.shapes[x] for x in names})) for p, names in enumerate(parts)]
+        return [
+            self._exchange(p, p, zeros({x: replica.shapes[x] for x in names}))
+            for p, names in enumerate(parts)
+        ]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update; the first one records where the run began."""
@@ -147,7 +167,9 @@ class Streaming(OuterMethod):
             return []
         fragment = min(idle, key=lambda one: one.book.number)
         number = fragment.book.number
-        if fragment.book.since < self.period or self._quiet < self._slot(number) - self._slot(number - 1):
+        if fragment.book.since < self.period or self._quiet < self._slot(number) - self._slot(
+            number - 1
+        ):
             return []
         fragment.book.leave()
         self._quiet = 0
@@ -177,13 +199,17 @@ class Streaming(OuterMethod):
         new = OuterMethod.load(self, replica, state, *whose)
         for p, fragment in enumerate(new._fragments):
             if (number := fragment.book.number) % self.fragments != p:
-                raise WrongState(f"round.{p} must be one of every {self.fragments} rounds from {p} on, got {number}")
+                raise WrongState(
+                    f"round.{p} must be one of every {self.fragments} rounds from {p} on, got {number}"
+                )
         return new
 
     def _cut(self, replica: Replica) -> None:
         if not self._fragments:
             parts = split(replica.shapes, self.fragments, self.pattern)
-            self._fragments = [Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)]
+            self._fragments = [
+                Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)
+            ]
 
     def begun(self, replica: Replica) -> None:
         """Start as if the round before the first had just been sent; others keep their
@@ -198,7 +224,12 @@ class Streaming(OuterMethod):
     def agreed(self, replica: Replica, stream: str) -> State:
         """Return the fragment's phi and momentum; peers may be a round apart in the others."""
         self.begin(replica)
-        names = [name for p, one in enumerate(self._fragments) if stream == f"{STREAM}{p}" for name in one.names]
+        names = [
+            name
+            for p, one in enumerate(self._fragments)
+            if stream == f"{STREAM}{p}"
+            for name in one.names
+        ]
         both = {"phi": self._state.phi, "momentum": self._state.momentum}
         return tables({what: {name: x[name] for name in names} for what, x in both.items()})
 
@@ -206,5 +237,14 @@ class Streaming(OuterMethod):
         key, back, wait = ExchangeKey(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
         stride, after = self.fragments, self.overlap
         return Exchange(
-            key, "mean", All(), tensors, 1.0, self.codec, back, stride=stride, apply_after=after, deadline_s=wait
+            key,
+            "mean",
+            All(),
+            tensors,
+            1.0,
+            self.codec,
+            back,
+            stride=stride,
+            apply_after=after,
+            deadline_s=wait,
         )

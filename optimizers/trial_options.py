@@ -70,20 +70,28 @@ def disasters_of(method: type[Any]) -> tuple[Disaster, ...]:
     return trial_of(method).disasters or (Disaster(law_options(method)),)
 
 
-def _complete(method: type[Any], period: int, declared: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _complete(
+    method: type[Any], period: int, declared: Mapping[str, Any], what: str
+) -> dict[str, Any]:
     if not dataclasses.is_dataclass(method):
         raise TrialIncomplete(
             f"{method.__name__} is no dataclass, so its options are not known; put @dataclass(slots=True) before the class "
             f"in {method.__module__}"
         )
-    fields = {field.name: field for field in dataclasses.fields(method) if field.init and field.name[0] != "_"}
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(method)
+        if field.init and field.name[0] != "_"
+    }
     usual = {"period": period, "codec": "fp32", "return_codec": "fp32"}
     options = {name: value for name, value in usual.items() if name in fields} | dict(declared)
     where = f"trial: ClassVar[TrialOptions] = TrialOptions({what}={{...}}) in the class {method.__name__} ({method.__module__})"
     for name in sorted(options.keys() - fields.keys()):
         raise TrialIncomplete(f"{method.__name__} has no option {name!r}; remove it from {where}")
     for name, field in fields.items():
-        needs = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        needs = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if needs and name not in options:
             raise TrialIncomplete(
                 f"{method.__name__} has no value for its option {name!r} in a trial; name one in {where}"

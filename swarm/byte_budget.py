@@ -23,7 +23,9 @@ class ByteBudget:
         """Wait for at least `least_bytes`, take up to `most_bytes`, and return the number taken.
 
         With `ahead` the task goes first: work in progress ends before new work begins."""
-        assert least_bytes <= min(most_bytes, self.size_bytes), f"{least_bytes} bytes of {self.size_bytes}"
+        assert least_bytes <= min(most_bytes, self.size_bytes), (
+            f"{least_bytes} bytes of {self.size_bytes}"
+        )
         if (ahead or not self._waiting) and least_bytes <= self.free_bytes:
             return self._grant(most_bytes)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -35,14 +37,18 @@ class ByteBudget:
             if turn.done() and not turn.cancelled():
                 self.give(turn.result())
             else:
-                self._waiting = collections.deque(entry for entry in self._waiting if entry[2] is not turn)
+                self._waiting = collections.deque(
+                    entry for entry in self._waiting if entry[2] is not turn
+                )
                 self.give(0)  # a smaller request further back may fit now
             raise
 
     def give(self, taken_bytes: int) -> None:
         """Return `taken_bytes` to the budget and wake the waiting tasks that now fit."""
         self.free_bytes += taken_bytes
-        while self._waiting and (self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()):
+        while self._waiting and (
+            self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()
+        ):
             _, most_bytes, turn = self._waiting.popleft()
             if not turn.cancelled():
                 turn.set_result(self._grant(most_bytes))

@@ -38,7 +38,9 @@ class ChunkCarrier(Protocol):
         """Send a message, best effort; return False if it was refused."""
         ...
 
-    async def send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /) -> bool:
+    async def send_piece(
+        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /
+    ) -> bool:
         """Send a piece with its bytes; return False if no room became free in time."""
         ...
 
@@ -112,7 +114,9 @@ class Store:
         self._trim()
 
     def _trim(self) -> None:
-        loose = [digest for digest in self._chunks if digest not in self._pins] if self._over() else []
+        loose = (
+            [digest for digest in self._chunks if digest not in self._pins] if self._over() else []
+        )
         for digest in loose:
             if not self._over():
                 break
@@ -198,7 +202,9 @@ class Chunks:
         self.store.put(data, pin, verified=digest)
         return True
 
-    def receive(self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes) -> None:
+    def receive(
+        self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes
+    ) -> None:
         """Handle a message of the chunk protocol."""
         match message:
             case Want():
@@ -274,13 +280,17 @@ class Chunks:
 
         The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
-        holder = max((peer for peer in living if peer not in fetching.refused), key=self._room, default=None)
+        holder = max(
+            (peer for peer in living if peer not in fetching.refused), key=self._room, default=None
+        )
         if holder is None:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
         window = self._windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
-        fetching.room_bytes = await window.take(*self._wanted(fetching), ahead=bool(fetching.served))
+        fetching.room_bytes = await window.take(
+            *self._wanted(fetching), ahead=bool(fetching.served)
+        )
         fetching.holder, fetching.window = holder, window
         try:
             if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
@@ -303,7 +313,9 @@ class Chunks:
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
         first = stop = min(fetching.missing, default=0)
-        while stop in fetching.missing and (stop == first or (stop + 1 - first) * PIECE_BYTES <= room_bytes):
+        while stop in fetching.missing and (
+            stop == first or (stop + 1 - first) * PIECE_BYTES <= room_bytes
+        ):
             stop += 1
         if stop == first:
             return  # everything arrived while this request waited for the window
@@ -345,7 +357,12 @@ class Chunks:
     def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
         fetching = self._incoming.get(piece.digest)
         index, offset = divmod(piece.start, PIECE_BYTES)
-        if fetching is None or sender not in fetching.asked or offset or index not in fetching.missing:
+        if (
+            fetching is None
+            or sender not in fetching.asked
+            or offset
+            or index not in fetching.missing
+        ):
             self.dropped["piece not asked for"] += 1
             return
         expected = min(PIECE_BYTES, len(fetching.data) - piece.start)
@@ -393,7 +410,9 @@ class Chunks:
                 data = self.store.get(want.digest)
                 if data is None:
                     self._carrier.send(asker, Miss(want.digest))
-                elif want.start < min(want.stop, len(data)) and await self._serve_piece(asker, want, data):
+                elif want.start < min(want.stop, len(data)) and await self._serve_piece(
+                    asker, want, data
+                ):
                     queue[0] = msgspec.structs.replace(want, start=want.start + PIECE_BYTES)
                     continue
                 queue.popleft()

@@ -44,21 +44,27 @@ def pack(frame: Frame) -> bytes:
     head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body))
     checksum = zlib.crc32(frame.body, zlib.crc32(message, zlib.crc32(head)))
     packed = b"".join((head, _CHECKSUM.pack(checksum), message, frame.body))
-    assert len(packed) <= MAX_FRAME_BYTES, f"a frame of {len(packed)} bytes is over the limit of {MAX_FRAME_BYTES}"
+    assert len(packed) <= MAX_FRAME_BYTES, (
+        f"a frame of {len(packed)} bytes is over the limit of {MAX_FRAME_BYTES}"
+    )
     return packed
 
 
 def unpack(packed: bytes) -> Frame:
     """Decode arbitrary bytes, or raise `ProtocolViolation`; allocates no more than it was given."""
     if not _FIXED_BYTES <= len(packed) <= MAX_FRAME_BYTES:
-        raise ProtocolViolation(f"a frame has {_FIXED_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(packed)}")
+        raise ProtocolViolation(
+            f"a frame has {_FIXED_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(packed)}"
+        )
     magic, version, flags, incarnation, message_bytes, body_bytes = _HEAD.unpack_from(packed)
     if magic != _MAGIC or flags != 0:
         raise ProtocolViolation(f"not one of our frames: begins with {packed[:4].hex()}")
     if version != VERSION:
         raise ProtocolViolation(f"frame version {version}; this build speaks {VERSION}")
     if _FIXED_BYTES + message_bytes + body_bytes != len(packed):
-        raise ProtocolViolation(f"lengths {message_bytes} + {body_bytes} do not fit a frame of {len(packed)} bytes")
+        raise ProtocolViolation(
+            f"lengths {message_bytes} + {body_bytes} do not fit a frame of {len(packed)} bytes"
+        )
     whole = memoryview(packed)
     checksum = zlib.crc32(whole[_FIXED_BYTES:], zlib.crc32(whole[: _HEAD.size]))
     if _CHECKSUM.unpack_from(packed, _HEAD.size) != (checksum,):

@@ -42,9 +42,13 @@ def public_key(peer: PeerId) -> bytes:
     except ValueError as error:
         raise BadIdentity(f"{peer[:64]!r} is not a peer id: {error}") from None
     if len(raw) != 38 or raw[:6] != _ID_HEAD:
-        raise BadIdentity(f"{peer[:64]!r} is not the id of an Ed25519 key (those begin with 12D3Koo)")
+        raise BadIdentity(
+            f"{peer[:64]!r} is not the id of an Ed25519 key (those begin with 12D3Koo)"
+        )
     if peer_id(raw[6:]) != peer:  # decoders ignore white space: one key, many names
-        raise BadIdentity(f"{peer[:64]!r} is not in canonical form; it has no white space around it")
+        raise BadIdentity(
+            f"{peer[:64]!r} is not in canonical form; it has no white space around it"
+        )
     return raw[6:]
 
 
@@ -89,7 +93,9 @@ class Identity:
             )
         identity = cls.from_seed(raw[4:36])
         if identity.public != raw[36:]:
-            raise BadIdentity(f"{path} is damaged: its public half does not match; restore it or move it away")
+            raise BadIdentity(
+                f"{path} is damaged: its public half does not match; restore it or move it away"
+            )
         return identity
 
     def save(self, path: Path) -> None:
@@ -121,5 +127,7 @@ class Identity:
         """Return the X25519 key for CURVE links, derived from the identity and different from it.
 
         Its public half travels in the signed record."""
-        secret = hashlib.blake2b(self._key.private_bytes_raw(), digest_size=32, person=b"farflock-curve").digest()
+        secret = hashlib.blake2b(
+            self._key.private_bytes_raw(), digest_size=32, person=b"farflock-curve"
+        ).digest()
         return X25519PrivateKey.from_private_bytes(secret)

@@ -185,7 +185,9 @@ class Decided(_InView, frozen=True, tag="decided"):
 
     value: Value
     ballot: Ballot = (0, 0)
-    proofs: Annotated[tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    proofs: Annotated[
+        tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)
+    ] = ()
 
 
 class LogQuery(_Message, frozen=True, tag="log?"):

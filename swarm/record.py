@@ -64,7 +64,9 @@ def seal(identity: Identity, record: Record) -> bytes:
 def unseal(blob: bytes, run: str) -> Record:
     """Verify and decode a record of this run; raise `BadRecord` with the reason if it is bad."""
     if not SIGNATURE_BYTES < len(blob) <= MAX_RECORD_BYTES:
-        raise BadRecord(f"a record has {SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {len(blob)}")
+        raise BadRecord(
+            f"a record has {SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {len(blob)}"
+        )
     signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
     try:
         record = _decoder.decode(body)

@@ -30,7 +30,9 @@ class RunClock:
         best = [min(samples)[1] for samples in self._samples.values()]
         return statistics.median(best)
 
-    def answered(self, partner: PeerId, sent_s: float, received_s: float, their_run_s: float) -> None:
+    def answered(
+        self, partner: PeerId, sent_s: float, received_s: float, their_run_s: float
+    ) -> None:
         """Record that a partner's run time was `their_run_s` between the two local times.
 
         The sample assumes the midpoint; the one with the shortest round trip is the best."""

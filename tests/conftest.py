@@ -25,7 +25,9 @@ Nursery = runpy.run_path(str(HERE / "nursery.py"))["Nursery"]
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--write-golden", action="store_true", help="rewrite tests/golden/*.json with what the code does now"
+        "--write-golden",
+        action="store_true",
+        help="rewrite tests/golden/*.json with what the code does now",
     )
 
 

@@ -49,7 +49,11 @@ class Nursery:
 
     def connect(self):
         ends_s = time.monotonic() + START_S
-        while not os.path.exists(self.path) and self._process.poll() is None and time.monotonic() < ends_s:
+        while (
+            not os.path.exists(self.path)
+            and self._process.poll() is None
+            and time.monotonic() < ends_s
+        ):
             time.sleep(0.02)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self.path)
@@ -86,18 +90,35 @@ class Nursed(subprocess.Popen):
         super().__init__(command, **options)
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
-        startup, creation, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, session, _ = others
+        (
+            startup,
+            creation,
+            shell,
+            p2cread,
+            p2cwrite,
+            c2pread,
+            c2pwrite,
+            errread,
+            errwrite,
+            *_,
+            session,
+            _,
+        ) = others
         assert str(args[0]) == sys.executable, args
         asked = (executable, preexec_fn, pass_fds, startup, creation, shell)
         assert not any(asked), f"a nursery knows nothing of {asked}"
-        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in dict(env or os.environ).items()}
+        environment = {
+            os.fsdecode(name): os.fsdecode(value) for name, value in dict(env or os.environ).items()
+        }
         request = {
             "words": [os.fsdecode(word) for word in args[1:]],
             "cwd": os.fsdecode(cwd or Path.cwd()),
             "env": environment,
             "session": session,
         }
-        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        streams = [
+            given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))
+        ]
         self._connection = self._nursery.connect()
         socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], streams)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -178,7 +199,9 @@ def become(request):
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # as this environment has it
-    sys.stdout.reconfigure(line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")) or sys.stdout.isatty())
+    sys.stdout.reconfigure(
+        line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")) or sys.stdout.isatty()
+    )
     how, *words = request["words"]
     sys.path[0] = os.getcwd() if how in ("-c", "-m") else os.path.dirname(how)
     if how == "-c":

@@ -23,7 +23,12 @@ def modules_after(statement):
     """Top-level modules that a fresh interpreter has imported after a statement."""
     code = f"import sys\n{statement}\nsys.stdout.write(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
     )
     return set(done.stdout.split())
 
@@ -37,14 +42,21 @@ def ours(path):
 
 @pytest.mark.parametrize(
     "statement",
-    ["import farflock", "import farflock.testing", "import farflock.node.cli.main", "import farflock.node.cli.output"],
+    [
+        "import farflock",
+        "import farflock.testing",
+        "import farflock.node.cli.main",
+        "import farflock.node.cli.output",
+    ],
 )
 def test_the_front_door_and_the_command_line_import_nothing_heavy(statement):
     assert not modules_after(statement) & set(HEAVY)
 
 
 def test_swarm_knows_no_tensor_in_a_fresh_interpreter():
-    statement = "import farflock.swarm.peer.peer, farflock.swarm.zmq.links, farflock.swarm.sim.network"
+    statement = (
+        "import farflock.swarm.peer.peer, farflock.swarm.zmq.links, farflock.swarm.sim.network"
+    )
     assert not modules_after(statement) & {"torch", "numpy", "hivemind"}
 
 
@@ -57,7 +69,9 @@ def test_compression_and_optimizers_stand_without_the_swarm():
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_the_folders_import_in_one_direction(folder):
     wrong = {
-        path.name: bad for path in (ROOT / folder).rglob("*.py") if (bad := ours(path) - MAY_IMPORT[folder] - {folder})
+        path.name: bad
+        for path in (ROOT / folder).rglob("*.py")
+        if (bad := ours(path) - MAY_IMPORT[folder] - {folder})
     }
     assert not wrong
 
@@ -86,5 +100,9 @@ def test_the_front_door_names_only_what_is_there():
 
 def test_the_bare_folder_names_are_imported_nowhere():
     bare = re.compile(r"^\s*(from|import) (node|swarm|optimizers|compression|experiments)\b", re.M)
-    everything = [path for folder in (*MAY_IMPORT, "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
+    everything = [
+        path
+        for folder in (*MAY_IMPORT, "experiments", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     assert not [str(path) for path in everything if bare.search(path.read_text())]

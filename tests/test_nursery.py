@@ -15,10 +15,10 @@ def python(*words):
     return [sys.executable, *words]
 
 
-def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was_given(nursery, tmp_path):
-    code = (
-        "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), sys.stdin.read()); sys.stderr.write('e')"
-    )
+def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was_given(
+    nursery, tmp_path
+):
+    code = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), sys.stdin.read()); sys.stderr.write('e')"
     process = nursery.popen(
         python("-c", code, "a", "b"),
         cwd=tmp_path,
@@ -49,10 +49,17 @@ def test_it_ends_as_a_process_from_scratch_does(nursery, code, ended):
 def test_modules_and_files_run_as_programs(nursery, tmp_path):
     file = tmp_path / "program.py"
     file.write_text("import sys\nif __name__ == '__main__':\n    print(sys.argv, sys.path[0])\n")
-    by_path = nursery.run(python(str(file), "x"), capture_output=True, text=True, timeout=60, check=True)
+    by_path = nursery.run(
+        python(str(file), "x"), capture_output=True, text=True, timeout=60, check=True
+    )
     assert by_path.stdout == f"{[str(file), 'x']} {tmp_path}\n"
     by_name = nursery.run(
-        python("-m", "program", "x"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        python("-m", "program", "x"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert by_name.stdout.endswith(f"'x'] {tmp_path}\n")
 
@@ -60,7 +67,10 @@ def test_modules_and_files_run_as_programs(nursery, tmp_path):
 def test_its_group_hears_a_signal_and_nobody_else_does(nursery):
     code = "import time; print('up', flush=True); time.sleep(60)"
     process = nursery.popen(
-        python("-c", code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        python("-c", code),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     with process:
         assert process.stdout.readline() == b"up\n"

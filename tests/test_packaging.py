@@ -17,7 +17,12 @@ LINKS = ("node", "swarm", "optimizers", "compression", "experiments")
 
 def run(*command, cwd, **options):
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=True, **options
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=True,
+        **options,
     )
 
 
@@ -32,7 +37,11 @@ def test_every_folder_with_code_is_packaged():
 
 def test_each_package_maps_to_its_folder():
     for package, folder in SETUPTOOLS["package-dir"].items():
-        expected = "farflock" if package == "farflock" else package.removeprefix("farflock.").replace(".", "/")
+        expected = (
+            "farflock"
+            if package == "farflock"
+            else package.removeprefix("farflock.").replace(".", "/")
+        )
         assert folder == expected
         assert (ROOT / folder).is_dir()
 
@@ -68,14 +77,21 @@ def test_a_standard_library_package_called_compression_stays_visible_from_the_ch
 
 
 def test_pinned_versions_cover_what_the_package_needs():
-    pinned = {re.split(r"[=<>]", line)[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pinned = {
+        re.split(r"[=<>]", line)[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
     project = CONFIG["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     assert {re.split(r"[=<>]", need)[0].lower() for need in needed} <= pinned
 
 
 def test_the_makefile_sets_up_what_the_constraints_pin_first():
-    first = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+    first = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
     assert first.startswith("torch==")
 
 
@@ -85,9 +101,14 @@ def wheel(tmp_path_factory):
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     files = [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
     files += [
-        path for folder in LINKS for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"
+        path
+        for folder in LINKS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     ]
-    files += [path for path in (ROOT / "farflock").iterdir() if path.is_file() and not path.is_symlink()]
+    files += [
+        path for path in (ROOT / "farflock").iterdir() if path.is_file() and not path.is_symlink()
+    ]
     for path in files:
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -106,21 +127,40 @@ def test_the_wheel_holds_every_module_and_every_text(wheel):
         if path.suffix == ".py" or "texts" in path.parts[:-1]
     }
     assert wanted <= names
-    assert not [name for name in names if name.startswith(("compression/", "node/", "swarm/", "tests/"))]
+    assert not [
+        name for name in names if name.startswith(("compression/", "node/", "swarm/", "tests/"))
+    ]
 
 
 @pytest.mark.long
 def test_the_wheel_works_from_another_directory_without_the_checkout(wheel, tmp_path):
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", tmp_path / "site", wheel, cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "-q",
+        "--target",
+        tmp_path / "site",
+        wheel,
+        cwd=tmp_path,
+    )
     code = (
         "import sys, farflock.compression.catalog, farflock.swarm.peer.peer, farflock.optimizers.catalog\n"
         "from farflock.testing import check_codec, check_method\n"
         "from farflock.node.model.corpus import load_corpus\n"
         "sys.stdout.write(f'{farflock.__file__} {len(load_corpus(\"shakespeare\").train)}')"
     )
-    isolated = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
+    isolated = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(tmp_path / "site"),
+        "HOME": str(tmp_path),
+    }
     where, size = run(sys.executable, "-c", code, cwd=tmp_path, env=isolated).stdout.split()
     assert Path(where).is_relative_to(tmp_path)
     assert int(size) > 1_000_000
-    shown = run(sys.executable, "-m", "farflock.node.cli", "--help", cwd=tmp_path, env=isolated).stdout
+    shown = run(
+        sys.executable, "-m", "farflock.node.cli", "--help", cwd=tmp_path, env=isolated
+    ).stdout
     assert "generate" in shown

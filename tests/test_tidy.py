@@ -20,12 +20,30 @@ CODE = sorted(
 )
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in CODE}
-PURE = [path for path in CODE if path.relative_to(ROOT).parts[0] in ("swarm", "optimizers", "compression")]
-BORDERS = re.compile(r"swarm/(zmq/\w+|dht/\w+|identity)\.py")  # where sockets, files and other people's code are
+PURE = [
+    path
+    for path in CODE
+    if path.relative_to(ROOT).parts[0] in ("swarm", "optimizers", "compression")
+]
+BORDERS = re.compile(
+    r"swarm/(zmq/\w+|dht/\w+|identity)\.py"
+)  # where sockets, files and other people's code are
 PRINTER = ROOT / "node" / "cli" / "output.py"
 
 MAX_FUNCTION, P95_FUNCTION, MEDIAN_FUNCTION, MAX_FILE = 70, 45, 10, 600
-VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "base", "types", "misc", "core"}
+VAGUE_NAMES = {
+    "utils",
+    "util",
+    "common",
+    "helpers",
+    "helper",
+    "manager",
+    "managers",
+    "base",
+    "types",
+    "misc",
+    "core",
+}
 TEST_SHARE = 0.8
 
 
@@ -34,7 +52,9 @@ def name(path):
 
 
 def functions(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def length(function):
@@ -62,7 +82,12 @@ def imported(tree):
 def loose_ends(tree):
     """What lets a stranger's bytes run, or hides an error."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and dotted(node.func) in {"eval", "exec", "torch.load", "__import__"}:
+        if isinstance(node, ast.Call) and dotted(node.func) in {
+            "eval",
+            "exec",
+            "torch.load",
+            "__import__",
+        }:
             yield node.lineno, f"calls {dotted(node.func)}"
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno, "a bare except"
@@ -72,7 +97,14 @@ def loose_ends(tree):
 
 def hidden_inputs(tree):
     """Clocks, chance and surroundings that were not handed in."""
-    for module in imported(tree) & {"time", "datetime", "secrets", "socket", "threading", "subprocess"}:
+    for module in imported(tree) & {
+        "time",
+        "datetime",
+        "secrets",
+        "socket",
+        "threading",
+        "subprocess",
+    }:
         yield 0, f"imports {module}"
     for node in ast.walk(tree):
         text = dotted(node) if isinstance(node, ast.Attribute) else ""
@@ -81,13 +113,19 @@ def hidden_inputs(tree):
         if text in {"os.environ", "os.getenv", "os.urandom"}:
             yield node.lineno, f"reads {text}"
         call = dotted(node.func) if isinstance(node, ast.Call) else ""
-        if call in {"torch.manual_seed", "torch.seed"} or (call == "random.Random" and not node.args):
+        if call in {"torch.manual_seed", "torch.seed"} or (
+            call == "random.Random" and not node.args
+        ):
             yield node.lineno, f"{call}: chance comes from a seed of the run"
 
 
 def printers(tree):
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and dotted(node.func) in {"print", "sys.stdout.write", "click.echo"}:
+        if isinstance(node, ast.Call) and dotted(node.func) in {
+            "print",
+            "sys.stdout.write",
+            "click.echo",
+        }:
             yield node.lineno, f"calls {dotted(node.func)}"
 
 
@@ -115,7 +153,9 @@ def test_each_rule_finds_what_it_forbids(rule, source):
     assert list(rule(ast.parse(source)))
 
 
-@pytest.mark.parametrize("source", ["random.Random(seed)", "evaluate(x)", "loop.time()", "self.random.choice(x)"])
+@pytest.mark.parametrize(
+    "source", ["random.Random(seed)", "evaluate(x)", "loop.time()", "self.random.choice(x)"]
+)
 def test_the_rules_leave_honest_code_alone(source):
     tree = ast.parse(source)
     assert not [*loose_ends(tree), *hidden_inputs(tree), *printers(tree)]
@@ -135,7 +175,11 @@ def test_files_are_short():
 
 
 def test_no_file_or_folder_has_a_name_that_says_nothing():
-    assert not [name(path) for path in CODE if VAGUE_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)]
+    assert not [
+        name(path)
+        for path in CODE
+        if VAGUE_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
+    ]
 
 
 def test_every_module_says_what_it_is():
@@ -143,7 +187,9 @@ def test_every_module_says_what_it_is():
 
 
 def test_only_one_module_prints():
-    product = [path for path in CODE if path != PRINTER and not name(path).startswith("experiments/")]
+    product = [
+        path for path in CODE if path != PRINTER and not name(path).startswith("experiments/")
+    ]
     assert not complaints(product, printers)
 
 
@@ -152,7 +198,9 @@ def test_nothing_evaluates_strangers_bytes_or_swallows_errors():
 
 
 def test_protocol_and_arithmetic_see_no_clock_no_global_chance_no_surroundings():
-    assert not complaints([path for path in PURE if not BORDERS.fullmatch(name(path))], hidden_inputs)
+    assert not complaints(
+        [path for path in PURE if not BORDERS.fullmatch(name(path))], hidden_inputs
+    )
 
 
 def test_the_borders_are_files_that_exist():
@@ -163,23 +211,40 @@ def test_the_borders_are_files_that_exist():
 
 def test_nothing_is_left_to_do_and_no_code_is_commented_out():
     unfinished = re.compile(
-        r"#.*\b(TODO|FIXME|XXX|HACK)\b|^\s*#\s*(def|class|import|from \w+ import|return|if .*:$)\b", re.M
+        r"#.*\b(TODO|FIXME|XXX|HACK)\b|^\s*#\s*(def|class|import|from \w+ import|return|if .*:$)\b",
+        re.M,
     )
-    assert not [f"{name(path)}: {match[0]}" for path in CODE for match in unfinished.finditer(path.read_text())]
+    assert not [
+        f"{name(path)}: {match[0]}"
+        for path in CODE
+        for match in unfinished.finditer(path.read_text())
+    ]
 
 
 def test_no_text_names_a_particular_machine():
     here = re.compile(r"/(home|Users|root|work|tmp/w)/[\w.]")
-    texts = [path for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*") for path in ROOT.glob(pattern)]
+    texts = [
+        path
+        for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*")
+        for path in ROOT.glob(pattern)
+    ]
     texts += [*CODE, *TESTS, *(ROOT / "docs").rglob("*.md")]
-    found = {name(path) for path in texts if path != Path(__file__) and here.search(path.read_text())}
+    found = {
+        name(path) for path in texts if path != Path(__file__) and here.search(path.read_text())
+    }
     assert not found
 
 
 def test_the_threat_model_names_tests_that_exist():
-    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "docs" / "threat-model.md").read_text())
+    named = re.findall(
+        r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "docs" / "threat-model.md").read_text()
+    )
     assert len(named) > 10
-    assert not [which for which in named if f"def {which[1]}(" not in (ROOT / "tests" / which[0]).read_text()]
+    assert not [
+        which
+        for which in named
+        if f"def {which[1]}(" not in (ROOT / "tests" / which[0]).read_text()
+    ]
 
 
 def test_there_is_nearly_as_much_test_as_code():

@@ -17,7 +17,16 @@ SEED = 20_261_121
 def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -> RunPlan:
     """Return the plan of both loops: a preset model at a constant rate after a short warm-up."""
     schedule = Schedule(RATE, total_tokens=1 << 40, warmup_tokens=1 << 14, floor=1.0)
-    return RunPlan(SEED, PRESETS[preset], InnerConfig(lr=RATE), schedule, method, dict(options), batch=batch, seq=seq)
+    return RunPlan(
+        SEED,
+        PRESETS[preset],
+        InnerConfig(lr=RATE),
+        schedule,
+        method,
+        dict(options),
+        batch=batch,
+        seq=seq,
+    )
 
 
 class Bare:
@@ -27,7 +36,9 @@ class Bare:
         self._plan = plan
         self._model = build(plan.model, plan.run_seed)
         self._inner = plan.inner.build(self._model)
-        self._batches = Batches(tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples)
+        self._batches = Batches(
+            tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples
+        )
         self._step = 0
         self.loss = float("nan")
 

@@ -67,7 +67,9 @@ class Shards:
     def alone(self) -> int:
         """Encode and decode each shard; return the payloads' bytes."""
         written = 0
-        for x, out in zip(self.values.view(-1, SHARD_VALUES), self.out.view(-1, SHARD_VALUES), strict=True):
+        for x, out in zip(
+            self.values.view(-1, SHARD_VALUES), self.out.view(-1, SHARD_VALUES), strict=True
+        ):
             payload = bytearray()
             written += self.codec.encode(x, Context(), payload)
             self.codec.decode(payload, Context(), out)
@@ -84,7 +86,11 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     out = torch.empty_like(values)
     shards = Shards(codec, ShardLayout.of({"x": tuple(values.shape)}, codec), values, out)
     target = torch.empty_like(values)
-    works: tuple[Callable[[], object], ...] = (shards.alone, lambda: target.copy_(values), shards.whole)
+    works: tuple[Callable[[], object], ...] = (
+        shards.alone,
+        lambda: target.copy_(values),
+        shards.whole,
+    )
     rounds = turns(repeats * TURNS, *works, clock=time.process_time)
     value, yardstick, ratio = medians([(alone, copy) for alone, copy, _ in rounds])
     _, _, whole = medians([(whole, copy) for _, copy, whole in rounds])
@@ -103,4 +109,13 @@ def _sparse_bits(values: Tensor) -> Metric:
     positions = math.log2(math.comb(CHUNK, K))
     limit = (positions + K * SPARSE_BITS) / CHUNK
     note = f"{SPARSE}: Rice-coded positions, two bits a kept value, two bf16 levels a chunk, which the limit has not"
-    return Metric("codec.sparse_bits", bits, limit, round(bits / limit, 4), 1, load(), "bits a parameter", note)
+    return Metric(
+        "codec.sparse_bits",
+        bits,
+        limit,
+        round(bits / limit, 4),
+        1,
+        load(),
+        "bits a parameter",
+        note,
+    )

@@ -38,7 +38,9 @@ def rate_bits(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmg]bit)", text.strip().lower())
     bits = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < bits <= MAX_BITS:
-        raise ValueError(f"{text!r} is no rate; write a number and kbit, mbit or gbit, such as 100mbit")
+        raise ValueError(
+            f"{text!r} is no rate; write a number and kbit, mbit or gbit, such as 100mbit"
+        )
     return bits
 
 
@@ -49,10 +51,14 @@ def _rate(ctx: click.Context, option: click.Parameter, text: str | None) -> floa
         raise click.BadParameter(str(error)) from None
 
 
-def _known(ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+def _known(
+    ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
     for name in names:
         if _benchmark(name) not in BENCHMARKS:
-            raise click.BadParameter(f"there is no benchmark {name!r}; {nearest(_benchmark(name), BENCHMARKS)}")
+            raise click.BadParameter(
+                f"there is no benchmark {name!r}; {nearest(_benchmark(name), BENCHMARKS)}"
+            )
     return names
 
 
@@ -80,11 +86,29 @@ class _Scoreboard(click.Command):
 
 @click.command("bench", cls=_Scoreboard)
 @click.argument("names", nargs=-1, metavar="[NAME]...", callback=_known)
-@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Alternating runs of each.")
-@click.option("--rate", "rate", callback=_rate, metavar="RATE", help="Of every link, for sync and overlap: 100mbit.")
-@click.option("--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little.")
-@click.option("--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case.")
-def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool) -> None:
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="Alternating runs of each.",
+)
+@click.option(
+    "--rate",
+    "rate",
+    callback=_rate,
+    metavar="RATE",
+    help="Of every link, for sync and overlap: 100mbit.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case."
+)
+def command(
+    names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool
+) -> None:
     """Measure codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as codec.int8; without NAME, all.
     `bench quality` takes hours, is run alone, and has options of its own: see `bench quality --help`.
 
@@ -119,7 +143,11 @@ def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
         if options.wants(metric.metric):
             yield metric
     if options.only is not None and options.only not in seen:
-        remedy = nearest(options.only, seen) if seen else f"`farflock bench {benchmark}` measures all there are"
+        remedy = (
+            nearest(options.only, seen)
+            if seen
+            else f"`farflock bench {benchmark}` measures all there are"
+        )
         raise Usage(f"bench {options.only}", f"{benchmark} has no metric of this name", remedy)
 
 

@@ -56,7 +56,9 @@ class Worker:
                 while (message := await self._next())["kind"] != kind:
                     self._heard.append(message)
         except TimeoutError:
-            raise WorkerFailed(f"{self.name} did not say {kind!r} within {timeout_s:.0f} s") from None
+            raise WorkerFailed(
+                f"{self.name} did not say {kind!r} within {timeout_s:.0f} s"
+            ) from None
         return message
 
     def kept(self, kind: str) -> list[Fields]:
@@ -85,14 +87,22 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, object]) -> AsyncIterator[list[Worker]]:
+async def fleet(
+    module: str, places: Sequence[Host], settings: Mapping[str, object]
+) -> AsyncIterator[list[Worker]]:
     """Run `module` in one worker per place, with number, place and `settings`; then end them."""
     workers: list[Worker] = []
     try:
         for number, place in enumerate(places):
             described = {**settings, "number": number, "count": len(places), "host": place.address}
             process = await asyncio.create_subprocess_exec(
-                *(*place.prefix, sys.executable, "-m", module, msgspec.json.encode(described).decode()),
+                *(
+                    *place.prefix,
+                    sys.executable,
+                    "-m",
+                    module,
+                    msgspec.json.encode(described).decode(),
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=_surroundings(),
@@ -105,7 +115,9 @@ async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, obje
         await asyncio.gather(*(worker.end() for worker in workers))
 
 
-async def hear_all(workers: Sequence[Worker], kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Fields]:
+async def hear_all(
+    workers: Sequence[Worker], kind: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> list[Fields]:
     """Return one message of this kind from each worker."""
     hearing = [asyncio.create_task(worker.hear(kind, timeout_s)) for worker in workers]
     try:
@@ -156,7 +168,9 @@ class Owner:
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         reader = asyncio.StreamReader(limit=LINE_BYTES)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
         owner = cls()
         owner._listening = asyncio.create_task(owner._listen(reader))
         return owner

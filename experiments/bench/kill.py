@@ -70,7 +70,9 @@ class Watch:
         """Record a worker's report; raise `Diverged` if its state differs from the others'."""
         self.latest[worker.name] = said
         if self.states.setdefault(said["number"], said["state"]) != said["state"]:
-            raise Diverged(f"{worker.name} has another state than others after round {said['number']}")
+            raise Diverged(
+                f"{worker.name} has another state than others after round {said['number']}"
+            )
 
     async def together(self, members: int) -> None:
         """Wait until every worker has applied a round of this many members."""
@@ -100,10 +102,16 @@ def run(options: Options) -> Iterator[Metric]:
 
 def _metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
     notice_s = statistics.median(blow.notice_s for blow in blows)
-    note = (
-        f"{what}; worst of {len(blows)}: {max(blow.notice_s for blow in blows):.2f} s; the goal is below the yardstick"
+    note = f"{what}; worst of {len(blows)}: {max(blow.notice_s for blow in blows):.2f} s; the goal is below the yardstick"
+    yield Metric(
+        f"{prefix}notice_s",
+        notice_s,
+        GOAL_S,
+        round(notice_s / GOAL_S, 3),
+        len(blows),
+        load(),
+        note=note,
     )
-    yield Metric(f"{prefix}notice_s", notice_s, GOAL_S, round(notice_s / GOAL_S, 3), len(blows), load(), note=note)
     lost = max(blow.steps_lost for blow in blows)
     note = f"{what}; the most of {len(blows)}, all survivors together; the goal is none"
     yield Metric(f"{prefix}steps_lost", lost, 0.0, None, len(blows), load(), "steps", note)
@@ -156,7 +164,11 @@ def _require_books(watch: Watch, victim: Worker) -> None:
     last = min(int(said["number"]) for name, said in watch.latest.items() if name != victim.name)
     agreed = max(int(said["agreed"]) for said in watch.latest.values() if said["number"] == last)
     counted = sum(int(said["counted"]) for said in watch.latest.values())
-    rounds_apart = sum(int(said["number"]) - last for name, said in watch.latest.items() if name != victim.name)
+    rounds_apart = sum(
+        int(said["number"]) - last for name, said in watch.latest.items() if name != victim.name
+    )
     surplus = agreed + PERIOD * rounds_apart - counted
     if surplus not in (0, PERIOD):
-        raise Diverged(f"{agreed} steps are agreed after round {last}, but the workers count {counted}: {watch.latest}")
+        raise Diverged(
+            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: {watch.latest}"
+        )

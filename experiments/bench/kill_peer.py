@@ -43,9 +43,20 @@ class Settings(Place, frozen=True):
 def plan(settings: Settings) -> RunPlan:
     """Return the plan that all workers share."""
     dim = settings.dim
-    model = ModelConfig(dim=dim, layers=settings.layers, heads=4, kv_heads=4, ffn_dim=3 * dim, context=SEQ)
+    model = ModelConfig(
+        dim=dim, layers=settings.layers, heads=4, kv_heads=4, ffn_dim=3 * dim, context=SEQ
+    )
     options = {"period": PERIOD}
-    return RunPlan(SEED, model, InnerConfig(lr=1e-3), Schedule(1e-3, ENDLESS), "diloco", options, batch=BATCH, seq=SEQ)
+    return RunPlan(
+        SEED,
+        model,
+        InnerConfig(lr=1e-3),
+        Schedule(1e-3, ENDLESS),
+        "diloco",
+        options,
+        batch=BATCH,
+        seq=SEQ,
+    )
 
 
 class Reductions:
@@ -97,7 +108,9 @@ class Books:
             self._round(self.participant, int(str(fields["round"])))
 
     def _round(self, part: ReplicaNode, number: int) -> None:
-        offered = self._offered.pop(number, part.loop.step)  # by default it was applied before another step
+        offered = self._offered.pop(
+            number, part.loop.step
+        )  # by default it was applied before another step
         outcome = part.peer.decided(STREAM, number)
         assert outcome is not None, f"round {number} was applied and is not in the log"
         if any(outcome.taken):
@@ -130,11 +143,18 @@ async def obey(owner: Owner, reductions: Reductions) -> None:
 async def main(settings: Settings) -> None:
     """Train until the owner hangs up, kills us or something breaks."""
     torch.set_num_threads(1)
-    owner, codecs, steps, contributions = await Owner.open(), Worker("codec"), Worker("train"), Books()
+    owner, codecs, steps, contributions = (
+        await Owner.open(),
+        Worker("codec"),
+        Worker("train"),
+        Books(),
+    )
     text = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
     reductions = Reductions(codecs)
     async with member(owner, settings, reductions) as peer:
-        part = replica_node(plan(settings), peer, text, compute=codecs, train=steps, report=contributions.report)
+        part = replica_node(
+            plan(settings), peer, text, compute=codecs, train=steps, report=contributions.report
+        )
         contributions.participant = part
         await meet(owner, peer, settings, part.found, part.join)
         owner.say("ready")

@@ -75,7 +75,9 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
             begin_s = time.process_time()
             await node.loop.run(number * turn_tokens)
             ours_s = time.process_time() - begin_s
-            bare_s = seconds(lambda: thread.submit(bare.train, size.steps).result(), time.process_time)
+            bare_s = seconds(
+                lambda: thread.submit(bare.train, size.steps).result(), time.process_time
+            )
             _require_alike(node.loop.last_loss, bare.loss)
             pairs.append((turn_tokens / ours_s, turn_tokens / bare_s))
     return pairs[1:]
@@ -85,7 +87,10 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
 async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
     """Run a node that is the only member of its run; leave nothing of it behind."""
     codecs, steps = Worker("codec"), Worker("train")
-    with tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(codecs.close)
         stack.callback(steps.close)
         history = stack.enter_context(History.open(Path(folder), time.time))
@@ -102,4 +107,6 @@ async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
 
 def _require_alike(ours: float | None, theirs: float) -> None:
     if ours is None or not math.isclose(ours, theirs, rel_tol=SAME_LOSS):
-        raise Unalike(f"the node's loop ended a turn with a loss of {ours}, the bare loop with {theirs}")
+        raise Unalike(
+            f"the node's loop ended a turn with a loss of {ours}, the bare loop with {theirs}"
+        )

@@ -34,14 +34,27 @@ class Place(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def member(
-    owner: Owner | None, place: Place, compute: Callable[[Callable[[], Any]], Awaitable[Any]], terms: RunTerms = TERMS
+    owner: Owner | None,
+    place: Place,
+    compute: Callable[[Callable[[], Any]], Awaitable[Any]],
+    terms: RunTerms = TERMS,
 ) -> AsyncIterator[Peer]:
     """Run a peer on real links, not yet in any view; tell the owner, if any, its record."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
-    links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0"))
+    links = await ZmqLinks.open(
+        identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0")
+    )
     try:
-        peer = Peer(terms, identity, links, None, incarnation=incarnation, record=links.record, compute=compute)
+        peer = Peer(
+            terms,
+            identity,
+            links,
+            None,
+            incarnation=incarnation,
+            record=links.record,
+            compute=compute,
+        )
         async with peer.running():
             if owner is not None:
                 owner.say("record", record=links.record().hex())

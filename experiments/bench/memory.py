@@ -40,7 +40,9 @@ class Taken:
 def run(options: Options) -> Iterator[Metric]:
     """Yield `memory`, of one exchange, and `memory.run`, of a whole run with the round log full."""
     preset = "demo" if options.quick else "10m"
-    rounds = asyncio.run(_rounds(preset, options.repeats if options.quick else max(options.repeats, LOG_ROUNDS + 1)))
+    rounds = asyncio.run(
+        _rounds(preset, options.repeats if options.quick else max(options.repeats, LOG_ROUNDS + 1))
+    )
     parameters = PRESETS[preset].parameters()
     allowed = codec(CODEC).max_bytes(parameters) + ALLOWED_BYTES
     note = (
@@ -89,4 +91,6 @@ class NoExchange(NotMeasured):
 
 def _require_exchange(answers: list[Fields]) -> None:
     if {(answer["status"], answer["peers"]) for answer in answers} != {("ok", PEERS)}:
-        raise NoExchange(f"an exchange ended with {[(answer['status'], answer['peers']) for answer in answers]}")
+        raise NoExchange(
+            f"an exchange ended with {[(answer['status'], answer['peers']) for answer in answers]}"
+        )

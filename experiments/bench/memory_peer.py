@@ -66,7 +66,9 @@ class Peak:
 class Rounds:
     """Exchanges of a node that takes no steps: its parameters are changed by hand before each."""
 
-    def __init__(self, owner: Owner, settings: Settings, node: ReplicaNode, results: list[dict[str, object]]) -> None:
+    def __init__(
+        self, owner: Owner, settings: Settings, node: ReplicaNode, results: list[dict[str, object]]
+    ) -> None:
         self._owner, self._node, self._results = owner, node, results
         self._chance = torch.Generator().manual_seed(settings.number)
         self._peak = Peak()
@@ -74,8 +76,12 @@ class Rounds:
     def begin(self, first_round: int) -> None:
         """Set the state to begin at `first_round`, cloned: untouched zeros take no memory."""
         driver = self._node.loop.driver
-        state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
-        driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")
+        state = {
+            name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()
+        }
+        driver.method.restore(
+            driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt"
+        )
         self._node.state_sync.open({"delta": first_round - 1})
 
     @torch.no_grad()
@@ -96,14 +102,24 @@ class Rounds:
         peak = self._peak.highest_bytes()
         assert self._results, "the exchange's deadline has passed without a result"
         result = self._results.pop()
-        self._owner.say("done", before=before, peak=peak, status=result["status"], peers=result["peers"])
+        self._owner.say(
+            "done", before=before, peak=peak, status=result["status"], peers=result["peers"]
+        )
 
 
 async def main(settings: Settings) -> None:
     """Work until the owner hangs up or kills us."""
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
-    plan = plan_of(settings.preset, 1, 32, "diloco", period=1, codec=settings.codec, return_codec=settings.return_codec)
+    plan = plan_of(
+        settings.preset,
+        1,
+        32,
+        "diloco",
+        period=1,
+        codec=settings.codec,
+        return_codec=settings.return_codec,
+    )
     # SGD has no moments, and skips missing gradients.
     plan = dataclasses.replace(plan, inner=InnerConfig("sgd"))
     results: list[dict[str, object]] = []

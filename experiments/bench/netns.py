@@ -58,7 +58,9 @@ def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
     """Start a process with a network namespace of its own, which ends with it; yield its id."""
-    keeper = subprocess.Popen(("unshare", "--net", "cat"), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    keeper = subprocess.Popen(
+        ("unshare", "--net", "cat"), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
     try:
         until_s = time.monotonic() + COMMAND_TIMEOUT_S
         while _space_of(keeper.pid) == _space_of(os.getpid()):
@@ -85,12 +87,21 @@ def _plug(hub: int, space: int, number: int, rate_bits: float) -> Host:
     would not fit its burst, and single ones cost so much that two cores cannot carry eight hosts.
     """
     address, port = f"10.78.0.{number + 1}", f"port{number}"
-    _inside(hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(space))
+    _inside(
+        hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(space)
+    )
     _inside(hub, "ip", "link", "set", port, "master", "bridge")
     _inside(space, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     for where, link in ((hub, port), (space, "eth0")):
         _inside(where, "ip", "link", "set", link, "gso_max_segs", TRAIN, "up")
-        limit = ("rate", f"{rate_bits:.0f}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
+        limit = (
+            "rate",
+            f"{rate_bits:.0f}bit",
+            "burst",
+            str(BURST_BYTES),
+            "latency",
+            f"{QUEUE_MS}ms",
+        )
         _inside(where, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
     return Host(address, _enter(space))
 
@@ -101,7 +112,11 @@ def _enter(pid: int) -> tuple[str, ...]:
 
 def _inside(pid: int, *command: str) -> None:
     done = subprocess.run(
-        (*_enter(pid), *command), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        (*_enter(pid), *command),
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
     )
     if done.returncode:
         raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}")

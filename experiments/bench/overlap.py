@@ -67,8 +67,12 @@ class Size:
         return {"name": name, "method": "streaming", "options": {**options, **codecs}}
 
 
-FULL = Size(ModelConfig(dim=128, layers=6, heads=4, kv_heads=4, ffn_dim=344, context=64), 16, 64, 33, 3, 5)
-QUICK = Size(ModelConfig(dim=96, layers=2, heads=4, kv_heads=4, ffn_dim=256, context=64), 2, 32, 8, 2, 4)
+FULL = Size(
+    ModelConfig(dim=128, layers=6, heads=4, kv_heads=4, ffn_dim=344, context=64), 16, 64, 33, 3, 5
+)
+QUICK = Size(
+    ModelConfig(dim=96, layers=2, heads=4, kv_heads=4, ffn_dim=256, context=64), 2, 32, 8, 2, 4
+)
 
 
 class NoOverlap(NotMeasured):
@@ -107,7 +111,9 @@ def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
     """Return an arm's tokens per second beside those of the loop without exchanges in each turn."""
     pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
     value, yardstick, ratio = medians(pairs)
-    own, plain = (statistics.median(turn[which].cpu_s for turn in turns) for which in (arm, "local"))
+    own, plain = (
+        statistics.median(turn[which].cpu_s for turn in turns) for which in (arm, "local")
+    )
     merged = size.overlap if arm == "overlapping" else 0
     note = (
         f"{size.model.parameters() / 1e6:.1f}M parameters, {size.fragments} fragments, one every {size.steps} steps of "
@@ -127,7 +133,8 @@ async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]
         for name in ARMS:
             await _piece(workers, name, size.steps - 1, 0)
         return [
-            {name: await _piece(workers, name, size.steps, name != "local") for name in ARMS} for _ in range(repeats)
+            {name: await _piece(workers, name, size.steps, name != "local") for name in ARMS}
+            for _ in range(repeats)
         ]
 
 
@@ -135,7 +142,10 @@ async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int
     """Take `steps` steps on all workers, from the barrier until each is done."""
     _, answers = await fleet.together(workers, "train", PIECE_TIMEOUT_S, arm=arm, steps=steps)
     _require_exchanges(arm, answers, exchanges)
-    return Piece(max(answer["took_s"] for answer in answers), statistics.mean(answer["cpu_s"] for answer in answers))
+    return Piece(
+        max(answer["took_s"] for answer in answers),
+        statistics.mean(answer["cpu_s"] for answer in answers),
+    )
 
 
 def _require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:

@@ -20,7 +20,10 @@ from farflock.experiments.placement.planner import balanced, partition_count, pa
 QUICK = Scale(16, 4, 3, 10, 500)
 SMALL_NODES, SMALL_STAGES = 8, (2, 4)
 # DT-FM's own, and the same with Kernighan and Lin's gain, stronger in some cases, weaker in others.
-BASELINES: dict[str, genetic.Gain] = {"planner.over_genetic": "circular", "planner.over_kernighan_lin": "kernighan-lin"}
+BASELINES: dict[str, genetic.Gain] = {
+    "planner.over_genetic": "circular",
+    "planner.over_kernighan_lin": "kernighan-lin",
+}
 
 
 def run(options: Options) -> Iterator[Metric]:
@@ -50,10 +53,20 @@ def _seconds(size: Scale, repeats: int) -> Metric:
     }
     value = statistics.median([one for each in taken.values() for one in each])
     each = ", ".join(
-        f"{name} {statistics.median(times):.2f} (at most {max(times):.2f})" for name, times in taken.items()
+        f"{name} {statistics.median(times):.2f} (at most {max(times):.2f})"
+        for name, times in taken.items()
     )
     note = f"{size.nodes} nodes in {size.stages} stages, one thread: {each}"
-    return Metric("planner.seconds", value, None, None, repeats * len(every), load(), "processor seconds", note)
+    return Metric(
+        "planner.seconds",
+        value,
+        None,
+        None,
+        repeats * len(every),
+        load(),
+        "processor seconds",
+        note,
+    )
 
 
 def _over_optimum(size: Scale) -> Metric:
@@ -66,13 +79,24 @@ def _over_optimum(size: Scale) -> Metric:
             costs = Costs(case.links, case.traffic)
             best = optimum(costs, sizes)
             ours.append(plan(costs, sizes, seed).seconds / best)
-            searched.append(plan(costs, sizes, seed, work=partition_count(sizes) - 1).seconds / best)
+            searched.append(
+                plan(costs, sizes, seed, work=partition_count(sizes) - 1).seconds / best
+            )
     missed = sum(ratio > 1 + 1e-9 for ratio in searched)
     note = (
         f"{SMALL_NODES} nodes in {' and '.join(map(str, SMALL_STAGES))} stages, worst case; with too little work to try all,"
         f" {missed} are missed, at worst {max(searched):.4f}"
     )
-    return Metric("planner.over_optimum", max(ours), 1.0, round(max(ours), 4), len(ours), load(), "optima", note)
+    return Metric(
+        "planner.over_optimum",
+        max(ours),
+        1.0,
+        round(max(ours), 4),
+        len(ours),
+        load(),
+        "optima",
+        note,
+    )
 
 
 def optimum(costs: Costs, sizes: tuple[int, ...]) -> float:
@@ -91,8 +115,12 @@ def _over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
         theirs = genetic.search(costs, sizes, 0, genetic.Setting(gain, trials=size.trials)).seconds
         times = (time.process_time() - between_s) / (between_s - begin_s)
         pairs.append((ours, theirs))
-        notes.append(f"{case.name} {ours:.4g} s to {theirs:.4g} s, which takes {times:.0f} times as long")
+        notes.append(
+            f"{case.name} {ours:.4g} s to {theirs:.4g} s, which takes {times:.0f} times as long"
+        )
     value, yardstick, _ = medians(pairs)
     worst = max(ours / theirs for ours, theirs in pairs)
     note = f"the worst ratio; {size.nodes} nodes, {size.trials} trials: {'; '.join(notes)}"
-    return Metric(metric, value, yardstick, round(worst, 4), len(pairs), load(), "seconds a step", note)
+    return Metric(
+        metric, value, yardstick, round(worst, 4), len(pairs), load(), "seconds a step", note
+    )

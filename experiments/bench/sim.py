@@ -58,7 +58,9 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
         f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, DiLoCo with rounds of {size.period}"
         f" steps, about {size.steps} steps a replica, start and end of the run included"
     )
-    return Metric("sim", value, yardstick, ratio, len(pairs), load(), "steps a processor second", note)
+    return Metric(
+        "sim", value, yardstick, ratio, len(pairs), load(), "steps a processor second", note
+    )
 
 
 def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:

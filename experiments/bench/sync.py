@@ -46,7 +46,9 @@ class Size:
     @property
     def payload_bytes(self) -> int:
         """`out` + `back` of the ideal's formula."""
-        return codec(self.out).max_bytes(self.parameters) + codec(self.back).max_bytes(self.parameters)
+        return codec(self.out).max_bytes(self.parameters) + codec(self.back).max_bytes(
+            self.parameters
+        )
 
 
 QUICK = Size(200_000, (2, 3))
@@ -74,16 +76,17 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
             places = stack.enter_context(hosts(peers, rate_bits))
         synced_s, plain_s, cpu_s = asyncio.run(_rounds(size, places, options.repeats))
     measured_s, tcp_s = statistics.median(synced_s), statistics.median(plain_s)
-    ideal_s, note = tcp_s, f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes"
+    ideal_s, note = (
+        tcp_s,
+        f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes",
+    )
     if why:
         note = f"NOT at the rate that was asked for ({why}): {note}"
     if rate_bits is not None:
         ideal_s = each_way_bytes(size, peers) * 8 / rate_bits
         note = f"at {rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, {ideal_s / tcp_s:.3f} of ideal"
     cores = os.cpu_count() or 1
-    note += (
-        f"; the workers computed {statistics.median(cpu_s):.2f} s, and {cores} cores have {cores * measured_s:.2f} s"
-    )
+    note += f"; the workers computed {statistics.median(cpu_s):.2f} s, and {cores} cores have {cores * measured_s:.2f} s"
     ratio = round(ideal_s / measured_s, 4)
     return Metric(f"sync.{peers}", measured_s, ideal_s, ratio, options.repeats, load(), note=note)
 
@@ -93,7 +96,9 @@ def each_way_bytes(size: Size, peers: int) -> float:
     return (peers - 1) / peers * size.payload_bytes
 
 
-async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[list[float], list[float], list[float]]:
+async def _rounds(
+    size: Size, places: Sequence[Host], repeats: int
+) -> tuple[list[float], list[float], list[float]]:
     """Return seconds of syncs, of plain swaps, and of computing, without the first, a warm-up."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
@@ -107,12 +112,16 @@ async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[lis
             _require_sync(answers)
             synced_s.append(max(answer["done_s"] for answer in answers) - start_s)
             cpu_s.append(sum(answer["cpu_s"] for answer in answers))
-            start_s, answers = await fleet.together(workers, "swap", ROUND_TIMEOUT_S, bytes=part_bytes)
+            start_s, answers = await fleet.together(
+                workers, "swap", ROUND_TIMEOUT_S, bytes=part_bytes
+            )
             plain_s.append(max(answer["done_s"] for answer in answers) - start_s)
     return synced_s[1:], plain_s[1:], cpu_s[1:]
 
 
 def _require_sync(answers: Sequence[Fields]) -> None:
     results = {(answer["status"], answer["members"], answer["hash"]) for answer in answers}
-    if len(results) != 1 or [(status, members) for status, members, _ in results] != [("ok", len(answers))]:
+    if len(results) != 1 or [(status, members) for status, members, _ in results] != [
+        ("ok", len(answers))
+    ]:
         raise NoSync(f"{len(answers)} workers ended a round with {sorted(results)}")

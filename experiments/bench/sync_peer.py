@@ -43,7 +43,9 @@ def model(settings: Settings) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(settings.number)
     starts = range(0, settings.parameters, TENSOR_VALUES)
     counts = [min(TENSOR_VALUES, settings.parameters - start) for start in starts]
-    return {f"tensor.{i}": 0.01 * torch.randn(count, generator=chance) for i, count in enumerate(counts)}
+    return {
+        f"tensor.{i}": 0.01 * torch.randn(count, generator=chance) for i, count in enumerate(counts)
+    }
 
 
 def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> Exchange:
@@ -51,7 +53,13 @@ def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> 
     fresh = {name: tensor * (1 + number / 128) for name, tensor in tensors.items()}
     key = ExchangeKey(STREAM, number)
     return Exchange(
-        key, "mean", All(), fresh, codec=settings.codec, return_codec=settings.return_codec, deadline_s=DEADLINE_S
+        key,
+        "mean",
+        All(),
+        fresh,
+        codec=settings.codec,
+        return_codec=settings.return_codec,
+        deadline_s=DEADLINE_S,
     )
 
 
@@ -82,7 +90,9 @@ class Sync:
         begun_s = time.process_time()
         offer = await self.codecs(partial(self.client.encode, exchange, Claim(tokens=1)))
         outcome = await self.client.exchange(offer)
-        result = await self.codecs(partial(self.client.decode, exchange.key, outcome, offer.payloads))
+        result = await self.codecs(
+            partial(self.client.decode, exchange.key, outcome, offer.payloads)
+        )
         done_s = asyncio.get_running_loop().time()
         self.owner.say(
             "done",
@@ -151,10 +161,15 @@ async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) ->
     client = ExchangeClient(peer, SEED)
     tensors = model(settings)
     client.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
-    sync, plain = Sync(owner, settings, client, codecs, tensors, view.first_round), Plain(settings.host)
+    sync, plain = (
+        Sync(owner, settings, client, codecs, tensors, view.first_round),
+        Plain(settings.host),
+    )
     owner.say("ready", plain=plain.address)
     peers: Fields = await owner.command("plain")
-    others = [address for number, address in enumerate(peers["addresses"]) if number != settings.number]
+    others = [
+        address for number, address in enumerate(peers["addresses"]) if number != settings.number
+    ]
     await plain.connect([(str(host), int(port)) for host, port in others])
     while True:
         command = await owner.next()

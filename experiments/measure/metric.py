@@ -75,4 +75,8 @@ def medians(pairs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """
     values, yardsticks = zip(*pairs, strict=True)
     ratios = [value / yardstick for value, yardstick in pairs]
-    return statistics.median(values), statistics.median(yardsticks), round(statistics.median(ratios), 4)
+    return (
+        statistics.median(values),
+        statistics.median(yardsticks),
+        round(statistics.median(ratios), 4),
+    )

@@ -25,7 +25,13 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage
 from farflock.node.pipeline.recovery.policy import Situation, source
-from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
+from farflock.node.pipeline.recovery.rebuild import (
+    GradientScale,
+    Neighbour,
+    bumped_rate,
+    neighbour_mean,
+    partner_copy,
+)
 from farflock.node.run.split import split
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.inner import InnerConfig
@@ -95,7 +101,9 @@ def trace(trial: Trial) -> tuple[Failure, ...]:
     chance = random.Random(f"checkfree {trial.seed}")
     failures: list[Failure] = []
     for step in range(1, trial.steps):
-        drawn = [stage for stage in range(1, len(trial.sizes) - 1) if chance.random() < trial.probability]
+        drawn = [
+            stage for stage in range(1, len(trial.sizes) - 1) if chance.random() < trial.probability
+        ]
         for stage in drawn:
             if Failure(step, stage - 1) not in failures:
                 failures.append(Failure(step, stage))
@@ -131,7 +139,9 @@ class Size(Parameters, frozen=True, kw_only=True):
     held_out: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     probability: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.004
     checkpoint_every: Annotated[int, msgspec.Meta(ge=1)] = 50
-    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)] = msgspec.field(default_factory=lambda: [0])
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)] = msgspec.field(
+        default_factory=lambda: [0]
+    )
 
 
 def compute(size: Size, progress: Progress) -> Table:
@@ -186,13 +196,17 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
 class Served:
     """A stage with its optimizer; `since` counts steps since neighbours rebuilt it, or is None."""
 
-    def __init__(self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None
+    ) -> None:
         model = build(trial.config, trial.seed if seed is None else seed, span)
         if tensors is not None:
             model.load_state_dict(dict(tensors))
         share = sum(x.numel() for x in model.parameters()) / trial.config.parameters()
         self.span, self.stage = span, Stage(model)
-        self.replica = PlainReplica(model, InnerConfig(lr=trial.rate).build(model), clip_norm=share**0.5)
+        self.replica = PlainReplica(
+            model, InnerConfig(lr=trial.rate).build(model), clip_norm=share**0.5
+        )
         self.scale = GradientScale()
         self.since: int | None = None
 
@@ -206,7 +220,9 @@ class Served:
 
     def neighbour(self) -> Neighbour:
         """Return what the recovery of a stage beside this one needs."""
-        return Neighbour(self.span, self.replica.read(self.replica.names, "param"), self.scale.omega())
+        return Neighbour(
+            self.span, self.replica.read(self.replica.names, "param"), self.scale.omega()
+        )
 
 
 class Pipeline:
@@ -236,7 +252,9 @@ class Pipeline:
             served.update(accumulator.take(), rate)
         self.step += 1
 
-    def _walk(self, order: Sequence[int], x: Tensor, targets: Tensor, sums: Sequence[GradientAccumulator]) -> None:
+    def _walk(
+        self, order: Sequence[int], x: Tensor, targets: Tensor, sums: Sequence[GradientAccumulator]
+    ) -> None:
         inputs = []
         for stage in order:
             inputs.append(x)
@@ -258,7 +276,8 @@ class Pipeline:
     def save(self) -> None:
         """Keep a checkpoint of all stages at this step."""
         state: list[dict[str, Tensors]] = [
-            {what: one.replica.read(one.replica.names, what) for what in SAVED} for one in self.stages
+            {what: one.replica.read(one.replica.names, what) for what in SAVED}
+            for one in self.stages
         ]
         self._saved = self.step, state
 
@@ -279,7 +298,10 @@ class Recovery:
     """An arm's recovery of a lost stage; a call returns the source in words."""
 
     def __init__(self, pipeline: Pipeline, arm: str) -> None:
-        ways: dict[str, Callable[[int], str]] = {"re-initialised": self._by_chance, "checkpoint": self._from_checkpoint}
+        ways: dict[str, Callable[[int], str]] = {
+            "re-initialised": self._by_chance,
+            "checkpoint": self._from_checkpoint,
+        }
         self._pipeline, self._way = pipeline, ways.get(arm, self._from_neighbours)
 
     def __call__(self, stage: int) -> str:
@@ -289,16 +311,24 @@ class Recovery:
         pipeline = self._pipeline
         count = len(pipeline.stages)
         living = tuple(int(here != stage) for here in range(count))
-        now = Situation(pipeline.step, pipeline.trial.sizes, living, (None,) * count, swapping=pipeline.swapping)
+        now = Situation(
+            pipeline.step, pipeline.trial.sizes, living, (None,) * count, swapping=pipeline.swapping
+        )
         chosen = source(now, stage)
         beside = [pipeline.stages[other].neighbour() for other in chosen.stages]
         config, span = pipeline.trial.config, pipeline.spans[stage]
-        made = neighbour_mean(config, span, *beside) if len(beside) == 2 else partner_copy(config, span, beside[0])
+        made = (
+            neighbour_mean(config, span, *beside)
+            if len(beside) == 2
+            else partner_copy(config, span, beside[0])
+        )
         pipeline.replace(stage, made).since = 0
         return f"{chosen.kind} of {' and '.join(map(str, chosen.stages))}"
 
     def _by_chance(self, stage: int) -> str:
-        self._pipeline.replace(stage, None, seed=self._pipeline.trial.seed + 1_000_003 * (self._pipeline.step + 1))
+        self._pipeline.replace(
+            stage, None, seed=self._pipeline.trial.seed + 1_000_003 * (self._pipeline.step + 1)
+        )
         return "initial weights"
 
     def _from_checkpoint(self, stage: int) -> str:

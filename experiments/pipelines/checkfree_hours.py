@@ -54,7 +54,9 @@ def explaining_period(useful: float, iterations: float, chance: float) -> float:
     low, high = 1.0, 100 / chance
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if replayed(useful, middle, chance) < iterations else (low, middle)
+        low, high = (
+            (middle, high) if replayed(useful, middle, chance) < iterations else (low, middle)
+        )
     return low
 
 
@@ -66,7 +68,9 @@ def redundant_iteration_s(plain_s: float, backward: float = BACKWARD) -> float:
     return plain_s * (2 + backward) / (1 + backward)
 
 
-def crossover(rates: Sequence[float], rising: Sequence[float], level: Sequence[float]) -> float | None:
+def crossover(
+    rates: Sequence[float], rising: Sequence[float], level: Sequence[float]
+) -> float | None:
     """Return the rate where `rising` overtakes `level`, linear between rates; None if never."""
     gaps = [one - other for one, other in zip(rising, level, strict=True)]
     for (here, gap), (there, next_gap) in pairwise(zip(rates, gaps, strict=True)):
@@ -95,7 +99,10 @@ def replay_h(place: int, period: int, chance: float) -> float:
 def crossovers() -> dict[str, float | None]:
     """Return the rates from which redundancy is faster than each CheckFree, or None."""
     hours = {name: [h for _, h in cells] for name, cells in TABLE.items()}
-    return {name: crossover(RATES, hours[name], hours["redundancy"]) for name in ("checkfree", "checkfree+")}
+    return {
+        name: crossover(RATES, hours[name], hours["redundancy"])
+        for name in ("checkfree", "checkfree+")
+    }
 
 
 class Size(Parameters, frozen=True, kw_only=True):
@@ -110,7 +117,9 @@ def compute(size: Size, progress: Progress) -> Table:
     for name, cells in TABLE.items():
         for place, (rate, (_, hours)) in enumerate(zip(RATES, cells, strict=True)):
             rows.append(exact(f"{name}, {rate:.0%}, hours", hours))
-            rows.append(exact(f"{name}, {rate:.0%}, times the iterations", iterations(name, place) / useful))
+            rows.append(
+                exact(f"{name}, {rate:.0%}, times the iterations", iterations(name, place) / useful)
+            )
     for what, each in (("six stages", chances), ("the code's probability", CODE_PROBABILITY)):
         for place, (rate, chance) in enumerate(zip(RATES, each, strict=True)):
             for period in PERIODS:
@@ -123,6 +132,8 @@ def compute(size: Size, progress: Progress) -> Table:
         exact("redundant forward passes, seconds", redundant_iteration_s(plain_s)),
         exact("redundancy in the table, seconds", TABLE["redundancy"][0][0]),
     ]
-    rows += [exact(f"{name} is overtaken at, %", 100 * (at or 1.0)) for name, at in crossovers().items()]
+    rows += [
+        exact(f"{name} is overtaken at, %", 100 * (at or 1.0)) for name, at in crossovers().items()
+    ]
     progress(1.0)
     return Table(rows, f"{useful:.0f} iterations without failures, {STAGES} stages")

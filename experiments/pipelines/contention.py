@@ -77,7 +77,9 @@ class Setting:
     def makespan_s(self, plan: PathPlan) -> float:
         """Return the seconds until the last microbatch of a plan is back."""
         links = released.links(mistaken=False)
-        wires = Wires(planned.NAMES, links, released.MICROBATCH_BYTES, released.OVERHEAD_S, self.shared_lines)
+        wires = Wires(
+            planned.NAMES, links, released.MICROBATCH_BYTES, released.OVERHEAD_S, self.shared_lines
+        )
         forward_s = dict.fromkeys(planned.NAMES, self.forward_s)
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
@@ -94,7 +96,11 @@ def makespans(setting: Setting) -> dict[str, float]:
     chains; each of three or five origins takes all chains in turn. The others have five origins and
     given paths: random ones, and the released plans.
     """
-    full, skipping, every = _chains(released.FULL), _chains(released.RANDOM), len(released.PARTITION[0])
+    full, skipping, every = (
+        _chains(released.FULL),
+        _chains(released.RANDOM),
+        len(released.PARTITION[0]),
+    )
     plans = {
         "full, three origins": _in_turn(full, FEW_ORIGINS),
         "full, five origins": _in_turn(full, every),
@@ -121,7 +127,12 @@ def _in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
     """Let each origin take all chains in turn, each from another start."""
     lanes = []
     for lane, origin in enumerate(released.PARTITION[0][:origins]):
-        lanes.append([(origin, *chains[(lane + turn) % len(chains)]) for turn in range(MICROBATCHES // origins)])
+        lanes.append(
+            [
+                (origin, *chains[(lane + turn) % len(chains)])
+                for turn in range(MICROBATCHES // origins)
+            ]
+        )
     return planned.as_plan(lanes, MICROBATCHES // origins)
 
 
@@ -146,7 +157,9 @@ def compute(size: Size, progress: Progress) -> Table:
             *(exact(name, value) for name, value in (made_s | effects(made_s)).items()),
             sampled("ours", ours_s),
             sampled("path choice, ours", [made_s["random"] / one for one in ours_s]),
-            sampled("theirs over ours, links queue", [made_s["collision-aware"] / one for one in ours_s]),
+            sampled(
+                "theirs over ours, links queue", [made_s["collision-aware"] / one for one in ours_s]
+            ),
             sampled("theirs over ours, their simulation", over),
         ],
         f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, {len(size.seeds)} seeds",

@@ -51,7 +51,10 @@ class Arm:
             return InnerConfig(self.base, rate, weight_decay=DECAY).build(module)
         decays = {2: DECAY, 1: 0.0}
         kinds = [[x for x in module.parameters() if min(x.dim(), 2) == kind] for kind in decays]
-        groups = [{"params": kind, "weight_decay": decay} for kind, decay in zip(kinds, decays.values(), strict=True)]
+        groups = [
+            {"params": kind, "weight_decay": decay}
+            for kind, decay in zip(kinds, decays.values(), strict=True)
+        ]
         return nadam(groups, rate, (0.99, 0.95))
 
 
@@ -69,7 +72,10 @@ class Late:
         self._stash = Stash(module, delay + 1)
 
     def step(
-        self, loss_of: Callable[[nn.Module], Tensor], share: float = 1.0, clip_norm: float | None = CLIP_NORM
+        self,
+        loss_of: Callable[[nn.Module], Tensor],
+        share: float = 1.0,
+        clip_norm: float | None = CLIP_NORM,
     ) -> float:
         """Take one step at this share of the rate; return the loss at the older weights."""
         parameters = list(self.module.parameters())
@@ -96,6 +102,10 @@ class Size(Parameters, frozen=True, kw_only=True):
     seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 
 
+def _loss(x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
+    return next_token_loss(module(x), y)
+
+
 def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
     """Return a run's held-out loss, inf if it diverged; its seed sets weights and batches."""
     text, rest, _ = texts()
@@ -104,7 +114,7 @@ def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
     schedule = Schedule(1.0, size.steps, warmup_tokens=size.steps // 10)  # it counts steps here
     for step in range(size.steps):
         x, y = batches.batch(step)
-        loss = trainer.step(lambda module, x=x, y=y: next_token_loss(module(x), y), schedule.rate(step, step))  # type: ignore[misc]
+        loss = trainer.step(partial(_loss, x, y), schedule.rate(step, step))
         if not math.isfinite(loss):
             return math.inf
     end = evaluate(model, *evaluation(rest, SEQ, size.held_out)).mean
@@ -133,5 +143,10 @@ def _costs(losses: Mapping[str, Sequence[float]]) -> list[Row]:
     for arm in ARMS:
         if arm.delay:
             pairs = zip(losses[arm.name], losses[f"{arm.base}, 0 late"], strict=True)
-            costs.append(sampled(f"what {arm.delay} late costs {arm.base}", [late - prompt for late, prompt in pairs]))
+            costs.append(
+                sampled(
+                    f"what {arm.delay} late costs {arm.base}",
+                    [late - prompt for late, prompt in pairs],
+                )
+            )
     return costs

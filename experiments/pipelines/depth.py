@@ -24,10 +24,15 @@ def compute(size: Size, progress: Progress) -> Table:
     hop = HopTime(size.message_bytes * 8 / size.bit_per_s, size.latency_s)
     idle = StageTime(0.0, 0.0)
     pipeline = PipelineTimes((idle,) * size.stages, (hop,) * (size.stages - 1))
-    wanted = [pipeline.wanted_depth(stage) if stage < size.stages - 1 else 1 for stage in range(size.stages)]
+    wanted = [
+        pipeline.wanted_depth(stage) if stage < size.stages - 1 else 1
+        for stage in range(size.stages)
+    ]
 
     def simulated(depths: list[int], shared: bool = False, greedy: bool = False) -> float:
-        return step_s(pipeline, size.microbatches, depths, "backward_first" if greedy else "fixed", shared)
+        return step_s(
+            pipeline, size.microbatches, depths, "backward_first" if greedy else "fixed", shared
+        )
 
     rows = [
         exact("wire alone", size.microbatches * hop.wire_s),
@@ -39,10 +44,18 @@ def compute(size: Size, progress: Progress) -> Table:
         exact("as deep as wanted, bound", pipeline.step_bound_s(size.microbatches, wanted[0])),
         exact("as deep as wanted", simulated(wanted)),
         exact("as deep as wanted, backward first", simulated(wanted, greedy=True)),
-        exact("three times as deep, backward first", simulated(one_f_one_b(size.stages, 3), greedy=True)),
+        exact(
+            "three times as deep, backward first",
+            simulated(one_f_one_b(size.stages, 3), greedy=True),
+        ),
         exact("1F1B, one line in and out", simulated(one_f_one_b(size.stages), shared=True)),
-        exact("1F1B, twice as deep, one line in and out", simulated(one_f_one_b(size.stages, 2), shared=True)),
+        exact(
+            "1F1B, twice as deep, one line in and out",
+            simulated(one_f_one_b(size.stages, 2), shared=True),
+        ),
         exact("microbatches in flight that are wanted", wanted[0]),
     ]
     progress(1.0)
-    return Table(rows, f"{size.stages} stages, {size.microbatches} microbatches of {hop.wire_s:.4f} s a hop")
+    return Table(
+        rows, f"{size.stages} stages, {size.microbatches} microbatches of {hop.wire_s:.4f} s a hop"
+    )

@@ -47,7 +47,8 @@ def compute(size: Size, progress: Progress) -> Table:
         rows += [exact(f"{name}, {mbit:g} Mbit/s", tokens) for name, tokens in rates.items()]
         first = rates[size.codecs[0]]
         rows += [
-            exact(f"{name} over {size.codecs[0]}, {mbit:g} Mbit/s", rates[name] / first) for name in size.codecs[1:]
+            exact(f"{name} over {size.codecs[0]}, {mbit:g} Mbit/s", rates[name] / first)
+            for name in size.codecs[1:]
         ]
         progress(number / len(size.mbit_per_s))
     return Table(
@@ -69,12 +70,16 @@ def written(name: str, size: Size) -> tuple[float, float]:
 
 def _forward(codec: ActivationCodec, values: torch.Tensor, epoch: int) -> int:
     shape = values.shape[0], values.shape[1], values.shape[2]
-    return codec.encode(values, ActivationContext(shape, samples=(0,), edge="edge", epoch=epoch), bytearray())
+    return codec.encode(
+        values, ActivationContext(shape, samples=(0,), edge="edge", epoch=epoch), bytearray()
+    )
 
 
 def rate(size: Size, forward_bytes: float, back_bytes: float, mbit: float) -> float:
     """Return tokens per second."""
-    forward, back = (HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes))
+    forward, back = (
+        HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes)
+    )
     stage = StageTime(size.stage_s / 3, size.stage_s * 2 / 3)
     pipeline = PipelineTimes((stage,) * size.stages, (forward,) * (size.stages - 1))
     all_at_once, hops_back = [size.microbatches] * size.stages, (back,) * (size.stages - 1)

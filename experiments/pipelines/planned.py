@@ -40,12 +40,17 @@ def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instanc
 
 def transfer_s(delays_s: Delays) -> TransferTimes:
     """Return a matrix by names."""
-    return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)}
+    return {
+        name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)
+    }
 
 
 def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> PathPlan:
     """Return a plan of `turns` microbatches per lane, which take the lane's paths in turn."""
-    return PathPlan(tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes), turns)
+    return PathPlan(
+        tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes),
+        turns,
+    )
 
 
 def _stops(path: released.Path) -> tuple[Stop, ...]:
@@ -54,7 +59,10 @@ def _stops(path: released.Path) -> tuple[Stop, ...]:
 
 def starts(plan: PathPlan) -> list[Start]:
     """Return a plan's microbatches, started like those of the released collision-aware plan."""
-    lanes = [tuple(tuple(NAMES.index(stop.peer) for stop in path) for path in paths) for paths in plan.lanes]
+    lanes = [
+        tuple(tuple(NAMES.index(stop.peer) for stop in path) for path in paths)
+        for paths in plan.lanes
+    ]
     return list(released.planned_starts({paths[0][0]: paths for paths in lanes}))
 
 
@@ -68,7 +76,9 @@ def judged(seed: int, work: int, forward_s: float = released.FORWARD_S) -> PathP
     """Return our planner's plan, with the released simulation as its judge."""
     delays_s = released.delays_s()
     wanted = instance(delays_s, forward_s)
-    return skip_planner.plan_paths(wanted, seed, work, lambda plan: simulated_s(plan, delays_s, forward_s))
+    return skip_planner.plan_paths(
+        wanted, seed, work, lambda plan: simulated_s(plan, delays_s, forward_s)
+    )
 
 
 def theirs_over_ours(seed: int, work: int, forward_s: float) -> float:

@@ -57,17 +57,26 @@ def compute(size: Size, progress: Progress) -> Table:
             period_s,
             RebalanceRule("queue", hysteresis=0.0, min_residence_s=0.0),
         )
-    spans = {"overall": (0.0, size.hours), "first hour": (0.0, 1.0), "last hour": (size.hours - 1, size.hours)}
+    spans = {
+        "overall": (0.0, size.hours),
+        "first hour": (0.0, 1.0),
+        "last hour": (size.hours - 1, size.hours),
+    }
     found: dict[str, list[float]] = {f"{name}, {span}": [] for name in policies for span in spans}
     for number, seed in enumerate(size.seeds):
         events = list(trace(size, random.Random(seed)))
         for at, (name, policy) in enumerate(policies.items()):
             speeds = played(size, events, policy)
             for span, (begin_h, end_h) in spans.items():
-                found[f"{name}, {span}"].append(100 * share(speeds, begin_h * HOUR_S, end_h * HOUR_S))
+                found[f"{name}, {span}"].append(
+                    100 * share(speeds, begin_h * HOUR_S, end_h * HOUR_S)
+                )
             progress((number + (at + 1) / len(policies)) / len(size.seeds))
     rows: list[Row] = [sampled(name, values) for name, values in found.items()]
-    return Table(rows, f"{size.servers} servers in {size.stages} stages, {len(size.seeds)} traces of {size.hours:g} h")
+    return Table(
+        rows,
+        f"{size.servers} servers in {size.stages} stages, {len(size.seeds)} traces of {size.hours:g} h",
+    )
 
 
 def trace(size: Size, chance: random.Random) -> Iterator[Event]:
@@ -126,7 +135,8 @@ class _Swarm:
         waiting = queues(counts, in_flight)
         stages = tuple(
             tuple(
-                ServerLoad(peer, waiting[at] / len(stage), 1.0, 1, now_s - since_s) for peer, since_s in stage.items()
+                ServerLoad(peer, waiting[at] / len(stage), 1.0, 1, now_s - since_s)
+                for peer, since_s in stage.items()
             )
             for at, stage in enumerate(self.stages)
         )
@@ -136,7 +146,9 @@ class _Swarm:
             self.join(move.peer, move.target, now_s)
 
 
-def played(size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRule] | None) -> list[Speed]:
+def played(
+    size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRule] | None
+) -> list[Speed]:
     """Return a swarm's speeds through the trace; its first servers may move at once."""
     swarm, speeds = _Swarm(size.stages), []
     period_s, rule = policy or (math.inf, RebalanceRule())

@@ -39,7 +39,9 @@ def _from(tails: Mapping[int, tuple[Path, ...]]) -> Paths:
 
 
 # Full pipelines: as many as the later stages have nodes, so that two of five data nodes are idle.
-FULL: Paths = {PARTITION[0][column]: (tuple(nodes[column] for nodes in PARTITION),) for column in range(3)}
+FULL: Paths = {
+    PARTITION[0][column]: (tuple(nodes[column] for nodes in PARTITION),) for column in range(3)
+}
 RANDOM = _from(
     {
         0: ((12, 7, 17), (14, 16, 9), (1, 8, 19)),
@@ -99,7 +101,9 @@ def planned_starts(paths: Paths) -> Iterator[Start]:
     for lane, each in enumerate(paths.values()):
         for turn in range(2):
             for q in range(3):
-                yield Start(100 * turn + 10 * q + lane, 2.5 * turn + q, each[(3 * turn + q) % len(each)])
+                yield Start(
+                    100 * turn + 10 * q + lane, 2.5 * turn + q, each[(3 * turn + q) % len(each)]
+                )
 
 
 @functools.cache
@@ -112,5 +116,7 @@ def links(mistaken: bool) -> LinkCosts:
 def delays_s(mistaken: bool = True) -> list[list[float]]:
     """Return a microbatch's seconds between nodes; ignore the diagonal. `mistaken`: as released."""
     found = links(mistaken)
-    delays: list[list[float]] = (found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S).tolist()
+    delays: list[list[float]] = (
+        found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S
+    ).tolist()
     return delays

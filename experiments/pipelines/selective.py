@@ -53,8 +53,12 @@ class Size(Parameters, frozen=True, kw_only=True):
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
     period: Count = 15
     codec: str = "topk2:128/4096"
-    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=64)]], msgspec.Meta(min_length=1, max_length=6)]
-    rates: Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1, max_length=8)]
+    ranks: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=1, le=64)]], msgspec.Meta(min_length=1, max_length=6)
+    ]
+    rates: Annotated[
+        list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1, max_length=8)
+    ]
     seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
     held_out: Count = 128  # sequences
 
@@ -81,7 +85,11 @@ def arms(size: Size) -> list[Arm]:
 def writers(config: ModelConfig) -> dict[str, int]:
     """Return weights that write into the residual stream before the last stage, with its axis."""
     names = ("self_attn.o_proj", "mlp.down_proj")
-    return {f"model.layers.{layer}.{name}.weight": 0 for layer in range(config.layers - 1) for name in names}
+    return {
+        f"model.layers.{layer}.{name}.weight": 0
+        for layer in range(config.layers - 1)
+        for name in names
+    }
 
 
 @dataclass(slots=True)
@@ -99,7 +107,9 @@ class Replica:
         """Begin a round: project the common weights, and freeze the embedding's part outside."""
         if self.basis is not None:
             embedding = self.model.get_parameter(EMBEDDING).detach()
-            _, self.frozen_VD = settled(embedding, torch.zeros_like(embedding), self.basis.columns_DK)
+            _, self.frozen_VD = settled(
+                embedding, torch.zeros_like(embedding), self.basis.columns_DK
+            )
             self._constrain()
 
     def step(self, number: int, rate: float) -> float:
@@ -131,11 +141,22 @@ def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
     for place, exchange in enumerate(exchanges):
         payloads = [cut.encode(index, number, exchange.tensors) for index in range(len(cut.shards))]
         gathered[f"replica {place}"] = decode_all(cut, number, payloads, shapes)
-    mean = {name: torch.stack([each[name] for each in gathered.values()]).mean(0) for name in shapes}
+    mean = {
+        name: torch.stack([each[name] for each in gathered.values()]).mean(0) for name in shapes
+    }
     whole = {name: ((0, math.prod(shape)),) for name, shape in shapes.items()}
     peers, weights = tuple(gathered), (1.0,) * len(gathered)
     return [
-        Result("ok", number + 1, peers, weights, mean=mean, gathered=gathered, sent=gathered[peer], taken=whole)
+        Result(
+            "ok",
+            number + 1,
+            peers,
+            weights,
+            mean=mean,
+            gathered=gathered,
+            sent=gathered[peer],
+            taken=whole,
+        )
         for peer in peers
     ]
 
@@ -153,7 +174,9 @@ def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> li
     return made
 
 
-def train(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> Mapping[str, Tensor] | None:
+def train(
+    size: Size, arm: Arm, rate: float, seed: int, text: TokenIds
+) -> Mapping[str, Tensor] | None:
     """Return the group's weights after its last round; None if a loss was not finite."""
     group = group_of(size, arm, rate, seed, text)
     schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)
@@ -199,6 +222,8 @@ def _saved(size: Size, losses: Mapping[str, Sequence[float]]) -> list[Row]:
     """Return the decrease of the loss where only the weak compress, seed by seed."""
     rows = []
     for weak, every in zip(arms(size)[1::2], arms(size)[2::2], strict=True):
-        saved = [high - low for high, low in zip(losses[every.name], losses[weak.name], strict=True)]
+        saved = [
+            high - low for high, low in zip(losses[every.name], losses[weak.name], strict=True)
+        ]
         rows.append(sampled(f"selection saves at {every.name.rpartition(' ')[2]}", saved))
     return rows

@@ -126,7 +126,9 @@ class _Program:
         duration_s = self._pass_on(index, message)
         self.worked.append(Worked(index, message.number, start_s, start_s + duration_s))
         message.is_done = True
-        node.free_s = start_s + duration_s + (SEEDED_REST_S if message.received_s > 1000 else REST_S)
+        node.free_s = (
+            start_s + duration_s + (SEEDED_REST_S if message.received_s > 1000 else REST_S)
+        )
         for other in node.inbox:
             if other.number != message.number and start_s <= other.start_s < node.free_s:
                 other.start_s = node.free_s
@@ -152,10 +154,14 @@ class _Program:
                 self.finished_s[message.number] = message.start_s + duration_s
                 return duration_s
 
-    def _send(self, index: int, message: _Message, place: int, phase: Phase, duration_s: float) -> float:
+    def _send(
+        self, index: int, message: _Message, place: int, phase: Phase, duration_s: float
+    ) -> float:
         to = message.path[place]
         arrives_s = message.start_s + duration_s + self.delays_s[index][to]
-        self.nodes[to].inbox.append(_Message(arrives_s, arrives_s, message.number, message.path, place, phase))
+        self.nodes[to].inbox.append(
+            _Message(arrives_s, arrives_s, message.number, message.path, place, phase)
+        )
         return duration_s
 
 
@@ -201,10 +207,20 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 def compute(size: Size, progress: Progress) -> Table:
     """Tabulate the four makespans in seconds, as released, with correct links, at other speeds."""
-    runs = [("", reproduce(size.forward_s)), (", links corrected", reproduce(size.forward_s, mistaken=False))]
-    runs += [(f", forward pass of {forward_s:g} s", reproduce(forward_s)) for forward_s in size.also_s]
-    rows = [exact(f"{name}{how}", makespan_s) for how, found in runs for name, makespan_s in found.items()]
+    runs = [
+        ("", reproduce(size.forward_s)),
+        (", links corrected", reproduce(size.forward_s, mistaken=False)),
+    ]
+    runs += [
+        (f", forward pass of {forward_s:g} s", reproduce(forward_s)) for forward_s in size.also_s
+    ]
+    rows = [
+        exact(f"{name}{how}", makespan_s)
+        for how, found in runs
+        for name, makespan_s in found.items()
+    ]
     progress(1.0)
     return Table(
-        rows, f"{released.NODES} nodes in {len(released.PARTITION)} stages, a forward pass of {size.forward_s:g} s"
+        rows,
+        f"{released.NODES} nodes in {len(released.PARTITION)} stages, a forward pass of {size.forward_s:g} s",
     )

@@ -57,7 +57,9 @@ class _Step:
             else:
                 self.finish(stage, kind, now_s)
             self.begin(stage, now_s)
-        assert all(stage.finished == self.microbatches for stage in self.stages), "a stage waits for ever"
+        assert all(stage.finished == self.microbatches for stage in self.stages), (
+            "a stage waits for ever"
+        )
         return now_s
 
     def take(self, stage: int, kind: Kind) -> None:
@@ -133,8 +135,12 @@ def step_s(
     of at least 1 for each stage, or with which a fixed order would wait for ever.
     """
     if microbatches < 1 or len(depths) != len(pipeline.stages) or min(depths) < 1:
-        raise ValueError(f"a step has microbatches and a depth a stage, got {microbatches} and {tuple(depths)}")
-    if order == "fixed" and any(depth < min(after, microbatches) for depth, after in itertools.pairwise(depths)):
+        raise ValueError(
+            f"a step has microbatches and a depth a stage, got {microbatches} and {tuple(depths)}"
+        )
+    if order == "fixed" and any(
+        depth < min(after, microbatches) for depth, after in itertools.pairwise(depths)
+    ):
         raise ValueError(
             f"a stage of {tuple(depths)} waits for more forwards than the one before it lets out; let none grow"
         )

@@ -18,7 +18,11 @@ from farflock.experiments.pipelines.table import Parameters, Progress, Row, Tabl
 from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
 ID_BYTES = 2  # of a token's id, sent beside the payload: fewer than 65,536 exist
-WAYS = {"1F1B": (1, False), "1F1B twice as deep": (2, False), "1F1B, one line in and out": (1, True)}
+WAYS = {
+    "1F1B": (1, False),
+    "1F1B twice as deep": (2, False),
+    "1F1B, one line in and out": (1, True),
+}
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=100)]
@@ -50,16 +54,24 @@ def compute(size: Size, progress: Progress) -> Table:
     }
     sent = {name: written(codec, size, basis) for name, codec in codecs.items()}
     sent["subspace"] += ID_BYTES * size.sequences * size.length
-    rows += [exact(f"{name}, bytes a token", each / (size.sequences * size.length)) for name, each in sent.items()]
+    rows += [
+        exact(f"{name}, bytes a token", each / (size.sequences * size.length))
+        for name, each in sent.items()
+    ]
     more = size.subspace_steps / size.whole_steps
     rows.append(exact("steps needed, subspace over whole (the source's)", more))
     for number, computes_s in enumerate(size.computes_s, 1):
         for way, (times, shared) in WAYS.items():
-            taken = {name: step(size, each, computes_s, times, shared) for name, each in sent.items()}
+            taken = {
+                name: step(size, each, computes_s, times, shared) for name, each in sent.items()
+            }
             title = f"{way}, stage {computes_s:g} s"
             rows += [exact(f"{name}, {title}", taken_s) for name, taken_s in taken.items()]
             faster = taken["whole"] / taken["subspace"]
-            rows += [exact(f"steps faster, {title}", faster), exact(f"net gain, {title}", faster / more)]
+            rows += [
+                exact(f"steps faster, {title}", faster),
+                exact(f"net gain, {title}", faster / more),
+            ]
         progress(number / len(size.computes_s))
     return Table(
         rows,
@@ -84,4 +96,6 @@ def step(size: Size, message_bytes: int, computes_s: float, times: int, shared: 
     hop = HopTime(message_bytes * 8 / size.bit_per_s, size.latency_s)
     stage = StageTime(computes_s / 3, computes_s * 2 / 3)
     pipeline = PipelineTimes((stage,) * size.stages, (hop,) * (size.stages - 1))
-    return step_s(pipeline, size.microbatches, one_f_one_b(size.stages, times), shared_access=shared)
+    return step_s(
+        pipeline, size.microbatches, one_f_one_b(size.stages, times), shared_access=shared
+    )

@@ -42,7 +42,9 @@ def compute(size: Size, progress: Progress) -> Table:
             rows += [
                 exact(name, 100 * formula),
                 exact(f"{name}, simulated", 100 * busy(hidden, size.microbatches, 1)),
-                exact(f"{name}, deeper", 100 * busy(hidden, size.microbatches, hidden.wanted_depth())),
+                exact(
+                    f"{name}, deeper", 100 * busy(hidden, size.microbatches, hidden.wanted_depth())
+                ),
             ]
         progress(number / len(size.layers))
     return Table(rows, f"{size.microbatches} microbatches a simulated stage")

@@ -47,7 +47,8 @@ def compute(size: Size, progress: Progress) -> Table:
     told.refresh([Announced(peer(at), 1, speed) for at, speed in enumerate(size.told)], 0.0)
     visits = Counter(told.choose(1.0, 0.0) for _ in range(size.told_tasks))
     rows: list[Row] = [
-        exact(f"visits at a told speed of {speed:g}", visits[peer(at)]) for at, speed in enumerate(size.told)
+        exact(f"visits at a told speed of {speed:g}", visits[peer(at)])
+        for at, speed in enumerate(size.told)
     ]
     slowest = min(size.speeds) * len(size.speeds)
     kept: dict[str, list[float]] = {}
@@ -101,7 +102,9 @@ def round_robin(size: Size, out: int, chance: random.Random) -> tuple[float, flo
     return run(size, out, chance, choose, lambda trainer, who, begun_s, now_s: None)
 
 
-def run(size: Size, out: int, chance: random.Random, choose: Choose, done: Done) -> tuple[float, float]:
+def run(
+    size: Size, out: int, chance: random.Random, choose: Choose, done: Done
+) -> tuple[float, float]:
     """Return microbatches per second of the last three quarters, and the visits' worst error.
 
     By then speeds are known, and tasks have not run out. The error is the largest relative

@@ -65,10 +65,19 @@ class ModelCosts:
             raise ValueError(
                 f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} cannot run; give at least 1 each"
             )
-        for name in ("layer_bytes", "embedding_bytes", "head_bytes", "head_layers", "edge_bytes", "inner_bytes"):
+        for name in (
+            "layer_bytes",
+            "embedding_bytes",
+            "head_bytes",
+            "head_layers",
+            "edge_bytes",
+            "inner_bytes",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"a model's {name} of {value} is impossible; give a finite number of at least 0")
+                raise ValueError(
+                    f"a model's {name} of {value} is impossible; give a finite number of at least 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,9 @@ class StageShare:
     def memory_bytes(self) -> float:
         """Memory per machine: model part, inputs in flight, one microbatch being recomputed."""
         model, layers = self.model, self.end - self.begin
-        extra = (self.stage == 0) * model.embedding_bytes + (self.stage == self.stages - 1) * model.head_bytes
+        extra = (self.stage == 0) * model.embedding_bytes + (
+            self.stage == self.stages - 1
+        ) * model.head_bytes
         sample = (self.stage > 0) * model.in_flight * model.edge_bytes + layers * model.inner_bytes
         return layers * model.layer_bytes + extra + model.microbatch * sample
 
@@ -107,7 +118,9 @@ class StageShare:
         return min(computed, carried / crossing) if crossing > 0 else computed
 
     def __str__(self) -> str:
-        extra = " and the embedding" * (self.stage == 0) + " and the head" * (self.stage == self.stages - 1)
+        extra = " and the embedding" * (self.stage == 0) + " and the head" * (
+            self.stage == self.stages - 1
+        )
         return f"stage {self.stage} of {self.stages}, {self.end - self.begin} layers{extra},"
 
 
@@ -122,7 +135,10 @@ class Split:
 
 
 def split(
-    model: ModelCosts, machines: Sequence[MachineProfile], stages: int | None = None, replicas: int = REPLICAS
+    model: ModelCosts,
+    machines: Sequence[MachineProfile],
+    stages: int | None = None,
+    replicas: int = REPLICAS,
 ) -> Split:
     """Return the fastest split found into this many stages, each with at least `replicas` machines.
 
@@ -167,7 +183,9 @@ def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
     )
 
 
-def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS) -> Split:
+def assigned(
+    stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS
+) -> Split:
     """Assign machines, dealt by rate or link, whichever is better; `ValueError` if too few fit."""
     _require_servable(stages, machines, replicas)
     numbers = range(len(machines))
@@ -187,7 +205,9 @@ def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], r
     )
 
 
-def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
+def _require_servable(
+    stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int
+) -> None:
     """Raise `ValueError` if too few machines fit; one that holds a stage holds all smaller ones."""
     for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
         fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
@@ -203,7 +223,9 @@ def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachinePr
 class _Cast:
     """The assignment of machines to stages while it is made, by number."""
 
-    def __init__(self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
+    def __init__(
+        self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int
+    ) -> None:
         self.replicas = replicas
         self.teams: list[list[int]] = [[] for _ in stages]
         self.speeds = [0.0] * len(stages)
@@ -222,7 +244,9 @@ class _Cast:
         """
         for turn, number in enumerate(order):
             later = order[turn + 1 :]
-            fitting = [stage for stage, need in enumerate(self._needs) if need <= self._memory[number]]
+            fitting = [
+                stage for stage, need in enumerate(self._needs) if need <= self._memory[number]
+            ]
             for stage in sorted(fitting, key=self.speeds.__getitem__):
                 self.teams[stage].append(number)
                 if self._servable(later):
@@ -278,7 +302,10 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
     both = [*mine, *theirs]
     if len(both) <= SMALL:
         for chosen in itertools.product((True, False), repeat=len(both)):
-            yield list(itertools.compress(both, chosen)), list(itertools.compress(both, [not mine for mine in chosen]))
+            yield (
+                list(itertools.compress(both, chosen)),
+                list(itertools.compress(both, [not mine for mine in chosen])),
+            )
         return
     for comes in theirs:
         rest = [number for number in theirs if number != comes]
@@ -287,7 +314,9 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
             yield [comes, *(number for number in mine if number != goes)], [*rest, goes]
 
 
-def _refined(model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int) -> Split:
+def _refined(
+    model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
+) -> Split:
     """Try all boundaries if few; else move layers from the slowest stage while that helps."""
     even = _even(model, [model.layers] * count)
     starts = [even, *_even_within_memory(model, machines, count, replicas)]
@@ -308,7 +337,9 @@ def _cut(layers: int, count: int) -> Iterator[list[int]]:
         yield [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))]
 
 
-def _climbed(model: ModelCosts, machines: Sequence[MachineProfile], best: Split, replicas: int) -> Split:
+def _climbed(
+    model: ModelCosts, machines: Sequence[MachineProfile], best: Split, replicas: int
+) -> Split:
     while True:
         stages = parts(model, best.layers)
         teams = [[machines[number] for number in members] for members in best.machines]
@@ -318,7 +349,11 @@ def _climbed(model: ModelCosts, machines: Sequence[MachineProfile], best: Split,
             layers = list(best.layers)
             layers[giving] -= 1
             layers[taking] += 1
-            found = _if_servable(model, layers, machines, replicas) if layers[giving] and taking != giving else None
+            found = (
+                _if_servable(model, layers, machines, replicas)
+                if layers[giving] and taking != giving
+                else None
+            )
             if found is not None and found.samples_per_s > best.samples_per_s * (1 + _NOTHING):
                 best = found
                 break
@@ -339,7 +374,9 @@ def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
     """Return each stage's layers, at most `most`: one each, more where there is least work."""
     layers = [1] * len(most)
     for _ in range(model.layers - len(most)):
-        open_stages = [part for part in parts(model, layers) if layers[part.stage] < most[part.stage]]
+        open_stages = [
+            part for part in parts(model, layers) if layers[part.stage] < most[part.stage]
+        ]
         layers[min(open_stages, key=lambda part: part.work).stage] += 1
     return layers
 

@@ -11,7 +11,9 @@ from farflock.experiments.placement.planner import WORK, balanced, plan
 # DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and, of a million
 # tokens in sequences of 2048, what one of eight pipelines takes at once, two bytes for each of 2048
 # channels (its code has 2024 tokens, which must be a slip).
-GPT3_XL = StepTraffic(gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2)
+GPT3_XL = StepTraffic(
+    gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class Case:
 
     def plan(self, size: Scale, seed: int) -> Layout:
         """Return our planner's layout."""
-        return plan(Costs(self.links, self.traffic), balanced(size.nodes, size.stages), seed, size.work)
+        return plan(
+            Costs(self.links, self.traffic), balanced(size.nodes, size.stages), seed, size.work
+        )
 
 
 def cases(nodes: int) -> list[Case]:
@@ -52,5 +56,7 @@ def cases(nodes: int) -> list[Case]:
 def drawn(nodes: int, seed: int) -> Case:
     """Draw links of 1 to 200 ms and 1 to 100 MB/s; gradients are ten times activations."""
     chance = np.random.Generator(np.random.PCG64(seed))
-    links = LinkCosts.of(chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes)))
+    links = LinkCosts.of(
+        chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes))
+    )
     return Case("by chance", links, StepTraffic(5e7, 5e6))

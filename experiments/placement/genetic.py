@@ -77,7 +77,10 @@ def search(costs: Costs, sizes: Sequence[int], seed: int, setting: Setting | Non
 
 def stages_of(genome: Genome) -> list[tuple[int, ...]]:
     """Return the nodes of each stage."""
-    return [tuple(node for node, at in enumerate(genome) if at == stage) for stage in range(max(genome) + 1)]
+    return [
+        tuple(node for node, at in enumerate(genome) if at == stage)
+        for stage in range(max(genome) + 1)
+    ]
 
 
 def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
@@ -110,14 +113,19 @@ class Refine:
         circular = gain == "circular"
         self._costs = costs
         self._weights: MatrixRows = costs.handing_s if circular else costs.sharing_s(max(sizes))
-        self._best: Callable[[Stages, MatrixRows], Move] = circular_move if circular else kernighan_lin_move
+        self._best: Callable[[Stages, MatrixRows], Move] = (
+            circular_move if circular else kernighan_lin_move
+        )
         self._fewest = 2 if circular else 1  # unmoved nodes per stage: a link has two
 
     def __call__(self, genome: Genome) -> Genome:
         """Return a genome of the same sizes that costs no more, as pairs of stages see it."""
         stages = list(stages_of(genome))
         for _ in range(MAX_PASSES):
-            changed = [self._improve(stages, j, k) for j, k in itertools.combinations(range(len(stages)), 2)]
+            changed = [
+                self._improve(stages, j, k)
+                for j, k in itertools.combinations(range(len(stages)), 2)
+            ]
             if not any(changed):
                 break
         refined = list(genome)
@@ -133,7 +141,9 @@ class Refine:
         stages[j], stages[k] = one, other
         return True
 
-    def _exchanged(self, one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _exchanged(
+        self, one: Sequence[int], other: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return both after the greedy exchanges, up to the greatest sum of gains."""
         trial, result = Stages.of(one, other), Stages.of(one, other)
         moves: list[Move] = []
@@ -178,7 +188,9 @@ def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
     out = {a: _pull(a, stages.other, stages.one, weights) for a in stages.left}
     back = {b: _pull(b, stages.one, stages.other, weights) for b in stages.right}
     # a pull to the other stage is a loss here: inner costs count, those across do not
-    return max((2 * weights[a][b] - out[a] - back[b], a, b) for a in stages.left for b in stages.right)
+    return max(
+        (2 * weights[a][b] - out[a] - back[b], a, b) for a in stages.left for b in stages.right
+    )
 
 
 def _pull(node: int, there: Sequence[int], here: Sequence[int], weights: MatrixRows) -> float:

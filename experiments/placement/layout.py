@@ -40,7 +40,10 @@ class LinkCosts:
         Raise `ValueError` unless they are square, of the same size, with finite latencies of at
         least 0 and finite bandwidths above 0.
         """
-        latency, rate = np.asarray(latency_s, dtype=np.float64), np.asarray(bandwidth, dtype=np.float64)
+        latency, rate = (
+            np.asarray(latency_s, dtype=np.float64),
+            np.asarray(bandwidth, dtype=np.float64),
+        )
         if latency.ndim != 2 or latency.shape[0] != latency.shape[1] or latency.shape != rate.shape:
             raise ValueError(
                 f"latencies of shape {latency.shape} and bandwidths of shape {rate.shape} are no links; give two matrices"
@@ -75,9 +78,14 @@ class StepTraffic:
     activation_bytes: float
 
     def __post_init__(self) -> None:
-        for name, size in (("gradient", self.gradient_bytes), ("activations", self.activation_bytes)):
+        for name, size in (
+            ("gradient", self.gradient_bytes),
+            ("activations", self.activation_bytes),
+        ):
             if not (math.isfinite(size) and size >= 0):
-                raise ValueError(f"{name} of {size} bytes cannot be sent; give a finite number of at least 0")
+                raise ValueError(
+                    f"{name} of {size} bytes cannot be sent; give a finite number of at least 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,11 @@ class Costs:
 
 def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
     """Return each node of the smaller stage as often as it may be a partner."""
-    return smaller if len(larger) == len(smaller) else tuple(smaller) * math.ceil(len(larger) / len(smaller))
+    return (
+        smaller
+        if len(larger) == len(smaller)
+        else tuple(smaller) * math.ceil(len(larger) / len(smaller))
+    )
 
 
 def _pair(links: LinkCosts, size_bytes: float) -> Matrix:
@@ -167,7 +179,9 @@ def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
         seen: set[int] = set()
         tried = [row]
         while not _place(row, rows, limit, holders, seen, tried):
-            limit = min([entry for r in tried for column, entry in enumerate(rows[r]) if column not in seen])
+            limit = min(
+                [entry for r in tried for column, entry in enumerate(rows[r]) if column not in seen]
+            )
             seen, tried = set(), [row]
     columns = [0] * len(rows)
     for column, row in holders.items():
@@ -175,7 +189,14 @@ def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
     return limit, columns
 
 
-def _place(row: int, rows: MatrixRows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
+def _place(
+    row: int,
+    rows: MatrixRows,
+    limit: float,
+    holders: dict[int, int],
+    seen: set[int],
+    tried: list[int],
+) -> bool:
     """Give a row a column within the limit, moving others; extend `seen` (columns) and `tried`."""
     for column, entry in enumerate(rows[row]):
         if entry <= limit and column not in holders:
@@ -213,7 +234,9 @@ def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=MAX_STAGES)
-def _extensions(count: int) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
+def _extensions(
+    count: int,
+) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
     """Return, per size of set from 2: sets and their last stages, and each set without its last."""
     every = np.arange(1 << count)
     member = (every[:, None] >> np.arange(count)) & 1

@@ -52,7 +52,10 @@ def plan(costs: Costs, sizes: Sequence[int], seed: int, work: int = WORK) -> Lay
     """
     _require(costs.nodes, sizes, work)
     if partition_count(sizes) * _price(len(sizes)) <= work:
-        return min((costs.layout(stages) for stages in partitions(sizes)), key=lambda layout: layout.seconds)
+        return min(
+            (costs.layout(stages) for stages in partitions(sizes)),
+            key=lambda layout: layout.seconds,
+        )
     search = _Search(costs, tuple(sizes), random.Random(seed), work)
     search.lead(work - int(_LED_SHARE * work))
     search.anneal()
@@ -122,7 +125,11 @@ class _Places:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...]) -> "_Places":
-        return cls(sizes, np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes]))
+        return cls(
+            sizes,
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.concatenate([np.arange(size) for size in sizes]),
+        )
 
     def stages(self, order: Order) -> list[StageMembers]:
         """Return the stages with these nodes at the places."""
@@ -202,11 +209,19 @@ class _Search:
         an outer product.
         """
         seen = [(flow.share, flow.cost_s[np.ix_(order, order)]) for flow in flows]
-        mixed: Matrix = sum((share @ cost for share, cost in seen), np.zeros((len(order), len(order))))
+        mixed: Matrix = sum(
+            (share @ cost for share, cost in seen), np.zeros((len(order), len(order)))
+        )
         price, enough = max(1, (len(order) // 64) ** 2), _NOTHING * float(mixed.trace())
         while self.left > 0:
             alone = mixed.diagonal()
-            change = mixed + mixed.T - alone[:, None] - alone + sum(2 * share * cost for share, cost in seen)
+            change = (
+                mixed
+                + mixed.T
+                - alone[:, None]
+                - alone
+                + sum(2 * share * cost for share, cost in seen)
+            )
             self.left -= price
             r, s = divmod(int(change.argmin()), len(order))
             if change[r, s] >= -enough:
@@ -230,7 +245,9 @@ class _Search:
         exchanges = (self.costs.nodes**2 - sum(size**2 for size in self.sizes)) // 2
         walks = max(1, self.left // (_SWEEPS * exchanges))
         for number in range(walks):
-            self._cool(walk, begin, _HOT if number % 2 == 0 else _HOTTER, self.left // (walks - number))
+            self._cool(
+                walk, begin, _HOT if number % 2 == 0 else _HOTTER, self.left // (walks - number)
+            )
             begin = self.best.stages if number % 2 else self._anywhere()
 
     def _anywhere(self) -> tuple[StageMembers, ...]:

@@ -43,7 +43,11 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return links of one machine per name; `released` keeps the source's mistakes."""
         for name in where:
             if name not in self.names:
-                raise Usage(f"region {name[:64]!r}", "there are no measurements of it", nearest(name, self.names))
+                raise Usage(
+                    f"region {name[:64]!r}",
+                    "there are no measurements of it",
+                    nearest(name, self.names),
+                )
         latency, rate = np.array(self.latency_ms) / 1e3, np.array(self.bandwidth) * self.unit_bytes
         for mistake in self.released if released else ():
             a, b = map(self.names.index, mistake.pair)
@@ -79,7 +83,9 @@ def _require_sound(place: str, regions: Regions) -> None:
     for what, table in (("latency_ms", regions.latency_ms), ("bandwidth", regions.bandwidth)):
         if [len(row) for row in table] != [len(names)] * len(names):
             raise Usage(
-                place, f"{what} is no table of {len(names)} by {len(names)}", "give a row and a column a region"
+                place,
+                f"{what} is no table of {len(names)} by {len(names)}",
+                "give a row and a column a region",
             )
         for i, row in enumerate(table):
             for j, value in enumerate(row):
@@ -91,4 +97,8 @@ def _require_sound(place: str, regions: Regions) -> None:
                     )
     for mistake in regions.released:
         if not {*mistake.pair} <= {*names} or not mistake.bandwidth > 0:
-            raise Usage(place, f"released {mistake.pair} is no pair of regions with a bandwidth", "name two of them")
+            raise Usage(
+                place,
+                f"released {mistake.pair} is no pair of regions with a bandwidth",
+                "name two of them",
+            )

@@ -58,9 +58,13 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self
         if self.preset not in PRESETS:
             raise Usage(
-                f"{ORIGIN}, preset {self.preset[:64]!r}", "there is none of this name", nearest(self.preset, PRESETS)
+                f"{ORIGIN}, preset {self.preset[:64]!r}",
+                "there is none of this name",
+                nearest(self.preset, PRESETS),
             )
-        return msgspec.structs.replace(self, options=PRESETS[self.preset][1] | self.options, preset=None)
+        return msgspec.structs.replace(
+            self, options=PRESETS[self.preset][1] | self.options, preset=None
+        )
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +76,12 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def at(self, budget: int) -> list[Trial]:
         """Return the trials at 1/`budget` of DDP's bytes."""
-        return [trial.spelt_out() for name, trials in self.trials.items() if int(name) == budget for trial in trials]
+        return [
+            trial.spelt_out()
+            for name, trials in self.trials.items()
+            if int(name) == budget
+            for trial in trials
+        ]
 
 
 class Arms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +103,9 @@ def read(text: str) -> Arms:
     takes.
     """
     arms = convert(tables(text, ORIGIN), Arms)
-    arms = msgspec.structs.replace(arms, arms=arms.arms | _beside(METHODS.keys() - arms.arms.keys()))
+    arms = msgspec.structs.replace(
+        arms, arms=arms.arms | _beside(METHODS.keys() - arms.arms.keys())
+    )
     _require_same(arms.lines, LINES, "line")
     _require_same(arms.arms, sorted(set(METHODS) - set(LINE_METHODS)), "method")
     for name, arm in arms.arms.items():
@@ -118,7 +129,9 @@ def _require_same(found: Iterable[str], wanted: Iterable[str], what: str) -> Non
             f"give each {TRIALS} trials a budget, here or in its class",
         )
     if surplus := sorted(set(found) - set(wanted)):
-        raise Usage(ORIGIN, f"there is no {what} {', '.join(surplus)}", f"choose from {', '.join(wanted)}")
+        raise Usage(
+            ORIGIN, f"there is no {what} {', '.join(surplus)}", f"choose from {', '.join(wanted)}"
+        )
 
 
 def _require_trials(name: str, arm: Arm, budget: int) -> None:
@@ -127,5 +140,7 @@ def _require_trials(name: str, arm: Arm, budget: int) -> None:
     if len(trials) != TRIALS:
         raise Usage(place, f"it has {len(trials)} trials", f"give it {TRIALS}, as all have")
     for number, trial in enumerate(trials, 1):
-        described = RecipeArm(label=name, method=name, options=trial.options, optimizer=arm.optimizer, clip=arm.clip)
+        described = RecipeArm(
+            label=name, method=name, options=trial.options, optimizer=arm.optimizer, clip=arm.clip
+        )
         built(described, trial.options, f"{place}, trial {number}")

@@ -30,21 +30,39 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
 @click.command("quality")
 @click.argument("names", nargs=-1, metavar="[METRIC]...")
 @click.option(
-    "--budget", type=click.Choice(list(CHOICES)), default="100", show_default=True, help="DDP's bytes over it."
+    "--budget",
+    type=click.Choice(list(CHOICES)),
+    default="100",
+    show_default=True,
+    help="DDP's bytes over it.",
 )
-@click.option("--steps", type=click.IntRange(1, 1_000_000), help="Of the final; 2000 where not said otherwise.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 1_000_000),
+    help="Of the final; 2000 where not said otherwise.",
+)
 @click.option("--screen-steps", type=click.IntRange(1, 1_000_000), help="Of the screen; 400.")
 @click.option("--seeds", type=click.IntRange(1, 64), help="How many, of the final; 3.")
 @click.option("--finalists", type=click.IntRange(1, 64), help="How many methods of a budget; 5.")
-@click.option("--quick", is_flag=True, help="A minute or two: one trial a method, short; the numbers say little.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="A minute or two: one trial a method, short; the numbers say little.",
+)
 @click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are kept.")
+@click.option(
+    "--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are kept."
+)
 @click.option(
     "--runs",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep runs in this file of JSON lines instead; those in it are not run again.",
 )
-@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables into this page.")
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the tables into this page.",
+)
 @click.option("--dry-run", is_flag=True, help="Say how long it would take, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="No tables; JSON lines come in any case.")
 def command(
@@ -79,7 +97,9 @@ def command(
     only = _only(names, arms)
     budgets = tuple(sorted({int(name.rpartition(".")[2]) for name in only})) or CHOICES[budget]
     if record is not None and (quick or only):
-        raise Usage("--record", "a page keeps whole measurements alone", "leave out --quick and METRIC")
+        raise Usage(
+            "--record", "a page keeps whole measurements alone", "leave out --quick and METRIC"
+        )
     if runs is not None and folder is not None:
         raise Usage("--runs", "runs are kept in a file or in a folder", "leave out --folder")
     out = Output(as_json=True)
@@ -96,11 +116,17 @@ def command(
 
 
 def _sized(
-    size: "Size", steps: int | None, screen_steps: int | None, seeds: int | None, finalists: int | None
+    size: "Size",
+    steps: int | None,
+    screen_steps: int | None,
+    seeds: int | None,
+    finalists: int | None,
 ) -> "Size":
     given = {"steps": steps, "screen_steps": screen_steps, "finalists": finalists}
     changed = {name: value for name, value in given.items() if value is not None}
-    return replace(size, **changed, **({} if seeds is None else {"seeds": tuple(range(1, seeds + 1))}))  # type: ignore[arg-type]
+    if seeds is not None:
+        size = replace(size, seeds=tuple(range(1, seeds + 1)))
+    return replace(size, **changed)  # type: ignore[arg-type]
 
 
 def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
@@ -110,11 +136,15 @@ def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
     known = [f"{PREFIX}{arm}.{budget}" for budget in BUDGETS for arm in arms.arms]
     for name in names:
         if name != "quality" and name not in known:
-            raise Usage(f"bench {name[:64]}", "quality has no metric of this name", nearest(name, known))
+            raise Usage(
+                f"bench {name[:64]}", "quality has no metric of this name", nearest(name, known)
+            )
     return tuple(name.removeprefix(PREFIX) for name in names if name != "quality")
 
 
-def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool) -> "Scores | None":
+def _run(
+    out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool
+) -> "Scores | None":
     """Print an estimate of the time, then run."""
     from farflock.experiments.measure.metric import load
     from farflock.experiments.quality import pace as quality_pace
@@ -130,7 +160,9 @@ def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool
     if dry_run:
         return None
     with _progress(out) as told:
-        return bench.run(shelf, workers, quality_pace.Pace(bench.efforts()[1], workers, unit_s, told))
+        return bench.run(
+            shelf, workers, quality_pace.Pace(bench.efforts()[1], workers, unit_s, told)
+        )
 
 
 @contextmanager
@@ -163,6 +195,12 @@ def _say(out: Output, scores: "Scores", budget: int, as_json: bool) -> None:
 def _record(page: Path, bench: "Bench", shelf: "Kept", scores: "Scores") -> None:
     from farflock.experiments.quality import report as quality_report
 
-    date = datetime.datetime.fromtimestamp(bench.measured_at(shelf, scores), datetime.UTC).date().isoformat()
-    sections = {budget: quality_report.section(scores, bench.size, budget, date) for budget in bench.budgets}
+    date = (
+        datetime.datetime.fromtimestamp(bench.measured_at(shelf, scores), datetime.UTC)
+        .date()
+        .isoformat()
+    )
+    sections = {
+        budget: quality_report.section(scores, bench.size, budget, date) for budget in bench.budgets
+    }
     quality_report.record(page, sections)

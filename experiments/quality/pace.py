@@ -78,7 +78,9 @@ class Pace:
 
     def _tell(self) -> None:
         run = sum(done for _, done in self._run.values())
-        each_s = (time.monotonic() - self._begin_s) / run if run > SURE * self._total else self._each_s
+        each_s = (
+            (time.monotonic() - self._begin_s) / run if run > SURE * self._total else self._each_s
+        )
         left = max(self._total - self._kept - run, 0.0)
         self._told(min((self._kept + run) / self._total, 1.0), left * each_s)
 

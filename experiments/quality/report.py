@@ -28,7 +28,9 @@ Table = tuple[Sequence[str], list[Sequence[object]]]
 GRID = ("line", "lr", "warm-up", "options", "loss", "")
 SCREEN = ("method", "options", "lr", "warm-up", "loss", "share", "1/bytes", "", "why")
 FINAL = ("", "lr", "warm-up", "loss", "± SE", "share", "± SE", "of each seed", "1/bytes", "")
-NO_GAIN = "DDP is not better than no communication on every seed, so there is no gain to keep a share of"
+NO_GAIN = (
+    "DDP is not better than no communication on every seed, so there is no gain to keep a share of"
+)
 
 
 def grid_table(scores: Scores) -> Table:
@@ -40,7 +42,9 @@ def grid_table(scores: Scores) -> Table:
             edge = f"best, at the edge in {' and '.join(at_edge)}" if at_edge else "best"
             trial = run.contender.trial
             remark = edge if run is chosen else ""
-            rows.append((line, f"{trial.lr:g}", f"{trial.warmup:g}", options_text(run), _loss(run), remark))
+            rows.append(
+                (line, f"{trial.lr:g}", f"{trial.warmup:g}", options_text(run), _loss(run), remark)
+            )
     return GRID, rows
 
 
@@ -77,8 +81,13 @@ def final_table(scores: Scores, budget: int) -> Table:
 
 def finalists(scores: Scores, budget: int) -> list[str]:
     """Return a budget's finalists, the greatest share first; those without one last."""
-    names = [name for name, final in scores.finals.items() if final.runs[0].contender.budget == budget]
-    means = {name: estimate(found).mean if (found := scores.shares(name)) else -math.inf for name in names}
+    names = [
+        name for name, final in scores.finals.items() if final.runs[0].contender.budget == budget
+    ]
+    means = {
+        name: estimate(found).mean if (found := scores.shares(name)) else -math.inf
+        for name in names
+    }
     return sorted(names, key=lambda name: (-means[name], name))
 
 
@@ -109,7 +118,11 @@ def why_not(run: Run) -> str:
 def options_text(run: Run) -> str:
     """Return the options of a trial in one cell."""
     trial = run.contender.trial
-    options = dict(trial.options) if trial.beta2 == USUAL_BETA2 else {**trial.options, "beta2": trial.beta2}
+    options = (
+        dict(trial.options)
+        if trial.beta2 == USUAL_BETA2
+        else {**trial.options, "beta2": trial.beta2}
+    )
     return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
 
 
@@ -126,7 +139,10 @@ def section(scores: Scores, size: Size, budget: int, date: str) -> str:
         "",
         "Learning rates tried at full length on the first seed:",
         "",
-        *(f"- {name}: {_ladder(scores.finals[name])}" for name in [*LINES, *finalists(scores, budget)]),
+        *(
+            f"- {name}: {_ladder(scores.finals[name])}"
+            for name in [*LINES, *finalists(scores, budget)]
+        ),
         "",
         "### Screen",
         "",
@@ -143,7 +159,9 @@ def record(page: Path, sections: dict[int, str]) -> None:
     """Put sections, by budget, into the page's generated part; `Usage` if there is none."""
 
     def made(inside: str) -> str:
-        kept = {int(place[0]): text for place, text in pages.parsed(inside, _SECTION).items()} | sections
+        kept = {
+            int(place[0]): text for place, text in pages.parsed(inside, _SECTION).items()
+        } | sections
         return "\n\n".join(kept[budget].strip() for budget in sorted(kept))
 
     pages.rewrite(page, BEGIN, END, made)
@@ -199,7 +217,9 @@ def _note(scores: Scores, name: str) -> str:
     final, found = scores.finals[name], scores.shares(name)
     trial = final.runs[0].contender.trial
     parts = [
-        f"± {estimate(found).error:.4f} (standard error)" if len(found) > 1 else "no standard error",
+        f"± {estimate(found).error:.4f} (standard error)"
+        if len(found) > 1
+        else "no standard error",
         f"bytes 1/{_saving(final.runs)} of DDP's",
         f"lr {trial.lr:.3g}, warm-up {trial.warmup:g}, {options_text(final.runs[0])}",
         _remark(scores, name),

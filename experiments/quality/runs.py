@@ -74,4 +74,8 @@ class RunsFile:
 
 
 def _another(path: Path, number: int) -> Usage:
-    return Usage(str(path), f"line {number} is not a finished run", "name a file that `--runs` wrote, or a new one")
+    return Usage(
+        str(path),
+        f"line {number} is not a finished run",
+        "name a file that `--runs` wrote, or a new one",
+    )

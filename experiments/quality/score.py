@@ -60,7 +60,9 @@ class Run:
     def excess(self) -> float:
         """Bytes over the budget, less one; 0 within it. A run above 0 does not count."""
         sent, budget = self.sent_bytes, self.contender.budget
-        return 0.0 if sent is None or budget is None else max(sent * budget / self.ring_bytes - 1, 0.0)
+        return (
+            0.0 if sent is None or budget is None else max(sent * budget / self.ring_bytes - 1, 0.0)
+        )
 
     @property
     def counts(self) -> bool:
@@ -110,7 +112,9 @@ class Scores:
     def screen_share(self, run: Run) -> float | None:
         """Return the share of a screened run, by both lines' best; None if it does not count."""
         lines = [best(self.screen[line]) for line in ("none", "ddp")]
-        found = shares(*([one.loss] if one is not None and one.counts else [] for one in (*lines, run)))
+        found = shares(
+            *([one.loss] if one is not None and one.counts else [] for one in (*lines, run))
+        )
         return found[0] if found else None
 
 
@@ -124,7 +128,10 @@ def shares(none: Sequence[float], ddp: Sequence[float], method: Sequence[float])
         return []
     if any(alone <= exact for alone, exact in zip(none, ddp, strict=True)):
         return []
-    return [(alone - ours) / (alone - exact) for alone, exact, ours in zip(none, ddp, method, strict=True)]
+    return [
+        (alone - ours) / (alone - exact)
+        for alone, exact, ours in zip(none, ddp, method, strict=True)
+    ]
 
 
 def best(runs: Iterable[Run]) -> Run | None:
@@ -143,6 +150,10 @@ def edges(runs: Sequence[Run]) -> list[str]:
     found, chosen = [], best(runs)
     for setting in ("lr", "warmup"):
         values = {getattr(run.contender.trial, setting) for run in runs}
-        if chosen and len(values) > 1 and getattr(chosen.contender.trial, setting) in (min(values), max(values)):
+        if (
+            chosen
+            and len(values) > 1
+            and getattr(chosen.contender.trial, setting) in (min(values), max(values))
+        ):
             found.append(setting)
     return found

@@ -56,7 +56,9 @@ class Size:
     clip: float = 1.0
 
 
-QUICK = Size(batch=8, seq=32, screen_steps=32, steps=48, seeds=(1, 2), finalists=1, trials=1, held_out=64)
+QUICK = Size(
+    batch=8, seq=32, screen_steps=32, steps=48, seeds=(1, 2), finalists=1, trials=1, held_out=64
+)
 
 
 @functools.cache
@@ -73,7 +75,9 @@ def ring_bytes(size: Size, steps: int) -> float:
 class Bench:
     """All runs, in stages; with `only`, names such as `diloco.100`, just those, all finalists."""
 
-    def __init__(self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()) -> None:
+    def __init__(
+        self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()
+    ) -> None:
         self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
 
     def run(self, shelf: Kept, workers: int, pace: Pace) -> Scores:
@@ -82,13 +86,23 @@ class Bench:
         runs = functools.partial(self._runs, shelf, workers, pace)
         screen = _by_name(runs(self.screened(), size.seeds[:1], size.screen_steps))
         if lacking := [line for line in LINES if best(screen[line]) is None]:
-            raise NotMeasured(f"{' and '.join(lacking)} diverged at every learning rate of the grid")
-        entrants = [one.contender for name in self._finalists(screen) if (one := best(screen[name])) is not None]
+            raise NotMeasured(
+                f"{' and '.join(lacking)} diverged at every learning rate of the grid"
+            )
+        entrants = [
+            one.contender
+            for name in self._finalists(screen)
+            if (one := best(screen[name])) is not None
+        ]
         first = runs(
-            [one.at(one.trial.lr * rung) for one in entrants for rung in (1.0, RUNG)], size.seeds[:1], size.steps
+            [one.at(one.trial.lr * rung) for one in entrants for rung in (1.0, RUNG)],
+            size.seeds[:1],
+            size.steps,
         )
         ladders = _by_name(first)
-        for run in runs([further(ladder) for ladder in ladders.values()], size.seeds[:1], size.steps):
+        for run in runs(
+            [further(ladder) for ladder in ladders.values()], size.seeds[:1], size.steps
+        ):
             ladders[run.contender.name] += (run,)
         chosen = [(best(ladder) or ladder[0]).contender for ladder in ladders.values()]
         seeds = _by_name(runs(chosen, size.seeds, size.steps))
@@ -99,10 +113,15 @@ class Bench:
         found = []
         for line in LINES:
             grid = self._arms.lines[line].trials()
-            found += [Contender(line, None, trial) for trial in (grid if self.size.trials > 1 else [grid[0], grid[-1]])]
+            found += [
+                Contender(line, None, trial)
+                for trial in (grid if self.size.trials > 1 else [grid[0], grid[-1]])
+            ]
         for budget, (name, arm) in itertools.product(self.budgets, self._arms.arms.items()):
             if not self.only or f"{name}.{budget}" in self.only:
-                found += [Contender(name, budget, trial) for trial in arm.at(budget)[: self.size.trials]]
+                found += [
+                    Contender(name, budget, trial) for trial in arm.at(budget)[: self.size.trials]
+                ]
         return found
 
     def job(self, contender: Contender, seed: int, steps: int) -> Line | Swarm:
@@ -119,7 +138,13 @@ class Bench:
         )
         if contender.budget is not None:
             own = self._arms.arms[name]
-            arm = Arm(label=name, method=name, options=trial.options, optimizer=own.optimizer, clip=own.clip)
+            arm = Arm(
+                label=name,
+                method=name,
+                options=trial.options,
+                optimizer=own.optimizer,
+                clip=own.clip,
+            )
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
@@ -141,24 +166,39 @@ class Bench:
 
     def probe(self) -> Line:
         """Return a job that measures this machine's speed: one peer's, without communication."""
-        job = self.job(next(one for one in self.screened() if one.arm == "none"), self.size.seeds[0], 1)
+        job = self.job(
+            next(one for one in self.screened() if one.arm == "none"), self.size.seeds[0], 1
+        )
         assert isinstance(job, Line)
         return job
 
     def measured_at(self, shelf: Kept, scores: Scores) -> float:
         """Return when the last of the finals' runs ended, in seconds since 1970."""
         runs = [run for final in scores.finals.values() for run in final.runs]
-        return max(shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs)
+        return max(
+            shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs
+        )
 
     def _finalists(self, screen: Mapping[str, Sequence[Run]]) -> list[str]:
         """Return the lines, and the best methods of each budget."""
         if self.only:
             return [*LINES, *self.only]
-        budgets = ([name for name in screen if name.endswith(f".{budget}")] for budget in self.budgets)
-        return [*LINES, *(name for names in budgets for name in ranked(screen, names)[: self.size.finalists])]
+        budgets = (
+            [name for name in screen if name.endswith(f".{budget}")] for budget in self.budgets
+        )
+        return [
+            *LINES,
+            *(name for names in budgets for name in ranked(screen, names)[: self.size.finalists]),
+        ]
 
     def _runs(
-        self, shelf: Kept, workers: int, pace: Pace, contenders: Iterable[Contender], seeds: Sequence[int], steps: int
+        self,
+        shelf: Kept,
+        workers: int,
+        pace: Pace,
+        contenders: Iterable[Contender],
+        seeds: Sequence[int],
+        steps: int,
     ) -> list[Run]:
         """Return the contenders' runs in order, each with its seeds in order."""
         wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]

@@ -60,13 +60,23 @@ class Rule(Entry, frozen=True, kw_only=True):
         """Raise `Usage` unless the numbers of arms and limits suit the kind."""
         wanted = {"within": 2, "ratio": 2, "bound": 1}.get(self.kind)
         if wanted is not None and len(self.arms) != wanted:
-            raise Usage(place, f"{self.kind} compares {wanted} arms, not {len(self.arms)}", "correct `arms`")
+            raise Usage(
+                place, f"{self.kind} compares {wanted} arms, not {len(self.arms)}", "correct `arms`"
+            )
         if wanted is None:
             if len(self.arms) < 2 or self.low is not None or self.high is not None:
-                raise Usage(place, f"{self.kind} takes two arms or more and no limits", "correct `arms`, `low`, `high`")
+                raise Usage(
+                    place,
+                    f"{self.kind} takes two arms or more and no limits",
+                    "correct `arms`, `low`, `high`",
+                )
         elif self.low is None and self.high is None:
-            raise Usage(place, f"{self.kind} without limits says nothing", "give it `low`, `high` or both")
-        elif (self.low if self.low is not None else -math.inf) > (self.high if self.high is not None else math.inf):
+            raise Usage(
+                place, f"{self.kind} without limits says nothing", "give it `low`, `high` or both"
+            )
+        elif (self.low if self.low is not None else -math.inf) > (
+            self.high if self.high is not None else math.inf
+        ):
             raise Usage(place, f"low {self.low} lies above high {self.high}", "swap them")
 
 

@@ -21,16 +21,37 @@ LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 
 @click.command("reproduce")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--all", "everything", is_flag=True, help="Every recipe; what was run before is not run again.")
-@click.option("--tier", type=click.Choice(TIERS), default="cpu", show_default=True, help="How large.")
-@click.option("--list", "only_list", is_flag=True, help="List the recipes and their last verdicts, as without NAME.")
-@click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core, in tier ci one.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs and results are kept.")
 @click.option(
-    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Write all last verdicts into this page."
+    "--all", "everything", is_flag=True, help="Every recipe; what was run before is not run again."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Standard output is JSON alone, one object a recipe.")
+@click.option(
+    "--tier", type=click.Choice(TIERS), default="cpu", show_default=True, help="How large."
+)
+@click.option(
+    "--list",
+    "only_list",
+    is_flag=True,
+    help="List the recipes and their last verdicts, as without NAME.",
+)
+@click.option(
+    "--workers", type=click.IntRange(1, 256), help="Processes at once: one a core, in tier ci one."
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where runs and results are kept.",
+)
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all last verdicts into this page.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Standard output is JSON alone, one object a recipe."
+)
 def command(
     names: tuple[str, ...],
     everything: bool,
@@ -79,7 +100,11 @@ def command(
         if record:
             _record(record, shelf)
     if failed:
-        raise Failure(f"{len(failed)} of {len(loaded)} recipes failed", ", ".join(failed), "their reasons stand above")
+        raise Failure(
+            f"{len(failed)} of {len(loaded)} recipes failed",
+            ", ".join(failed),
+            "their reasons stand above",
+        )
 
 
 def _list(out: Output, shelf: "Shelf") -> None:
@@ -106,7 +131,10 @@ def _list(out: Output, shelf: "Shelf") -> None:
             }
         )
     out.table(LISTED, rows)
-    out.result({"recipes": listed}, "run one with `farflock reproduce NAME`, all with `farflock reproduce --all`")
+    out.result(
+        {"recipes": listed},
+        "run one with `farflock reproduce NAME`, all with `farflock reproduce --all`",
+    )
 
 
 def _verdicts(by_tier: dict[str, Any]) -> str:
@@ -118,9 +146,14 @@ def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Rec
     from farflock.experiments.reproduce.recipe import explanation
     from farflock.experiments.reproduce.study import Study
 
-    described = one.described(tier) if isinstance(one, Computation) else Study(one, tier).described()
+    described = (
+        one.described(tier) if isinstance(one, Computation) else Study(one, tier).described()
+    )
     digest = hashlib.sha256(one_line(described).encode()).hexdigest()
-    out.result({**described, "hash": digest}, f"{explanation(one.name)}\n{one_line(described)}\nhash {digest}")
+    out.result(
+        {**described, "hash": digest},
+        f"{explanation(one.name)}\n{one_line(described)}\nhash {digest}",
+    )
 
 
 def _require_device(tier: str, loaded: list[Any]) -> None:
@@ -130,7 +163,11 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
     for one in loaded:
         if one.needs_gpu(tier) and not torch.cuda.is_available():
             remedy = "run it on a machine with a CUDA GPU, or take --tier cpu"
-            raise Usage(f"{one.name}, tier {tier}", "it needs a CUDA device, and torch sees none here", remedy)
+            raise Usage(
+                f"{one.name}, tier {tier}",
+                "it needs a CUDA device, and torch sees none here",
+                remedy,
+            )
 
 
 def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -> None:  # noqa: ANN401 - a Recipe
@@ -156,7 +193,9 @@ def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -
     out.table(report.RULES, report.rule_rows(told))
     short = {name: value for name, value in told.items() if name != "arms"}
     if "arms" in told:
-        short["arms"] = [{name: value for name, value in arm.items() if name != "curves"} for arm in told["arms"]]
+        short["arms"] = [
+            {name: value for name, value in arm.items() if name != "curves"} for arm in told["arms"]
+        ]
     kept = "plot and JSON" if "plot" in told else "JSON"
     out.result(short, f"{told['verdict'] or told['reason']}; {kept} in {place}")
 

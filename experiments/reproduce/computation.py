@@ -40,9 +40,13 @@ class Comparison(Entry, frozen=True, kw_only=True):
 
     def rules(self, place: str) -> list[Rule]:
         """Return the rules, one per row of `near`; raise `Usage` for an inconsistent comparison."""
-        if (self.kind == "near") != isinstance(self.paper, list) or (self.kind == "near") != (self.within is not None):
+        if (self.kind == "near") != isinstance(self.paper, list) or (self.kind == "near") != (
+            self.within is not None
+        ):
             raise Usage(
-                place, "near takes a list of the paper's numbers and `within`, all else words", "correct `paper`"
+                place,
+                "near takes a list of the paper's numbers and `within`, all else words",
+                "correct `paper`",
             )
         if isinstance(self.paper, str):
             made = [self._rule(self.kind, self.rows, self.says, self.paper, self.low, self.high)]
@@ -58,12 +62,35 @@ class Comparison(Entry, frozen=True, kw_only=True):
             raise Usage(place, why, "give each row its number, and no `low` or `high`")
         within = self.within or 0.0
         return [
-            self._rule("bound", [row], f"{self.says}: {row}", f"{theirs:g}", theirs - within, theirs + within)
+            self._rule(
+                "bound",
+                [row],
+                f"{self.says}: {row}",
+                f"{theirs:g}",
+                theirs - within,
+                theirs + within,
+            )
             for row, theirs in zip(self.rows, paper, strict=True)
         ]
 
-    def _rule(self, kind: str, rows: list[str], says: str, paper: str, low: float | None, high: float | None) -> Rule:
-        table = {"kind": kind, "arms": rows, "says": says, "paper": paper, "metric": "value", "low": low, "high": high}
+    def _rule(
+        self,
+        kind: str,
+        rows: list[str],
+        says: str,
+        paper: str,
+        low: float | None,
+        high: float | None,
+    ) -> Rule:
+        table = {
+            "kind": kind,
+            "arms": rows,
+            "says": says,
+            "paper": paper,
+            "metric": "value",
+            "low": low,
+            "high": high,
+        }
         return msgspec.convert({**table, "tolerance": self.tolerance}, Rule)
 
 
@@ -120,16 +147,25 @@ class Computation(Claim, frozen=True, kw_only=True):
     def judged(self, table: Table) -> list[Finding]:
         """Return the finding of each rule."""
         rows = {row.name: row for row in table.rows}
-        return [self._judged(rule, [self._named(name, rows) for name in rule.arms]) for rule in self.rules]
+        return [
+            self._judged(rule, [self._named(name, rows) for name in rule.arms])
+            for rule in self.rules
+        ]
 
     def _named(self, name: str, rows: dict[str, Row]) -> Row:
         if name not in rows:
-            raise Failure(f"{self.name}: its table has no row {name!r}", "", nearest(name, list(rows)))
+            raise Failure(
+                f"{self.name}: its table has no row {name!r}", "", nearest(name, list(rows))
+            )
         return rows[name]
 
     def _judged(self, rule: Rule, rows: Sequence[Row]) -> Finding:
         if len({(row.exact, len(row.values)) for row in rows}) > 1:
-            raise Failure(f"{self.name}: {rule.says}", "exact rows and seeds cannot be compared", "correct `rows`")
+            raise Failure(
+                f"{self.name}: {rule.says}",
+                "exact rows and seeds cannot be compared",
+                "correct `rows`",
+            )
         return judge(rule, {row.name: row.values for row in rows}, {}, exact=rows[0].exact)
 
 

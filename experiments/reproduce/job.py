@@ -50,7 +50,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
             run_seed=self.seed,
             model=self.model,
             inner=InnerConfig(self.optimizer, self.lr, self.betas, self.weight_decay),
-            schedule=Schedule(self.lr, self.total_tokens, int(self.warmup * self.total_tokens), self.floor),
+            schedule=Schedule(
+                self.lr, self.total_tokens, int(self.warmup * self.total_tokens), self.floor
+            ),
             method=method,
             options=options,
             batch=sequences,

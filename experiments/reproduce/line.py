@@ -35,11 +35,19 @@ def run(job: Line, progress: Callable[[float], None]) -> Outcome:
         if (step + 1) * job.points // job.steps > step * job.points // job.steps:
             loss = loss_of(replica.read(replica.names, "param"))
             tokens += training_task.tokens_per_step
-            curve.append(Point(tokens=tokens, sent_bytes=0, compute_s=0, loss=loss, lr=replica.lr or 0.0))
+            curve.append(
+                Point(tokens=tokens, sent_bytes=0, compute_s=0, loss=loss, lr=replica.lr or 0.0)
+            )
         progress((step + 1) / job.steps)
     last = curve[-1]
     return Outcome(
-        metrics={"loss": last.loss, "perplexity": math.exp(last.loss), "tokens": last.tokens, "bytes": 0, "spread": 0},
+        metrics={
+            "loss": last.loss,
+            "perplexity": math.exp(last.loss),
+            "tokens": last.tokens,
+            "bytes": 0,
+            "spread": 0,
+        },
         curve=curve,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )

@@ -58,7 +58,14 @@ def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
     settled = distances[min(SETTLING, (len(distances) - 1) // 2) :]
     growth = (settled[-1] / settled[0]) ** (1 / (len(settled) - 1)) if settled[0] else 0.0
     curve = [
-        Point(tokens=number, sent_bytes=0, compute_s=0, loss=distance, lr=0, spread=math.sqrt(distance))
+        Point(
+            tokens=number,
+            sent_bytes=0,
+            compute_s=0,
+            loss=distance,
+            lr=0,
+            spread=math.sqrt(distance),
+        )
         for number, distance in enumerate(distances)
     ]
     return Outcome(metrics={"growth": growth, "bound": stability_bound(job.alpha)}, curve=curve)
@@ -71,7 +78,9 @@ def _method(job: Noise) -> NoLoCo:
     return method
 
 
-def _round(number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random) -> None:
+def _round(
+    number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random
+) -> None:
     """Take one outer step of each replica with a random partner; one left over steps alone."""
     asked: list[Exchange] = []
     for replica, method in zip(replicas, methods, strict=True):

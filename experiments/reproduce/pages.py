@@ -20,7 +20,9 @@ def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
     """Put sections, by recipe and tier, into the generated part; raise `Usage` if there is none."""
 
     def made(inside: str) -> str:
-        kept = {(place[0], place[1]): text for place, text in parsed(inside, _HEADING).items()} | sections
+        kept = {
+            (place[0], place[1]): text for place, text in parsed(inside, _HEADING).items()
+        } | sections
         return "\n\n".join([_summary(kept), *(kept[place].strip() for place in sorted(kept))])
 
     rewrite(page, BEGIN, END, made)
@@ -32,12 +34,16 @@ def rewrite(page: Path, begin: str, end: str, made: Callable[[str], str]) -> Non
         text = page.read_text()
     except OSError as error:
         raise Usage(
-            str(page), f"it cannot be read ({error.strerror})", "name the page that keeps the results"
+            str(page),
+            f"it cannot be read ({error.strerror})",
+            "name the page that keeps the results",
         ) from None
     before, begun, rest = text.partition(begin)
     inside, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise Usage(str(page), "its generated part is not marked", f"put {begin} and {end} where it belongs")
+        raise Usage(
+            str(page), "its generated part is not marked", f"put {begin} and {end} where it belongs"
+        )
     write(page, f"{before}{begin}\n\n{made(inside)}\n\n{end}{after}".encode())
 
 
@@ -51,7 +57,9 @@ def parsed(text: str, heading: re.Pattern[str]) -> dict[tuple[str, ...], str]:
     """Return the sections of a generated part, by the names in their headings."""
     found = list(heading.finditer(text))
     ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
-    return {match.groups(): text[match.start() : end] for match, end in zip(found, ends, strict=True)}
+    return {
+        match.groups(): text[match.start() : end] for match, end in zip(found, ends, strict=True)
+    }
 
 
 def _summary(sections: dict[tuple[str, str], str]) -> str:
@@ -59,5 +67,7 @@ def _summary(sections: dict[tuple[str, str], str]) -> str:
     lines = ["| recipe | tier | verdict |", "|---|---|---|"]
     for (recipe, tier), text in sorted(sections.items()):
         said = re.search(r"^\*\*([^*]+)\.\*\*", text, re.M)
-        lines.append(f"| [{recipe}](#{recipe}-{tier}) | {tier} | {said[1].lower() if said else 'unknown'} |")
+        lines.append(
+            f"| [{recipe}](#{recipe}-{tier}) | {tier} | {said[1].lower() if said else 'unknown'} |"
+        )
     return "\n".join(lines)

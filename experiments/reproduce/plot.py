@@ -13,15 +13,15 @@ Axis = Callable[[Outcome, Point], float]
 
 def panels() -> list[tuple[str, Axis]]:
     """Return the horizontal axes with their names."""
-    by_time: list[tuple[str, Axis]] = [
-        (f"hours at {rate} Mbit/s", lambda outcome, point, rate=rate: time_s(point, outcome.overlaps, rate) / 3600)  # type: ignore[misc]
-        for rate in RATES
-    ]
     return [
         ("tokens of the run", lambda outcome, point: point.tokens),
         ("bytes sent by a peer", lambda outcome, point: point.sent_bytes),
-        *by_time,
+        *((f"hours at {rate} Mbit/s", _hours_at(rate)) for rate in RATES),
     ]
+
+
+def _hours_at(rate: int) -> Axis:
+    return lambda outcome, point: time_s(point, outcome.overlaps, rate) / 3600
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
@@ -34,7 +34,11 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
     noise = any("growth" in outcome.metrics for result in results for outcome in result.outcomes)
     axes_of = [("round", panels()[0][1])] if noise else panels()
     figure, grid = pyplot.subplots(
-        1 if noise else 2, 1 if noise else 3, figsize=(8, 5) if noise else (15, 9), squeeze=False, layout="constrained"
+        1 if noise else 2,
+        1 if noise else 3,
+        figsize=(8, 5) if noise else (15, 9),
+        squeeze=False,
+        layout="constrained",
     )
     places = list(grid.flat)
     for place, (name, axis) in zip(places, axes_of, strict=False):
@@ -65,11 +69,14 @@ def _curve(place: Any, result: Result, axis: Axis) -> None:  # noqa: ANN401 - ma
     if not length:
         return
     columns = [
-        [(axis(outcome, outcome.curve[at]), outcome.curve[at].loss) for outcome in outcomes] for at in range(length)
+        [(axis(outcome, outcome.curve[at]), outcome.curve[at].loss) for outcome in outcomes]
+        for at in range(length)
     ]
     across = [sum(x for x, _ in column) / len(column) for column in columns]
     losses = [[loss for _, loss in column] for column in columns]
     means = [sum(values) / len(values) for values in losses]
     style = {"ddp": "--", "none": ":"}.get(result.name, "-")
     (drawn,) = place.plot(across, means, style, linewidth=1.2, label=result.label)
-    place.fill_between(across, list(map(min, losses)), list(map(max, losses)), alpha=0.15, color=drawn.get_color())
+    place.fill_between(
+        across, list(map(min, losses)), list(map(max, losses)), alpha=0.15, color=drawn.get_color()
+    )

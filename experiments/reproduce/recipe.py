@@ -17,11 +17,27 @@ from farflock.experiments.reproduce.computation import read as read_computation
 from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.run.manifest import override
-from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options, require_method, tables
+from farflock.node.run.sections import (
+    ExchangeSection,
+    MethodSection,
+    constructor_options,
+    require_method,
+    tables,
+)
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
 LINES = ("ddp", "none")  # part of every recipe that trains, not written in it
-METRICS = ("loss", "perplexity", "bytes", "tokens", "spread", "spread_lr", "missed", "growth", "virtual_s")
+METRICS = (
+    "loss",
+    "perplexity",
+    "bytes",
+    "tokens",
+    "spread",
+    "spread_lr",
+    "missed",
+    "growth",
+    "virtual_s",
+)
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
 Some = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -53,7 +69,9 @@ class Arm(Entry, frozen=True, kw_only=True):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     clip: Annotated[float, msgspec.Meta(ge=0)] | None = None
     late: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    speeds: Annotated[list[Slowness], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=list)
+    speeds: Annotated[list[Slowness], msgspec.Meta(max_length=64)] = msgspec.field(
+        default_factory=list
+    )
     sweep: Sweep | None = None
 
 
@@ -112,7 +130,9 @@ class Recipe(Claim, frozen=True, kw_only=True):
 
     def expanded(self) -> dict[str, Arm]:
         """Return the arms that run; a sweep gives one per value, named NAME@VALUE."""
-        return {name: arm for base, arm in self.arms.items() for name, arm in swept(base, arm).items()}
+        return {
+            name: arm for base, arm in self.arms.items() for name, arm in swept(base, arm).items()
+        }
 
 
 def swept(name: str, arm: Arm) -> dict[str, Arm]:
@@ -124,13 +144,19 @@ def swept(name: str, arm: Arm) -> dict[str, Arm]:
         options = _copied(arm.options)
         override(options, f"{arm.sweep.option}={value!r}")
         label = f"{arm.label}, {arm.sweep.option} {value:g}"
-        made[f"{name}@{value:g}"] = msgspec.structs.replace(arm, options=options, label=label, sweep=None)
+        made[f"{name}@{value:g}"] = msgspec.structs.replace(
+            arm, options=options, label=label, sweep=None
+        )
     return made
 
 
 def names() -> list[str]:
     """Return the names of all recipes."""
-    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+    return sorted(
+        file.name.removesuffix(".toml")
+        for file in _folder().iterdir()
+        if file.name.endswith(".toml")
+    )
 
 
 def load(name: str) -> Recipe | Computation:
@@ -138,7 +164,9 @@ def load(name: str) -> Recipe | Computation:
     if name not in names():
         raise Usage(f"recipe {name[:64]!r}", "there is none of this name", nearest(name, names()))
     text, origin = (_folder() / f"{name}.toml").read_text(), f"{name}.toml"
-    return read_computation(name, text) if "computation" in tables(text, origin) else read(name, text)
+    return (
+        read_computation(name, text) if "computation" in tables(text, origin) else read(name, text)
+    )
 
 
 def read(name: str, text: str) -> Recipe:
@@ -147,7 +175,9 @@ def read(name: str, text: str) -> Recipe:
     arms = table.get("arms", {})
     if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
         raise Usage(f"{origin}, arms", "each arm is a table", "write it as [arms.NAME]")
-    checked = {key: _spelt_out(section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()}
+    checked = {
+        key: _spelt_out(section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()
+    }
     judged = sections(table, "verdict", Rule, origin)
     recipe = section({**table, "arms": {}}, Recipe, origin)
     recipe = msgspec.structs.replace(recipe, arms=checked, verdict=judged, name=name)
@@ -184,7 +214,9 @@ def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def options_of(arm: Arm, sizes: Sizes) -> dict[str, Any]:
     """Return an arm's options in a tier."""
-    return arm.options | {name: value for name, value in sizes.options.items() if name in arm.options}
+    return arm.options | {
+        name: value for name, value in sizes.options.items() if name in arm.options
+    }
 
 
 def _folder() -> Traversable:
@@ -195,14 +227,18 @@ def _require_arms(recipe: Recipe, origin: str) -> None:
     if not recipe.arms:
         raise Usage(origin, "it has no arms", "add a table [arms.NAME]")
     if reserved := sorted(set(LINES) & set(recipe.arms)):
-        raise Usage(f"{origin}, arms.{reserved[0]}", "this line is in every recipe anyway", "leave it out")
+        raise Usage(
+            f"{origin}, arms.{reserved[0]}", "this line is in every recipe anyway", "leave it out"
+        )
     if recipe.experiment == "noise" or missing(recipe):
         return
     for name, arm in recipe.expanded().items():
         built(arm, arm.options, f"{origin}, arms.{name}")
         if arm.late and "period" not in arm.options:
             raise Usage(
-                f"{origin}, arms.{name}.late", "peers come late to rounds of a period", "name options.period too"
+                f"{origin}, arms.{name}.late",
+                "peers come late to rounds of a period",
+                "name options.period too",
             )
 
 
@@ -212,23 +248,38 @@ def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
         if name not in known:
             raise Usage(place, f"there is no arm {name[:64]!r}", nearest(name, known))
         if rule.kind == "optimum" and recipe.arms[name].sweep is None:
-            raise Usage(place, f"arm {name} has no sweep to have an optimum in", "give it one, or use another kind")
+            raise Usage(
+                place,
+                f"arm {name} has no sweep to have an optimum in",
+                "give it one, or use another kind",
+            )
     if rule.metric not in METRICS:
-        raise Usage(f"{place}, metric", f"{rule.metric[:64]!r} is not known", nearest(rule.metric, METRICS))
+        raise Usage(
+            f"{place}, metric", f"{rule.metric[:64]!r} is not known", nearest(rule.metric, METRICS)
+        )
     rule.require_sound(place)
 
 
 def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
     """Raise `Usage` if sizes do not fit; peers must share a step's sequences evenly."""
     if isinstance(sizes.model, str) and sizes.model not in PRESETS:
-        raise Usage(f"{place}: model", f"{sizes.model!r} is not known", nearest(sizes.model, PRESETS))
+        raise Usage(
+            f"{place}: model", f"{sizes.model!r} is not known", nearest(sizes.model, PRESETS)
+        )
     try:
         context = sizes.shape.context
     except (msgspec.ValidationError, ValueError) as error:
         raise Usage(f"{place}: model", str(error), "correct its sizes") from None
     if sizes.seq > context:
-        raise Usage(f"{place}: seq", f"{sizes.seq} tokens do not fit the model's context of {context}", "shorten them")
-    for name, peers in [("all", sizes.peers), *((name, arm.peers) for name, arm in recipe.arms.items() if arm.peers)]:
+        raise Usage(
+            f"{place}: seq",
+            f"{sizes.seq} tokens do not fit the model's context of {context}",
+            "shorten them",
+        )
+    for name, peers in [
+        ("all", sizes.peers),
+        *((name, arm.peers) for name, arm in recipe.arms.items() if arm.peers),
+    ]:
         if sizes.batch % peers:
             why = f"{sizes.batch} sequences a step cannot be shared evenly by the {peers} peers of {name}"
             raise Usage(f"{place}: batch", why, f"choose a multiple of {peers}")
@@ -239,7 +290,9 @@ def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
 
 
 def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in table.items()}
+    return {
+        name: _copied(value) if isinstance(value, dict) else value for name, value in table.items()
+    }
 
 
 def explanation(name: str) -> str:

@@ -22,7 +22,18 @@ from farflock.experiments.reproduce.study import Result, Study, verdict
 from farflock.experiments.reproduce.verdict import Finding, estimate
 
 RATES = (10, 100, 1000)  # Mbit/s
-ARMS = ("arm", "loss", "± SE", "gain kept", "bytes a peer", "of DDP's", "tokens", "seeds", "lr", "h at 100 Mbit/s")
+ARMS = (
+    "arm",
+    "loss",
+    "± SE",
+    "gain kept",
+    "bytes a peer",
+    "of DDP's",
+    "tokens",
+    "seeds",
+    "lr",
+    "h at 100 Mbit/s",
+)
 NOISE = ("arm", "growth a round", "± SE", "seeds")
 RULES = ("claim", "paper", "ours ± SE", "verdict", "reason")
 CI = "tier ci checks that it runs; its sizes say nothing about the claim"
@@ -43,7 +54,9 @@ def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) 
     }
 
 
-def computed(recipe: Computation, tier: str, found: Table, findings: Sequence[Finding]) -> dict[str, Any]:
+def computed(
+    recipe: Computation, tier: str, found: Table, findings: Sequence[Finding]
+) -> dict[str, Any]:
     """Return everything about a computation as JSON data."""
     return {
         **_said(recipe, tier, recipe.rules, findings),
@@ -53,7 +66,9 @@ def computed(recipe: Computation, tier: str, found: Table, findings: Sequence[Fi
     }
 
 
-def _said(recipe: Claim, tier: str, rules: Sequence[Rule], findings: Sequence[Finding]) -> dict[str, Any]:
+def _said(
+    recipe: Claim, tier: str, rules: Sequence[Rule], findings: Sequence[Finding]
+) -> dict[str, Any]:
     said = verdict(tier, findings)
     return {
         "recipe": recipe.name,
@@ -65,7 +80,9 @@ def _said(recipe: Claim, tier: str, rules: Sequence[Rule], findings: Sequence[Fi
         "reproduced_if": recipe.reproduced_if,
         "verdict": said,
         "reason": CI if said is None else "; ".join(finding.reason for finding in findings),
-        "rules": [_rule(tier, rule, finding) for rule, finding in zip(rules, findings, strict=True)],
+        "rules": [
+            _rule(tier, rule, finding) for rule, finding in zip(rules, findings, strict=True)
+        ],
         "version": __version__,
         "torch": str(torch.__version__),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -76,11 +93,17 @@ def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, 
     """Return columns and rows of the table of arms, or of a computation, from its JSON data."""
     if "rows" in told:
         return ("row", told["quantity"], "± SE", "seeds"), [
-            (row["name"], f"{row['mean']:.4g}", _shown(row["error"]), row["seeds"]) for row in told["rows"]
+            (row["name"], f"{row['mean']:.4g}", _shown(row["error"]), row["seeds"])
+            for row in told["rows"]
         ]
     if "loss" not in {name for arm in told["arms"] for name in arm["mean"]}:
         return NOISE, [
-            (arm["label"], _shown(arm["mean"].get("growth")), _shown(arm["error"].get("growth")), arm["seeds"])
+            (
+                arm["label"],
+                _shown(arm["mean"].get("growth")),
+                _shown(arm["error"].get("growth")),
+                arm["seeds"],
+            )
             for arm in told["arms"]
         ]
     return ARMS, [_arm_row(arm) for arm in told["arms"]]
@@ -150,28 +173,44 @@ def _arm(study: Study, result: Result, results: Sequence[Result]) -> dict[str, A
         "lr": result.setting[0],
         "warmup": result.setting[1],
         "at_edge": result.at_edge,
-        "grid": [{"lr": lr, "warmup": warmup, "loss": loss} for (lr, warmup), loss in result.grid.items()],
+        "grid": [
+            {"lr": lr, "warmup": warmup, "loss": loss} for (lr, warmup), loss in result.grid.items()
+        ],
         "seeds": len(result.outcomes),
         "diverged": sum(outcome.diverged for outcome in result.outcomes),
         "mean": {name: found.mean for name, found in estimates.items()},
-        "error": {name: found.error if math.isfinite(found.error) else None for name, found in estimates.items()},
+        "error": {
+            name: found.error if math.isfinite(found.error) else None
+            for name, found in estimates.items()
+        },
         "values": {name: result.values(name) for name in names},
         "gain_kept": _kept(result, lines),
         "of_ddp_bytes": _of_ddp(result, lines),
         "hours_100": _hours(result, 100),
-        "curves": [[_point(point, outcome.overlaps) for point in outcome.curve] for outcome in result.outcomes],
+        "curves": [
+            [_point(point, outcome.overlaps) for point in outcome.curve]
+            for outcome in result.outcomes
+        ],
         "took_s": sum(outcome.took_s for outcome in result.outcomes),
     }
 
 
 def _point(point: Point, overlaps: bool) -> dict[str, float]:
     times = {f"time_s_{rate}_mbit": round(time_s(point, overlaps, rate), 2) for rate in RATES}
-    return {"tokens": point.tokens, "bytes": point.sent_bytes, "loss": point.loss, "spread": point.spread, **times}
+    return {
+        "tokens": point.tokens,
+        "bytes": point.sent_bytes,
+        "loss": point.loss,
+        "spread": point.spread,
+        **times,
+    }
 
 
 def _kept(result: Result, lines: dict[str, Result]) -> float | None:
     """Return the share of DDP's gain over no communication, of the means."""
-    losses = [lines[name].values("loss") for name in ("none", "ddp") if name in lines] + [result.values("loss")]
+    losses = [lines[name].values("loss") for name in ("none", "ddp") if name in lines] + [
+        result.values("loss")
+    ]
     if len(losses) < 3 or not all(losses):
         return None
     none, ddp, own = (estimate(values).mean for values in losses)
@@ -184,14 +223,22 @@ def _of_ddp(result: Result, lines: dict[str, Result]) -> float | None:
 
 
 def _hours(result: Result, rate: float) -> float | None:
-    times = [time_s(outcome.curve[-1], outcome.overlaps, rate) for outcome in result.outcomes if outcome.curve]
+    times = [
+        time_s(outcome.curve[-1], outcome.overlaps, rate)
+        for outcome in result.outcomes
+        if outcome.curve
+    ]
     return estimate(times).mean / 3600 if times else None
 
 
 def _arm_row(arm: dict[str, Any]) -> tuple[object, ...]:
     mean, error = arm["mean"], arm["error"]
     if "loss" not in mean:
-        return (arm["label"], f"{arm['diverged']} of {arm['seeds']} seeds diverged", *("-" for _ in ARMS[2:]))
+        return (
+            arm["label"],
+            f"{arm['diverged']} of {arm['seeds']} seeds diverged",
+            *("-" for _ in ARMS[2:]),
+        )
     kept, share = arm["gain_kept"], arm["of_ddp_bytes"]
     return (
         arm["label"],
@@ -211,7 +258,9 @@ def _scale(study: Study, results: Sequence[Result]) -> str:
     sizes = study.sizes
     if study.recipe.experiment == "noise":
         return f"{sizes.peers} replicas, {sizes.steps} rounds, {len(sizes.seeds)} seeds"
-    parameters = max((outcome.parameters for result in results for outcome in result.outcomes), default=0)
+    parameters = max(
+        (outcome.parameters for result in results for outcome in result.outcomes), default=0
+    )
     tokens = sizes.steps * sizes.batch * sizes.seq
     return (
         f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, {sizes.steps} steps of {sizes.batch} x"

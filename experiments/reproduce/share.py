@@ -28,5 +28,7 @@ class Share(Batches):
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
         """Return the first positions of this part's sequences."""
-        whole = Batches(self.tokens, self.run_seed, self.peer, self.parts * self.batch_size, self.seq)
+        whole = Batches(
+            self.tokens, self.run_seed, self.peer, self.parts * self.batch_size, self.seq
+        )
         return whole.starts(step, round)[self.part * self.batch_size :][: self.batch_size]

@@ -55,7 +55,9 @@ class Shelf:
     def find_table(self, key: str) -> Table | None:
         """Return the table computed under this key; None if it is missing or unreadable."""
         try:
-            return msgspec.json.decode((self.folder / "tables" / key / "table.json").read_bytes(), type=Table)
+            return msgspec.json.decode(
+                (self.folder / "tables" / key / "table.json").read_bytes(), type=Table
+            )
         except (OSError, msgspec.MsgspecError):
             return None
 
@@ -63,7 +65,10 @@ class Shelf:
         """Store a table, with its configuration beside it for human readers."""
         folder = self.folder / "tables" / key
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "computation.json", msgspec.json.format(msgspec.json.encode(described), indent=1))
+        write(
+            folder / "computation.json",
+            msgspec.json.format(msgspec.json.encode(described), indent=1),
+        )
         write(folder / "table.json", msgspec.json.encode(table))
 
     def place(self, recipe: str, tier: str) -> Path:
@@ -84,7 +89,9 @@ class Shelf:
         """Return all last reports as docs/reproductions.md sections, except those of tier ci."""
         found = sorted(self.folder.glob("*/*/table.md"))
         return {
-            (path.parts[-3], path.parts[-2]): path.read_text() for path in found if path.parts[-2] in ("cpu", "gpu")
+            (path.parts[-3], path.parts[-2]): path.read_text()
+            for path in found
+            if path.parts[-2] in ("cpu", "gpu")
         }
 
     def _arm(self, job: AnyJob) -> Path:

@@ -13,10 +13,27 @@ from typing import Any
 import msgspec
 
 from farflock.experiments.pipelines.text import texts
-from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Noise, Outcome, Point, Swarm, key
+from farflock.experiments.reproduce.job import (
+    EXACT_BYTES,
+    AnyJob,
+    Line,
+    Noise,
+    Outcome,
+    Point,
+    Swarm,
+    key,
+)
 from farflock.experiments.reproduce.recipe import LINES, Arm, Recipe, Sizes, missing, options_of
 from farflock.experiments.reproduce.shelf import Shelf
-from farflock.experiments.reproduce.verdict import UNKNOWN, YES, Finding, estimate, judge, rises, together
+from farflock.experiments.reproduce.verdict import (
+    UNKNOWN,
+    YES,
+    Finding,
+    estimate,
+    judge,
+    rises,
+    together,
+)
 from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.errors import Failure, Usage
 
@@ -55,7 +72,9 @@ class Study:
         self.sizes = recipe.sizes(tier)
         if lacking := missing(recipe):
             raise Usage(
-                f"{recipe.name} cannot run", f"this version has no method {', '.join(lacking)}", "update farflock"
+                f"{recipe.name} cannot run",
+                f"this version has no method {', '.join(lacking)}",
+                "update farflock",
             )
         lines = LINES if recipe.experiment == "training" else ()
         self.arms: dict[str, Arm | None] = {**dict.fromkeys(lines), **recipe.expanded()}
@@ -66,7 +85,10 @@ class Study:
             "recipe": self.recipe.name,
             "tier": self.tier,
             "sizes": msgspec.to_builtins(self.sizes),
-            "arms": {name: [msgspec.to_builtins(job) for job in self._searched(name)] for name in self.arms},
+            "arms": {
+                name: [msgspec.to_builtins(job) for job in self._searched(name)]
+                for name in self.arms
+            },
             "verdict": msgspec.to_builtins(self.recipe.verdict),
         }
 
@@ -75,10 +97,16 @@ class Study:
         seeds = self.sizes.seeds
         search = {name: self._searched(name) for name in self.arms if len(self._grid(name)) > 1}
         steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
-        found = outcomes(itertools.chain.from_iterable(search.values()), shelf, workers, steps.keep, steps.told)
+        found = outcomes(
+            itertools.chain.from_iterable(search.values()), shelf, workers, steps.keep, steps.told
+        )
         best = {name: self._best(name, search.get(name, []), found) for name in self.arms}
-        finals = {name: [self.job(name, seed, best[name][0]) for seed in seeds] for name in self.arms}
-        found |= outcomes(itertools.chain.from_iterable(finals.values()), shelf, workers, steps.keep, steps.told)
+        finals = {
+            name: [self.job(name, seed, best[name][0]) for seed in seeds] for name in self.arms
+        }
+        found |= outcomes(
+            itertools.chain.from_iterable(finals.values()), shelf, workers, steps.keep, steps.told
+        )
         results = []
         for name, arm in self.arms.items():
             scaled = tuple(self._scaled(name, found[key(job)]) for job in finals[name])
@@ -97,7 +125,9 @@ class Study:
         idle = self._idle(by_name)
         findings = []
         for rule in self.recipe.verdict:
-            finding = judge(rule, {name: result.values(rule.metric) for name, result in by_name.items()}, sweeps)
+            finding = judge(
+                rule, {name: result.values(rule.metric) for name, result in by_name.items()}, sweeps
+            )
             if idle and rule.metric in ("loss", "perplexity"):
                 finding = Finding(UNKNOWN, finding.ours, f"{idle}; besides, {finding.reason}")
             findings.append(finding)
@@ -110,7 +140,11 @@ class Study:
             assert arm is not None
             options = options_of(arm, sizes)
             return Noise(
-                seed=seed, peers=sizes.peers, rounds=sizes.steps, alpha=options["alpha"], gamma=options["gamma"]
+                seed=seed,
+                peers=sizes.peers,
+                rounds=sizes.steps,
+                alpha=options["alpha"],
+                gamma=options["gamma"],
             )
         return job_of(sizes, name, arm, seed, setting)
 
@@ -131,17 +165,28 @@ class Study:
         grid = self._grid(name)
         if not search:
             return grid[0], {}
-        losses = {setting: found[key(job)].metrics.get("loss") for setting, job in zip(grid, search, strict=True)}
-        return min(grid, key=lambda setting: math.inf if (loss := losses[setting]) is None else loss), losses
+        losses = {
+            setting: found[key(job)].metrics.get("loss")
+            for setting, job in zip(grid, search, strict=True)
+        }
+        return min(
+            grid, key=lambda setting: math.inf if (loss := losses[setting]) is None else loss
+        ), losses
 
     def _scaled(self, name: str, outcome: Outcome) -> Outcome:
         """Give a line, which ran without peers, a ring's bytes and the swarm's tokens and time."""
         if name not in LINES or outcome.diverged:
             return outcome
         peers, sizes = self.sizes.peers, self.sizes
-        slowest = max((max(arm.speeds, default=1.0) for arm in self.recipe.arms.values()), default=1.0)
+        slowest = max(
+            (max(arm.speeds, default=1.0) for arm in self.recipe.arms.values()), default=1.0
+        )
         total = sizes.steps * sizes.batch * sizes.seq
-        ring = 2 * (peers - 1) / peers * outcome.parameters * EXACT_BYTES * sizes.steps if name == "ddp" else 0.0
+        ring = (
+            2 * (peers - 1) / peers * outcome.parameters * EXACT_BYTES * sizes.steps
+            if name == "ddp"
+            else 0.0
+        )
         last = outcome.curve[-1].tokens
 
         def scaled(point: Point) -> Point:
@@ -152,7 +197,9 @@ class Study:
             )
 
         metrics = outcome.metrics | {"tokens": float(total), "bytes": ring}
-        return msgspec.structs.replace(outcome, metrics=metrics, curve=[scaled(point) for point in outcome.curve])
+        return msgspec.structs.replace(
+            outcome, metrics=metrics, curve=[scaled(point) for point in outcome.curve]
+        )
 
     def _idle(self, results: Mapping[str, Result]) -> str:
         """Return why communication cannot be judged, as DDP gains too little; empty if it can."""
@@ -178,7 +225,9 @@ class Study:
             for tokens in result.values("tokens"):
                 if tokens != planned:
                     raise Failure(
-                        f"{self.recipe.name}: {result.name} trained {tokens:.0f} tokens", f"planned were {planned}", ""
+                        f"{self.recipe.name}: {result.name} trained {tokens:.0f} tokens",
+                        f"planned were {planned}",
+                        "",
                     )
 
 
@@ -193,7 +242,9 @@ def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting
         "optimizer": arm.optimizer if arm else "adamw",
     }
     if arm is None:
-        return Line(**{**common, "batch": sizes.batch if name == "ddp" else sizes.batch // sizes.peers})
+        return Line(
+            **{**common, "batch": sizes.batch if name == "ddp" else sizes.batch // sizes.peers}
+        )
     if arm.clip is not None:
         common["clip"] = arm.clip
     return Swarm(
@@ -233,4 +284,15 @@ class _Steps:
         self._progress(min((self._done + sum(self._running.values())) / self._total, 1.0))
 
 
-_COMMON = ("batch", "seq", "steps", "floor", "weight_decay", "betas", "clip", "points", "held_out", "device")
+_COMMON = (
+    "batch",
+    "seq",
+    "steps",
+    "floor",
+    "weight_decay",
+    "betas",
+    "clip",
+    "points",
+    "held_out",
+    "device",
+)

@@ -39,7 +39,9 @@ class Measured(Simulation):
     """A simulation whose nodes start together, share the run's batches, and may be late."""
 
     def __init__(self, job: Swarm, progress: Callable[[float], None]) -> None:
-        options = constructor_options(MethodSection(job.method, dict(job.options)), ExchangeSection())
+        options = constructor_options(
+            MethodSection(job.method, dict(job.options)), ExchangeSection()
+        )
         plan = job.plan(job.method, options, job.batch // job.peers)
         world = World(job.peers, job.total_tokens, FAST, job.step_s, spread=0.0)
         self.job, self.rounds, self.curve = job, _Rounds(), list[Point]()
@@ -55,7 +57,9 @@ class Measured(Simulation):
         node.model.to(job.device)
         part = job.batch // job.peers
         assert isinstance(node.training_task, LanguageModelTask), "arms train whole models"
-        node.training_task.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
+        node.training_task.batches = Share(
+            texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device
+        )
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)
         node.loop.pause = self._look
@@ -63,7 +67,10 @@ class Measured(Simulation):
         return node
 
     def _gate(
-        self, index: int, node: ReplicaNode, train: Callable[[Callable[[], float]], Awaitable[float | None]]
+        self,
+        index: int,
+        node: ReplicaNode,
+        train: Callable[[Callable[[], float]], Awaitable[float | None]],
     ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
         """Return a step that waits for the start, is as slow as its peer, and is late if told."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
@@ -126,13 +133,19 @@ class Measured(Simulation):
 
     def _sent_bytes(self) -> float:
         """Return the mean bytes sent by a peer, counted at the transport."""
-        return sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()) / self.job.peers
+        return (
+            sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values())
+            / self.job.peers
+        )
 
     def final_loss(self) -> float:
         """Return the mean over peers of their evaluation; equal models are measured once."""
         models = [_model(node) for node in self.nodes.values()]
         hashes = [state_hash(model) for model in models]
-        losses = {digest: self._loss_of(model) for digest, model in dict(zip(hashes, models, strict=True)).items()}
+        losses = {
+            digest: self._loss_of(model)
+            for digest, model in dict(zip(hashes, models, strict=True)).items()
+        }
         return sum(losses[digest] for digest in hashes) / len(hashes)
 
 
@@ -142,7 +155,9 @@ class _Rounds:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], int] = {}
 
-    def watching(self, report: Callable[[str, dict[str, Any]], None]) -> Callable[[str, dict[str, Any]], None]:
+    def watching(
+        self, report: Callable[[str, dict[str, Any]], None]
+    ) -> Callable[[str, dict[str, Any]], None]:
         """Return a report function that also counts."""
 
         def seen(kind: str, fields: dict[str, Any]) -> None:
@@ -181,7 +196,9 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
         "missed": measured.rounds.missed,
         "virtual_s": curve[-1].compute_s,
     }
-    if (together := correlation([point.spread for point in curve], [point.lr for point in curve])) is not None:
+    if (
+        together := correlation([point.spread for point in curve], [point.lr for point in curve])
+    ) is not None:
         metrics["spread_lr"] = together
     parameters = sum(parameter.numel() for parameter in node.model.parameters())
     overlaps = bool(templates) and all(entry.apply_after for entry in templates)

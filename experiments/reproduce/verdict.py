@@ -33,7 +33,11 @@ class Estimate:
         """Mean ± standard error; an exact number has none."""
         if not self.error:
             return f"{self.mean:.4g}"
-        return f"{self.mean:.4g} ± {self.error:.2g}" if math.isfinite(self.error) else f"{self.mean:.4g} (one seed)"
+        return (
+            f"{self.mean:.4g} ± {self.error:.2g}"
+            if math.isfinite(self.error)
+            else f"{self.mean:.4g} (one seed)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,9 @@ def rises(found: Estimate, tolerance: float) -> Word:
     return YES if found.mean - margin > 0 else NO if found.mean + margin < 0 else UNKNOWN
 
 
-def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]], exact: bool = False) -> Finding:
+def judge(
+    rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]], exact: bool = False
+) -> Finding:
     """Judge a rule by its metric's `values`; `sweeps` name the arm of each value of a swept arm."""
     if rule.kind == "optimum":
         return _optimum(rule, values, sweeps)
@@ -103,7 +109,9 @@ def together(findings: Sequence[Finding]) -> Word:
 
 def _limited(rule: Rule, found: Estimate, what: str) -> Finding:
     word = between(found, rule.low, rule.high, rule.tolerance)
-    return Finding(word, found.text, f"the {what} is {found.text}, wanted {_limits(rule)}{_by(rule, [found])}")
+    return Finding(
+        word, found.text, f"the {what} is {found.text}, wanted {_limits(rule)}{_by(rule, [found])}"
+    )
 
 
 def _by(rule: Rule, found: Sequence[Estimate]) -> str:
@@ -120,13 +128,17 @@ def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
     """Judge that the metric rises from each arm to the next."""
     steps, rose = [], []
     for before, after in zip(rule.arms, rule.arms[1:], strict=False):
-        each = estimate([late - early for early, late in zip(values[before], values[after], strict=True)], exact)
+        each = estimate(
+            [late - early for early, late in zip(values[before], values[after], strict=True)], exact
+        )
         steps.append(f"{before} to {after} {each.text}")
         rose.append(each)
     words = [rises(each, rule.tolerance) for each in rose]
     ours = ", ".join(f"{name} {estimate(values[name], exact).text}" for name in rule.arms)
     word = NO if NO in words else UNKNOWN if UNKNOWN in words else YES
-    return Finding(word, ours, f"{rule.metric} rises from {'; '.join(steps)}; wanted above 0{_by(rule, rose)}")
+    return Finding(
+        word, ours, f"{rule.metric} rises from {'; '.join(steps)}; wanted above 0{_by(rule, rose)}"
+    )
 
 
 def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
@@ -135,15 +147,23 @@ def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str
     for name in rule.arms:
         grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}
         if len(grid) < 2:
-            return Finding(UNKNOWN, "-", f"{name} has no two values of its grid that did not diverge")
+            return Finding(
+                UNKNOWN, "-", f"{name} has no two values of its grid that did not diverge"
+            )
         seeds = range(len(next(iter(grid.values()))))
         best[name] = [min(grid, key=lambda value: grid[value][seed]) for seed in seeds]
     ours = ", ".join(f"{name} {estimate(chosen).text}" for name, chosen in best.items())
-    whole = estimate([last - first for first, last in zip(best[rule.arms[0]], best[rule.arms[-1]], strict=True)])
+    whole = estimate(
+        [last - first for first, last in zip(best[rule.arms[0]], best[rule.arms[-1]], strict=True)]
+    )
     word = rises(whole, rule.tolerance)
     means = [estimate(best[name]).mean for name in rule.arms]
     if word == YES and means != sorted(means):
         word = UNKNOWN
     edges = [name for name in rule.arms if {min(sweeps[name]), max(sweeps[name])} & set(best[name])]
     edge = f"; the best of {', '.join(edges)} lies at the edge of its grid" if edges else ""
-    return Finding(word, ours, f"the best value rises by {whole.text} from {rule.arms[0]} to {rule.arms[-1]}{edge}")
+    return Finding(
+        word,
+        ours,
+        f"the best value rises by {whole.text} from {rule.arms[0]} to {rule.arms[-1]}{edge}",
+    )

@@ -35,7 +35,9 @@ def code_version(job: msgspec.Struct) -> str:
     method, options = getattr(job, "method", None), getattr(job, "options", {})
     if method is not None:
         modules += [METHODS[method].__module__, *_codecs(method, options)]
-    return f"{sources_hash(tuple(sorted(set(modules))))} torch {torch.__version__.partition('+')[0]}"
+    return (
+        f"{sources_hash(tuple(sorted(set(modules))))} torch {torch.__version__.partition('+')[0]}"
+    )
 
 
 @functools.cache
@@ -81,5 +83,9 @@ def _file(name: str) -> Path | None:
 def _codecs(method: str, options: dict[str, Any]) -> list[str]:
     """Return the modules of a method's codecs, from its options or its defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[method])} | options
-    named = [value for name, value in fields.items() if name.endswith("codec") and isinstance(value, str)]
-    return [type(codec(part)).__module__ for name in named for part in (name, name.partition("+")[0])]
+    named = [
+        value for name, value in fields.items() if name.endswith("codec") and isinstance(value, str)
+    ]
+    return [
+        type(codec(part)).__module__ for name in named for part in (name, name.partition("+")[0])
+    ]

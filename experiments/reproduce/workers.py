@@ -74,7 +74,9 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
                 job, word = worker.job, _hear(worker)
                 assert job is not None
                 if word.failure:
-                    raise Failure(f"the arm {job.title} of seed {job.seed} failed", word.failure, "")
+                    raise Failure(
+                        f"the arm {job.title} of seed {job.seed} failed", word.failure, ""
+                    )
                 told(job, word.share)
                 if word.outcome is not None:
                     _give(worker, waiting)
@@ -82,13 +84,21 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
 
 
 def outcomes(
-    jobs: Iterable[AnyJob], shelf: Kept, workers: int, kept: Callable[[list[AnyJob]], None], told: Told
+    jobs: Iterable[AnyJob],
+    shelf: Kept,
+    workers: int,
+    kept: Callable[[list[AnyJob]], None],
+    told: Told,
 ) -> dict[str, Outcome]:
     """Return outcomes by key: those on the shelf, told to `kept`, and the rest, run in order."""
     wanted = {key(job): job for job in jobs}
-    found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
+    found = {
+        name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None
+    }
     kept([wanted[name] for name in found])
-    for job, outcome in run_all([job for name, job in wanted.items() if name not in found], workers, told):
+    for job, outcome in run_all(
+        [job for name, job in wanted.items() if name not in found], workers, told
+    ):
         shelf.keep(job, outcome)
         found[key(job)] = outcome
     return found
@@ -147,7 +157,11 @@ def _hear(worker: _Worker) -> _Word:
     except (EOFError, ConnectionResetError):
         worker.process.join(END_S)
         code = worker.process.exitcode
-        why = "was killed, perhaps for its memory; use fewer --workers" if code == -signal.SIGKILL else "died"
+        why = (
+            "was killed, perhaps for its memory; use fewer --workers"
+            if code == -signal.SIGKILL
+            else "died"
+        )
         return _Word(failure=f"its process {why} (exit code {code})")
 
 

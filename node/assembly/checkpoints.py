@@ -59,7 +59,13 @@ class CheckpointManager:
         if newest := [path for at, path in checkpoint.steps(folder) if at == step]:
             return newest[0]
         tokens = self.node.loop.driver.tokens
-        meta = {"run": self.run, "step": step, "tokens": tokens, "manifest": self.manifest, "node": cursors}
+        meta = {
+            "run": self.run,
+            "step": step,
+            "tokens": tokens,
+            "manifest": self.manifest,
+            "node": cursors,
+        }
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
         written = await asyncio.to_thread(checkpoint.save, folder, step, parts, meta, config)
         await asyncio.to_thread(checkpoint.prune, folder, KEPT)

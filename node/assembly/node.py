@@ -92,7 +92,10 @@ class ReplicaNode:
         self.state_sync.open()
 
     async def join(
-        self, records: list[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
+        self,
+        records: list[bytes],
+        timeout_s: float,
+        downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join through these members: learn the views, adopt the state, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
@@ -114,7 +117,9 @@ def replica_node(
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    training_task = LanguageModelTask(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
+    training_task = LanguageModelTask(
+        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast
+    )
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed)
     state_sync = StateSync(peer, driver, client, compute)

@@ -93,7 +93,9 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
         "method": method.snapshot(replica),
         "personal": method.personal(replica),
         "replica": _read(replica, ("param", "grad")),
-        "inner": {name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())},
+        "inner": {
+            name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())
+        },
         "reducer": node.state_sync.feedback,
         "pending": {},
     }
@@ -102,7 +104,9 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
     for number, pending in enumerate(table):
         parts["pending"] |= _tensors_of(number, pending)
         opened.append(_open(pending, node.loop.step))
-    cursors = Cursors(node.loop.step, node.training_task.joined_at, node.loop.driver.position, opened)
+    cursors = Cursors(
+        node.loop.step, node.training_task.joined_at, node.loop.driver.position, opened
+    )
     return parts, msgspec.to_builtins(cursors)
 
 
@@ -150,21 +154,31 @@ def cursors_of(saved: Checkpoint) -> Cursors:
     try:
         return msgspec.convert(saved.meta["node"], Cursors)
     except (KeyError, msgspec.ValidationError) as error:
-        raise CheckpointCorrupt(f"{saved.folder} does not say where its node stopped ({error}); use another") from None
+        raise CheckpointCorrupt(
+            f"{saved.folder} does not say where its node stopped ({error}); use another"
+        ) from None
 
 
 def _misfit(saved: Checkpoint, error: Exception) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{saved.folder} does not fit this run ({error}); move it away to begin anew")
+    return CheckpointCorrupt(
+        f"{saved.folder} does not fit this run ({error}); move it away to begin anew"
+    )
 
 
 def _read(replica: Replica, whats: tuple[str, ...]) -> dict[str, Tensor]:
-    return {f"{what}.{name}": tensor for what in whats for name, tensor in replica.read(replica.names, what).items()}
+    return {
+        f"{what}.{name}": tensor
+        for what in whats
+        for name, tensor in replica.read(replica.names, what).items()
+    }
 
 
 def _write_moments(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
     """Write the stored moments; all-zero ones are absent, as in a fresh inner optimizer."""
     for what in MOMENTS:
-        stored = {name: tensors[f"{what}.{name}"] for name in replica.names if f"{what}.{name}" in tensors}
+        stored = {
+            name: tensors[f"{what}.{name}"] for name in replica.names if f"{what}.{name}" in tensors
+        }
         replica.write(stored, what)
 
 
@@ -173,11 +187,25 @@ def _open(pending: Pending, step: int) -> _Open:
     answer = None
     if result is not None:
         taken = {name: list(ranges) for name, ranges in result.taken.items()}
-        answer = _Answer(result.status, result.next_round, result.participants, result.weights, taken, result.tokens)
+        answer = _Answer(
+            result.status,
+            result.next_round,
+            result.participants,
+            result.weights,
+            taken,
+            result.tokens,
+        )
     key = exchange.key
     age = step - pending.since_step
     return _Open(
-        key.stream, key.round, key.attempt, exchange.weight, exchange.apply_after, exchange.deadline_s, age, answer
+        key.stream,
+        key.round,
+        key.attempt,
+        exchange.weight,
+        exchange.apply_after,
+        exchange.deadline_s,
+        age,
+        answer,
     )
 
 
@@ -197,7 +225,9 @@ def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
 
 def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]:
     driver = node.loop.driver
-    templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
+    templates = {
+        template.key.stream: template for template in driver.method.streams(driver.replica)
+    }
     table = []
     for number, opened in enumerate(cursors.pending):
         exchange = replace(
@@ -213,10 +243,16 @@ def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]
     return table
 
 
-def _result(number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State) -> Result:
+def _result(
+    number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State
+) -> Result:
     answer = opened.answer
     if answer is None:  # its outcome cannot be known any more
-        last = opened.round if isinstance(exchange.group, RandomGroups) else cursors.place.rounds[opened.stream]
+        last = (
+            opened.round
+            if isinstance(exchange.group, RandomGroups)
+            else cursors.place.rounds[opened.stream]
+        )
         return Result("failed", last + exchange.stride)
     gathered = {}
     for index, peer in enumerate(answer.participants):
@@ -236,5 +272,9 @@ def _result(number: int, opened: _Open, exchange: Exchange, cursors: Cursors, te
 
 
 def _group(prefix: str, tensors: State) -> dict[str, Tensor] | None:
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
     return found or None

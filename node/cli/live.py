@@ -56,7 +56,12 @@ def _shown(
             nonlocal screen
             if screen is None:
                 screen = stack.enter_context(
-                    Live(console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False)
+                    Live(
+                        console=Console(stderr=True),
+                        auto_refresh=False,
+                        transient=True,
+                        redirect_stdout=False,
+                    )
                 )
             screen.update(render(what), refresh=True)
 
@@ -81,7 +86,9 @@ class _DemoLines:
         if moment.share >= self._next:
             self._next = moment.share + LINE_EVERY
             losses = [
-                f"{s.loss:.3f}" for c in moment.children if (s := c.status()) and s.loss is not None and not c.killed
+                f"{s.loss:.3f}"
+                for c in moment.children
+                if (s := c.status()) and s.loss is not None and not c.killed
             ]
             _say(f"{self._title}: {moment.share:4.0%}  loss of each peer {' '.join(losses)}")
 
@@ -98,8 +105,14 @@ class _News:
         before, self._members = self._members, frozenset(status.members)
         new = []
         if before:
-            new += [f"{peer[-8:]} is in from view {status.view} on" for peer in sorted(self._members - before)]
-            new += [f"{peer[-8:]} is out from view {status.view} on" for peer in sorted(before - self._members)]
+            new += [
+                f"{peer[-8:]} is in from view {status.view} on"
+                for peer in sorted(self._members - before)
+            ]
+            new += [
+                f"{peer[-8:]} is out from view {status.view} on"
+                for peer in sorted(before - self._members)
+            ]
         self.lines = [*self.lines, *new][-NEWS_LINES:]
         return new
 
@@ -123,7 +136,11 @@ class _NodeLines:
 
 def node_line(status: Status) -> str:
     """A node's status as one line."""
-    parts = [f"{status.tokens / status.total_tokens:4.0%}", status.doing, *_numbers(status).values()]
+    parts = [
+        f"{status.tokens / status.total_tokens:4.0%}",
+        status.doing,
+        *_numbers(status).values(),
+    ]
     parts += [f"waits for {wait.said({})}" for wait in status.waits]
     return "  ".join(part for part in parts if part)
 
@@ -189,7 +206,18 @@ def _demo_table(title: str, moment: Moment) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    headings = ("peer", "state", "step", "loss", "tokens/s", "round", "sent", "members", "road", "waits for")
+    headings = (
+        "peer",
+        "state",
+        "step",
+        "loss",
+        "tokens/s",
+        "round",
+        "sent",
+        "members",
+        "road",
+        "waits for",
+    )
     table = Table(*headings, title=title, expand=False)
     statuses = {child.name: child.status() for child in moment.children}
     names = {status.peer: name for name, status in statuses.items() if status is not None}
@@ -201,7 +229,15 @@ def _demo_table(title: str, moment: Moment) -> "RenderableType":
 
 
 def _row(child: Child, status: Status | None, names: Mapping[str, str]) -> tuple[str, ...]:
-    state = "killed" if child.killed else "stopped" if child.stopped else "training" if child.running else "done"
+    state = (
+        "killed"
+        if child.killed
+        else "stopped"
+        if child.stopped
+        else "training"
+        if child.running
+        else "done"
+    )
     if status is None:
         return (child.name, "starting" if child.running else state, *[""] * 8)
     return (

@@ -19,15 +19,30 @@ from farflock.node.cli.output import Output
 from farflock.node.errors import INTERRUPTED, Terminated, explained
 
 COMMANDS = {
-    "demo": ("farflock.node.cli.commands.demo:command", "A real local swarm: watch it train, lose a peer, recover."),
+    "demo": (
+        "farflock.node.cli.commands.demo:command",
+        "A real local swarm: watch it train, lose a peer, recover.",
+    ),
     "run": ("farflock.node.cli.commands.run:command", "Found a run from a manifest."),
     "join": ("farflock.node.cli.commands.join:command", "Take part in somebody's run."),
-    "status": ("farflock.node.cli.commands.status:command", "What the local node does now, and whom it waits for."),
+    "status": (
+        "farflock.node.cli.commands.status:command",
+        "What the local node does now, and whom it waits for.",
+    ),
     "leave": ("farflock.node.cli.commands.leave:command", "End the local node in good order."),
     "sim": ("farflock.node.cli.commands.sim:command", "The same run on a simulated network."),
-    "reproduce": ("farflock.experiments.reproduce.command:command", "Papers' claims, put to the test at your scale."),
-    "bench": ("farflock.experiments.bench.command:command", "The scoreboard: what it costs, beside a yardstick."),
-    "export": ("farflock.node.cli.commands.export:command", "A checkpoint as a Hugging Face folder."),
+    "reproduce": (
+        "farflock.experiments.reproduce.command:command",
+        "Papers' claims, put to the test at your scale.",
+    ),
+    "bench": (
+        "farflock.experiments.bench.command:command",
+        "The scoreboard: what it costs, beside a yardstick.",
+    ),
+    "export": (
+        "farflock.node.cli.commands.export:command",
+        "A checkpoint as a Hugging Face folder.",
+    ),
     "generate": ("farflock.node.cli.commands.generate:command", "Sample text from a checkpoint."),
 }
 
@@ -70,7 +85,11 @@ def _signals_raise() -> Iterator[None]:
     def terminated(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
 
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in ours:
         signal.signal(number, terminated)
     try:
@@ -88,7 +107,11 @@ def _run(arguments: list[str], out: Output) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        where = f" (see `{error.ctx.command_path} --help`)" if isinstance(error, click.UsageError) and error.ctx else ""
+        where = (
+            f" (see `{error.ctx.command_path} --help`)"
+            if isinstance(error, click.UsageError) and error.ctx
+            else ""
+        )
         return out.failure(f"{error.format_message()}{where}", error.exit_code)
     except Terminated as error:
         return out.failure("asked to end; what was running has been ended", error.exit_code)
@@ -99,7 +122,11 @@ def _run(arguments: list[str], out: Output) -> int:
         return 1
     except Exception as error:  # the border of the program: every error ends as one sentence
         known = explained(error)
-        return out.failure(str(known), known.exit_code) if known else out.failure(_unexpected(error), 1)
+        return (
+            out.failure(str(known), known.exit_code)
+            if known
+            else out.failure(_unexpected(error), 1)
+        )
 
 
 def _unexpected(error: Exception) -> str:

@@ -125,7 +125,10 @@ def conclude(out: Output, saved: Path | None, asked: signal.Signals | None) -> i
     if saved is None:
         return out.failure("ended before it trained; nothing was changed", code)
     why = "done" if asked is None else "left the run"
-    out.result({"checkpoint": str(saved), "ended": "left" if asked else "done"}, f"{why}; checkpoint {saved}")
+    out.result(
+        {"checkpoint": str(saved), "ended": "left" if asked else "done"},
+        f"{why}; checkpoint {saved}",
+    )
     return code
 
 

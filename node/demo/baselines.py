@@ -18,13 +18,19 @@ from farflock.node.run.terms import RunPlan
 
 
 def train_baseline(
-    plan: RunPlan, tokens: TokenIds, streams: Sequence[str], peers: int, steps: int, progress: Callable[[float], None]
+    plan: RunPlan,
+    tokens: TokenIds,
+    streams: Sequence[str],
+    peers: int,
+    steps: int,
+    progress: Callable[[float], None],
 ) -> Llama:
     """Train one model for `steps` steps on these streams' batches, at the rate of `peers` peers."""
     model = build(plan.model, plan.run_seed)
     inner = plan.inner.build(model)
     sources = [
-        Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq, recurring=plan.samples) for stream in streams
+        Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq, recurring=plan.samples)
+        for stream in streams
     ]
     run_tokens_per_step = peers * plan.batch * plan.seq * plan.accumulate
     for step in range(steps):
@@ -70,4 +76,6 @@ def compare(swarm: Tensor, ddp: Tensor, none: Tensor) -> Comparison:
     gain = none - ddp
     means = [float(losses.mean()) for losses in (swarm, ddp, none, gain)]
     errors = [float(losses.std() / len(losses) ** 0.5) for losses in (swarm, ddp, none, gain)]
-    return Comparison(means[0], errors[0], means[1], errors[1], means[2], errors[2], means[3], errors[3])
+    return Comparison(
+        means[0], errors[0], means[1], errors[1], means[2], errors[2], means[3], errors[3]
+    )

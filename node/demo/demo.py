@@ -101,7 +101,9 @@ class Demo:
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
                 raise Failure(
-                    "the demo stands still", f"no progress for {STALL_TIMEOUT_S:.0f} s", self._where_logs_are()
+                    "the demo stands still",
+                    f"no progress for {STALL_TIMEOUT_S:.0f} s",
+                    self._where_logs_are(),
                 )
             time.sleep(POLL_S)
         self._require_success()
@@ -157,7 +159,16 @@ class Demo:
     def _start(self, name: str, command: list[str]) -> Child:
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = [sys.executable, "-m", "farflock.node.cli", *command, "--folder", str(folder), "--threads", "1"]
+        arguments = [
+            sys.executable,
+            "-m",
+            "farflock.node.cli",
+            *command,
+            "--folder",
+            str(folder),
+            "--threads",
+            "1",
+        ]
         with open(folder / "log.txt", "wb") as log:
             process = subprocess.Popen(
                 arguments,
@@ -177,14 +188,26 @@ class Demo:
             if status is not None:
                 return status.invite
             time.sleep(POLL_S)
-        raise Failure("the founder did not start", f"no invite within {START_TIMEOUT_S:.0f} s", self._where_logs_are())
+        raise Failure(
+            "the founder did not start",
+            f"no invite within {START_TIMEOUT_S:.0f} s",
+            self._where_logs_are(),
+        )
 
     def _require_success(self) -> None:
-        late = [child for child in self.newcomers() if child.status() is None] if self._share() >= 1 else []
+        late = (
+            [child for child in self.newcomers() if child.status() is None]
+            if self._share() >= 1
+            else []
+        )
         there = [child for child in self.survivors() if child not in late]
         failed = [child.name for child in there if child.process.returncode not in (0, None)]
         if failed:
-            raise Failure("the demo failed", f"{', '.join(failed)} ended with an error", self._where_logs_are())
+            raise Failure(
+                "the demo failed",
+                f"{', '.join(failed)} ended with an error",
+                self._where_logs_are(),
+            )
 
     def _where_logs_are(self) -> str:
         return f"read the log.txt files under {self.folder}"

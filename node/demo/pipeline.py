@@ -39,7 +39,11 @@ def pipeline_manifest(steps: int) -> Manifest:
     batch = 8
     return resolve(
         {
-            "run": {"name": "pipeline demo", "seed": 1, "total_tokens": steps * batch * train["batch"] * train["seq"]},
+            "run": {
+                "name": "pipeline demo",
+                "seed": 1,
+                "total_tokens": steps * batch * train["batch"] * train["seq"],
+            },
             "model": {
                 "dim": 96,
                 "layers": STAGES,
@@ -63,8 +67,13 @@ class PipelineDemo(Demo):
 
     def _others(self) -> list[tuple[str, list[str]]]:
         stages = [stage for _ in range(SERVERS) for stage in range(STAGES)][1:]
-        names = [f"server {stage}{'b' if place >= STAGES - 1 else ''}" for place, stage in enumerate(stages)]
-        return [(name, ["--role", role_of(stage)]) for name, stage in zip(names, stages, strict=True)]
+        names = [
+            f"server {stage}{'b' if place >= STAGES - 1 else ''}"
+            for place, stage in enumerate(stages)
+        ]
+        return [
+            (name, ["--role", role_of(stage)]) for name, stage in zip(names, stages, strict=True)
+        ]
 
     def _happen(self, share: float, invite: str) -> None:
         """Kill one server, then a whole stage, which a newcomer takes up; then add a newcomer."""
@@ -84,7 +93,10 @@ class PipelineDemo(Demo):
 
 
 def report(
-    manifest: Manifest, folder: Path, children: Sequence[Child], progress: Callable[[str, float], None]
+    manifest: Manifest,
+    folder: Path,
+    children: Sequence[Child],
+    progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """Assemble the model from the stages' last checkpoints, train the unsplit model on the
     founder's microbatches and another on one server's share; evaluate all; return the contract's
@@ -97,8 +109,12 @@ def report(
     assert founder is not None, "the founder ended well"
     lines, streams, train = replace(plan, accumulate=microbatches), [founder.peer], train_tokens()
     whole = assembled(plan, len(pipeline.stages), children)
-    unsplit = train_baseline(lines, train, streams, 1, steps, lambda share: progress("unsplit", share))
-    alone = train_baseline(lines, train, streams, servers, steps // servers, lambda share: progress("alone", share))
+    unsplit = train_baseline(
+        lines, train, streams, 1, steps, lambda share: progress("unsplit", share)
+    )
+    alone = train_baseline(
+        lines, train, streams, servers, steps // servers, lambda share: progress("alone", share)
+    )
     facts = held_against(plan, folder, children, (whole, unsplit, alone), servers, steps)
     return facts | {
         "unsplit_loss": facts["ddp_loss"],
@@ -112,10 +128,18 @@ def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
     """Return the whole model from each stage's newest checkpoint; raise `Failure` without one."""
     pieces: list[dict[str, Tensor]] = []
     for stage in range(stages):
-        folders = (folder_of(RunFolder(child.folder), role_of(stage)) for child in children if not child.killed)
+        folders = (
+            folder_of(RunFolder(child.folder), role_of(stage))
+            for child in children
+            if not child.killed
+        )
         found = [saved for folder in folders if (saved := checkpoint.latest(folder)) is not None]
         if not found:
-            raise Failure(f"stage {stage} left no checkpoint", "none of its servers ended well", "read their log.txt")
+            raise Failure(
+                f"stage {stage} left no checkpoint",
+                "none of its servers ended well",
+                "read their log.txt",
+            )
         pieces.append(max(found, key=lambda saved: int(saved.meta["tokens"])).parts["model"])
     model = build(plan.model, plan.run_seed)
     with torch.no_grad():

@@ -42,7 +42,9 @@ def report(
     steps = plan.schedule.total_tokens // (peers * plan.batch * plan.seq * plan.accumulate)
     swarm = _swarm_model(plan, children)
     ddp = train_baseline(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
-    none = train_baseline(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
+    none = train_baseline(
+        lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share)
+    )
     return held_against(plan, folder, children, (swarm, ddp, none), peers, steps)
 
 
@@ -74,7 +76,9 @@ def held_against(
         "ddp_bytes_per_peer": _ddp_bytes(swarm, peers, steps),
         "tokens": plan.schedule.total_tokens,
         "checkpoint": str(_save(plan, folder, swarm, compared)),
-        "plot": str(_plot(folder, [child for child in children if child.status() is not None], compared)),
+        "plot": str(
+            _plot(folder, [child for child in children if child.status() is not None], compared)
+        ),
         "sample": generate(swarm, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
     }
 
@@ -111,12 +115,18 @@ def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
 
 
 def _checkpoints(children: Sequence[Child]) -> list[Path]:
-    found = [checkpoint.latest(child.folder / "checkpoints") for child in children if not child.killed]
+    found = [
+        checkpoint.latest(child.folder / "checkpoints") for child in children if not child.killed
+    ]
     return [entry.folder for entry in found if entry is not None]
 
 
 def _bytes_per_peer(children: Sequence[Child]) -> int:
-    sent = [status.sent_bytes for child in children if (status := child.status()) is not None and not child.killed]
+    sent = [
+        status.sent_bytes
+        for child in children
+        if (status := child.status()) is not None and not child.killed
+    ]
     return int(sum(sent) / max(len(sent), 1))
 
 
@@ -140,10 +150,25 @@ def _plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for child in children:
         series = History.read(child.folder).series("loss", 200)
-        axes.plot([step for step, _ in series], [loss for _, loss in series], label=child.name, linewidth=1)
-    lines = (("swarm", compared.swarm, "-"), ("DDP", compared.ddp, "--"), ("no communication", compared.none, ":"))
+        axes.plot(
+            [step for step, _ in series],
+            [loss for _, loss in series],
+            label=child.name,
+            linewidth=1,
+        )
+    lines = (
+        ("swarm", compared.swarm, "-"),
+        ("DDP", compared.ddp, "--"),
+        ("no communication", compared.none, ":"),
+    )
     for name, loss, style in lines:
-        axes.axhline(loss, linestyle=style, color="black", linewidth=0.8, label=f"{name}, held out: {loss:.3f}")
+        axes.axhline(
+            loss,
+            linestyle=style,
+            color="black",
+            linewidth=0.8,
+            label=f"{name}, held out: {loss:.3f}",
+        )
     axes.set_xlabel("steps of the peer")
     axes.set_ylabel("loss, nats per byte")
     axes.legend(fontsize=8)

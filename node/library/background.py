@@ -28,7 +28,9 @@ class Background:
     """One thread that runs one event loop until `close`."""
 
     def __init__(self, name: str) -> None:
-        self._started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._started: concurrent.futures.Future[asyncio.AbstractEventLoop] = (
+            concurrent.futures.Future()
+        )
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -179,7 +181,11 @@ def stopped(error: BaseException | None) -> FarflockError:
         return Failure("the optimizer is closed", "it has left its run", "make a new one to go on")
     known = explained(error)
     why = str(known) if known is not None else f"{type(error).__name__}: {error}"
-    return Failure("the swarm's background thread has failed", why, "the cause is above; make a new optimizer to go on")
+    return Failure(
+        "the swarm's background thread has failed",
+        why,
+        "the cause is above; make a new optimizer to go on",
+    )
 
 
 def _first_of(*futures: "concurrent.futures.Future[Any]") -> None:
@@ -193,8 +199,12 @@ def in_threads(count: int, work: Callable[[int], R], give_up: Callable[[], None]
     with concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="peer") as pool:
         futures = [pool.submit(work, number) for number in range(count)]
         try:
-            done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            failed = [future for future in futures if future in done and future.exception() is not None]
+            done, _ = concurrent.futures.wait(
+                futures, return_when=concurrent.futures.FIRST_EXCEPTION
+            )
+            failed = [
+                future for future in futures if future in done and future.exception() is not None
+            ]
             if failed:
                 failed[0].result()
         except BaseException:

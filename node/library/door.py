@@ -15,7 +15,13 @@ from pathlib import Path
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
-from farflock.node.process.network import MachineOptions, identity_of, keep_published, learn_terms, network
+from farflock.node.process.network import (
+    MachineOptions,
+    identity_of,
+    keep_published,
+    learn_terms,
+    network,
+)
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
@@ -42,7 +48,9 @@ class NetworkEntryPoint:
     client_mode: bool = False
     folder: Path | None = None  # holds the identity's key; None: a temporary one
 
-    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
+    def enter(
+        self, join_request: JoinRequest
+    ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
         invite = None if self.invite is None else parse(self.invite, time.time())
         terms = founded(join_request.wished) if invite is None else None  # report mistakes first
@@ -65,7 +73,9 @@ class NetworkEntryPoint:
     ) -> AsyncIterator[OptimizerNode]:
         """Open everything from the folder to the peer; it is closed in the reverse order."""
         with contextlib.ExitStack() as kept:
-            folder = self.folder or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-")))
+            folder = self.folder or Path(
+                kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
+            )
             machine = MachineOptions(
                 RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode
             )
@@ -74,7 +84,10 @@ class NetworkEntryPoint:
             kept.callback(codecs.close)
             raw = b"" if terms is None else terms.canonical()
             run = invite.run if invite is not None else run_id(raw, identity.peer)
-            async with network(machine, identity, run, invite.addresses if invite else ()) as (directory, links):
+            async with network(machine, identity, run, invite.addresses if invite else ()) as (
+                directory,
+                links,
+            ):
                 if invite is not None:
                     head, raw, records = await learn_terms(directory, links, invite, JOIN_TIMEOUT_S)
                     _require_same_run(raw, invite)
@@ -85,14 +98,21 @@ class NetworkEntryPoint:
                 peer = _peer(terms, run, identity, links, directory, codecs)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
-                    join_request, terms, peer, codecs, lambda: _mint(run, founder, doors), founder=invite is None
+                    join_request,
+                    terms,
+                    peer,
+                    codecs,
+                    lambda: _mint(run, founder, doors),
+                    founder=invite is None,
                 )
                 async with present(here, records), _published(directory, run, head, raw, peer):
                     yield here
 
 
 @contextlib.asynccontextmanager
-async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer) -> AsyncIterator[None]:
+async def _published(
+    directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer
+) -> AsyncIterator[None]:
     """Serve the run's terms from this peer, and keep their head in the directory."""
     peer.context.store.put(raw, "manifest")
     publishing = asyncio.create_task(keep_published(directory, run, head))
@@ -104,11 +124,24 @@ async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes,
 
 
 def _peer(
-    terms: UserTerms, run: str, identity: Identity, links: ZmqLinks, directory: DhtDirectory, compute: Compute
+    terms: UserTerms,
+    run: str,
+    identity: Identity,
+    links: ZmqLinks,
+    directory: DhtDirectory,
+    compute: Compute,
 ) -> Peer:
     known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
-    return Peer(known, identity, links, directory, incarnation=incarnation, record=links.record, compute=compute)
+    return Peer(
+        known,
+        identity,
+        links,
+        directory,
+        incarnation=incarnation,
+        record=links.record,
+        compute=compute,
+    )
 
 
 def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
@@ -118,12 +151,18 @@ def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
 def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
     addresses = tuple(dict.fromkeys(doors))[:MAX_ADDRESSES]
     if not addresses:
-        raise Failure("no invite can be made", "this peer has no address that others could reach", "ask another member")
+        raise Failure(
+            "no invite can be made",
+            "this peer has no address that others could reach",
+            "ask another member",
+        )
     return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))
 
 
 def _require_same_run(raw: bytes, invite: Invite) -> None:
     if run_id(raw, invite.founder) != invite.run:
         raise RefusedByRun(
-            "these terms are not the run's", "their hash differs from the invite's run", "ask for a new invite"
+            "these terms are not the run's",
+            "their hash differs from the invite's run",
+            "ask for a new invite",
         )

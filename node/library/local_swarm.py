@@ -42,7 +42,9 @@ class _LocalDoor:
     swarm: "LocalSwarm"
     rank: int
 
-    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
+    def enter(
+        self, join_request: JoinRequest
+    ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `presence.EntryPoint`."""
         life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, join_request))
         return life, life.end
@@ -51,13 +53,17 @@ class _LocalDoor:
 class LocalSwarm:
     """A swarm of `peers` peers in this process, for the duration of its block."""
 
-    def __init__(self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]) -> None:
+    def __init__(
+        self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]
+    ) -> None:
         if not 1 <= peers <= MAX_PEERS:
             raise Usage("local_swarm", f"{peers} peers", f"take 1 to {MAX_PEERS}")
         self.network = SimNetwork(seed, link)
         self.optimizers: dict[int, SwarmOptimizer] = {}
         if options.get("enough", 0) > peers:
-            raise Usage("enough", f"{options['enough']} arrivals of {peers} peers", f"take {peers} or fewer")
+            raise Usage(
+                "enough", f"{options['enough']} arrivals of {peers} peers", f"take {peers} or fewer"
+            )
         self._peers, self._terms = peers, {"method": method, "seed": seed, **options}
         self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(peers)]
         self._codecs = Worker("codec")
@@ -75,7 +81,9 @@ class LocalSwarm:
         if self.optimizers:
             raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
         return in_threads(
-            self._peers, lambda rank: work(rank, functools.partial(self._optimize, rank)), self.background.close
+            self._peers,
+            lambda rank: work(rank, functools.partial(self._optimize, rank)),
+            self.background.close,
         )
 
     def disturb(self, what: Callable[[SimNetwork], object]) -> None:
@@ -92,7 +100,10 @@ class LocalSwarm:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End all peers."""
         self.close()
@@ -100,7 +111,9 @@ class LocalSwarm:
     def _optimize(self, rank: int, model: nn.Module, **options: Any) -> SwarmOptimizer:  # noqa: ANN401 - see SwarmOptimizer
         if rank in self.optimizers:
             raise Usage(
-                f"rank {rank} has an optimizer", "it is one peer", "take a model and an optimizer for each rank"
+                f"rank {rank} has an optimizer",
+                "it is one peer",
+                "take a model and an optimizer for each rank",
             )
         made = SwarmOptimizer(model, invite=_LocalDoor(self, rank), **{**self._terms, **options})
         self.optimizers[rank] = made
@@ -116,8 +129,12 @@ class LocalSwarm:
         record = self._record(rank)
         known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
         links = self.network.links(identity.peer)
-        peer = Peer(known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs)
-        here = OptimizerNode.assemble(join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0)
+        peer = Peer(
+            known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs
+        )
+        here = OptimizerNode.assemble(
+            join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0
+        )
         gate = functools.partial(self._wait_for_all, self._all_ready)
         async with present(here, [] if rank == 0 else [self._record(0)], gate):
             self._founded.set()
@@ -129,7 +146,9 @@ class LocalSwarm:
                 await barrier.wait()
         except (TimeoutError, asyncio.BrokenBarrierError):
             why = f"not all of the {self._peers} ranks made theirs within {JOIN_TIMEOUT_S:.0f} s"
-            raise Usage("no optimizer for this rank", why, "call `optimize` once in each rank's thread") from None
+            raise Usage(
+                "no optimizer for this rank", why, "call `optimize` once in each rank's thread"
+            ) from None
 
     async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
         if rank == 0:
@@ -169,7 +188,11 @@ def local_swarm(
 
 
 def _no_invite() -> str:
-    raise Usage("no invite can be made", "a local swarm lives in this process alone", "found a run with SwarmOptimizer")
+    raise Usage(
+        "no invite can be made",
+        "a local swarm lives in this process alone",
+        "found a run with SwarmOptimizer",
+    )
 
 
 def _seed(seed: int, rank: int) -> bytes:

@@ -19,7 +19,8 @@ from farflock.node.loop import Loop
 from farflock.node.reporting import Report
 from farflock.node.run.user_terms import TomlTable, UserTerms
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient, drop
+from farflock.node.train.ending import drop
+from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Progress, Replica
 from farflock.swarm.compute import Compute
@@ -94,7 +95,15 @@ class OptimizerNode:
         driver = Driver(terms.build(), join_request.replica)
         client = ExchangeClient(peer, terms.run.seed)
         state_sync = StateSync(peer, driver, client, compute)
-        loop = Loop(driver, client, state_sync, join_request.training_task, compute, compute, join_request.report)
+        loop = Loop(
+            driver,
+            client,
+            state_sync,
+            join_request.training_task,
+            compute,
+            compute,
+            join_request.report,
+        )
         return cls(terms, peer, loop, invite, founder)
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
@@ -116,7 +125,9 @@ class OptimizerNode:
         except TimeoutError:
             why = f"its members did not let this peer in within {JOIN_TIMEOUT_S:.0f} s"
             raise RefusedByRun(
-                "the run cannot be joined", why, "check that somebody trains, or ask for a new invite"
+                "the run cannot be joined",
+                why,
+                "check that somebody trains, or ask for a new invite",
             ) from None
 
     async def until(self, there: Callable[[], bool], timeout_s: float) -> None:
@@ -137,7 +148,9 @@ class OptimizerNode:
 class EntryPoint(Protocol):
     """A way into a run."""
 
-    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
+    def enter(
+        self, join_request: JoinRequest
+    ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """Enter the run; return the node's context and what ends it (safe to call twice)."""
         ...
 
@@ -147,7 +160,9 @@ async def open_gate() -> None:
 
 
 @contextlib.asynccontextmanager
-async def present(here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate) -> AsyncIterator[None]:
+async def present(
+    here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate
+) -> AsyncIterator[None]:
     """Run the peer as part of the run; say goodbye at the end."""
     async with here.peer.running():
         await here.begin(records, gate)

@@ -134,7 +134,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         finally:
             self._training_task.closure = None
         life.call(partial(loop.end_step, loss), through=True)
-        self._held = dict(self._replica.read(self._replica.names, "grad")) if loop.driver.pending else {}
+        self._held = (
+            dict(self._replica.read(self._replica.names, "grad")) if loop.driver.pending else {}
+        )
         return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -245,7 +247,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Leave the run: patiently after success, at once after an exception."""
         self.close(patient=kind is None)
@@ -274,7 +279,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     async def _remember(self) -> dict[str, Any]:
         loop = self._here.loop
         method, replica = loop.driver.method, loop.driver.replica
-        tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
+        tensors = await loop.compute(
+            lambda: {**method.snapshot(replica), **method.personal(replica)}
+        )
         pending = [(key.stream, key.round) for key in loop.driver.pending]
         facts = Remembered(loop.step, loop.driver.position, pending)
         return {"method": tensors, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
@@ -283,19 +290,27 @@ class SwarmOptimizer(torch.optim.Optimizer):
         loop = self._here.loop
         driver = loop.driver
         try:
-            facts = msgspec.convert({name: value for name, value in swarm.items() if name not in TENSORS}, Remembered)
+            facts = msgspec.convert(
+                {name: value for name, value in swarm.items() if name not in TENSORS}, Remembered
+            )
             await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
             place = facts.place
         except (KeyError, TypeError, ValueError) as error:
             raise Usage(
-                "the state does not fit this run", str(error), "load the one that this program saved"
+                "the state does not fit this run",
+                str(error),
+                "load the one that this program saved",
             ) from error
-        templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
+        templates = {
+            template.key.stream: template for template in driver.method.streams(driver.replica)
+        }
         open_ones = []
         for stream, number in facts.pending:  # its outcome is lost: report it failed, once
             exchange = replace(templates[stream], key=ExchangeKey(stream, number))
             last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
-            open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
+            open_ones.append(
+                Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride))
+            )
         driver.load_state(open_ones)
         loop.step = facts.step
         loop.state_sync.load_state(place, swarm.get("owed", {}))
@@ -310,7 +325,9 @@ class _News:
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Take one event of the loop."""
         if kind == "round":
-            self.last_round = RoundReport(fields["stream"], fields["round"], fields["status"], fields["peers"])
+            self.last_round = RoundReport(
+                fields["stream"], fields["round"], fields["status"], fields["peers"]
+            )
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:
@@ -323,13 +340,19 @@ def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> tor
     if lr is not None:
         raise Usage("lr", "the function given as `inner` sets its own rate", "leave lr out")
     made = inner([entry for entry in model.parameters() if entry.requires_grad])
-    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS | SwarmOptimizer):
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(
+        made, torch.optim.LBFGS | SwarmOptimizer
+    ):
         raise Usage(
-            "inner", f"it made a {type(made).__name__}", "give a function that makes a first-order torch optimizer"
+            "inner",
+            f"it made a {type(made).__name__}",
+            "give a function that makes a first-order torch optimizer",
         )
     theirs = {id(entry) for entry in model.parameters()}
     if any(id(entry) not in theirs for group in made.param_groups for entry in group["params"]):
         raise Usage(
-            "inner", "its optimizer trains parameters that are not the model's", "build it from those it is given"
+            "inner",
+            "its optimizer trains parameters that are not the model's",
+            "build it from those it is given",
         )
     return made

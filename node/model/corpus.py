@@ -62,9 +62,16 @@ def load_corpus(name: str, sha256: str | None = None) -> Corpus:
     elif name.endswith(".txt"):
         corpus = from_file(Path(name))
     else:
-        raise BadCorpus(f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; name one of them")
+        raise BadCorpus(
+            f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; name one of them"
+        )
     if sha256 is not None:
-        _require_hash(corpus.sha256, sha256, f"the corpus {name}", "get the text (or the version) of the run's founder")
+        _require_hash(
+            corpus.sha256,
+            sha256,
+            f"the corpus {name}",
+            "get the text (or the version) of the run's founder",
+        )
     return corpus
 
 
@@ -75,7 +82,9 @@ def shakespeare(folder: Traversable) -> Corpus:
         packed = (folder / "shakespeare.txt.xz").read_bytes()
         text = lzma.LZMADecompressor().decompress(packed, max_length=about.size_bytes + 1)
     except (OSError, EOFError, lzma.LZMAError, msgspec.MsgspecError) as error:
-        raise BadCorpus(f"the shipped corpus in {folder} cannot be read ({error}); reinstall farflock") from None
+        raise BadCorpus(
+            f"the shipped corpus in {folder} cannot be read ({error}); reinstall farflock"
+        ) from None
     _require_hash(
         hashlib.sha256(text).hexdigest(),
         about.sha256,
@@ -90,11 +99,15 @@ def from_file(path: Path) -> Corpus:
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:
-            raise BadCorpus(f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; turn it into a token file first")
+            raise BadCorpus(
+                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; turn it into a token file first"
+            )
         raw = path.read_bytes()
         text = raw.decode()
     except OSError as error:
-        raise BadCorpus(f"the corpus {path} cannot be read ({error.strerror}); check the path") from None
+        raise BadCorpus(
+            f"the corpus {path} cannot be read ({error.strerror}); check the path"
+        ) from None
     except UnicodeDecodeError as error:
         raise BadCorpus(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
     cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT_SHARE))) + 1
@@ -104,7 +117,9 @@ def from_file(path: Path) -> Corpus:
             f"{path} has {size_bytes} bytes, too few to train on and to hold out {MIN_HELD_OUT_BYTES} "
             f"by whole lines; give a text of some {40 * MIN_HELD_OUT_BYTES} bytes or more"
         )
-    return Corpus(path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest())
+    return Corpus(
+        path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest()
+    )
 
 
 def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:
@@ -124,4 +139,10 @@ def _cut_plays(text: bytes, about: About) -> Corpus:
             f"the shipped plays are listed with {start} bytes, the text has {len(text)}; reinstall farflock"
         )
     titles = tuple(play.title for play in about.plays if play.held_out)
-    return Corpus(SHIPPED, b"".join(parts[False]).decode(), b"".join(parts[True]).decode(), titles, about.sha256)
+    return Corpus(
+        SHIPPED,
+        b"".join(parts[False]).decode(),
+        b"".join(parts[True]).decode(),
+        titles,
+        about.sha256,
+    )

@@ -59,13 +59,17 @@ class Batches:
 
     def __post_init__(self) -> None:
         if not 0 <= self.recurring <= MAX_RECURRING:
-            raise BadData(f"{self.recurring} samples that come again are not possible; use 0 to {MAX_RECURRING}")
+            raise BadData(
+                f"{self.recurring} samples that come again are not possible; use 0 to {MAX_RECURRING}"
+            )
         if self.batch_size < 1 or self.seq < 1:
             raise BadData(
                 f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; use 1 or more of each"
             )
         if len(self.tokens) <= self.seq:
-            raise BadData(f"{len(self.tokens)} tokens hold no sequence of {self.seq} and its next; use a longer text")
+            raise BadData(
+                f"{len(self.tokens)} tokens hold no sequence of {self.seq} and its next; use a longer text"
+            )
 
     def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
         """Return a step's inputs and next tokens, both int64 (batch_size, seq)."""
@@ -76,10 +80,14 @@ class Batches:
         """Return the first positions of the batch's sequences."""
         count = np.uint64(len(self.tokens) - self.seq)
         if self.recurring:
-            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[list(self.samples(step, round))]
+            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[
+                list(self.samples(step, round))
+            ]
             return (draws % count).astype(np.int64)
         self._require_cursor(step, round)
-        philox = np.random.Philox(key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round))
+        philox = np.random.Philox(
+            key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round)
+        )
         draws = np.asarray(philox.random_raw(self.batch_size), dtype=np.uint64)
         return (draws % count).astype(np.int64)
 
@@ -89,11 +97,15 @@ class Batches:
         first = step * self.batch_size
         places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
         given = self.run_seed, self.peer, self.recurring, round
-        return tuple(int(_epoch_order(*given, epoch % _CURSOR_LIMIT)[place]) for epoch, place in places)
+        return tuple(
+            int(_epoch_order(*given, epoch % _CURSOR_LIMIT)[place]) for epoch, place in places
+        )
 
     def _require_cursor(self, step: int, round: int) -> None:
         if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
-            raise BadData(f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits")
+            raise BadData(
+                f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits"
+            )
 
 
 def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +115,9 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
     """
     fitting = (len(held_out) - 1) // seq
     if fitting < 1 or sequences < 1:
-        raise BadData(f"{len(held_out)} held-out tokens give no {sequences} sequences of {seq}; hold out more text")
+        raise BadData(
+            f"{len(held_out)} held-out tokens give no {sequences} sequences of {seq}; hold out more text"
+        )
     count = min(fitting, sequences)
     starts = np.arange(count, dtype=np.int64) * fitting // count * seq
     return _windows(held_out, starts, seq)
@@ -132,13 +146,21 @@ def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
         header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
         size_bytes = path.stat().st_size
     except OSError as error:
-        raise BadData(f"{error.filename} cannot be read ({error.strerror}); a token file needs its .json") from None
+        raise BadData(
+            f"{error.filename} cannot be read ({error.strerror}); a token file needs its .json"
+        ) from None
     except msgspec.MsgspecError as error:
-        raise BadData(f"{_header_path(path)} is no header of a token file ({error}); write it again") from None
+        raise BadData(
+            f"{_header_path(path)} is no header of a token file ({error}); write it again"
+        ) from None
     if header.tokenizer != tokenizer_hash(tokenizer):
-        raise BadData(f"{path} was cut by tokenizer {header.tokenizer[:16]}…, not by this run's; tokenize it again")
+        raise BadData(
+            f"{path} was cut by tokenizer {header.tokenizer[:16]}…, not by this run's; tokenize it again"
+        )
     if header.count < 1 or size_bytes != 2 * header.count:
-        raise BadData(f"{path} has {size_bytes} bytes, its header wants {2 * header.count}; copy it again")
+        raise BadData(
+            f"{path} has {size_bytes} bytes, its header wants {2 * header.count}; copy it again"
+        )
     return np.memmap(path, dtype="<u2", mode="r")
 
 
@@ -157,9 +179,13 @@ def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64
 
 
 @functools.lru_cache(maxsize=8)
-def _epoch_order(run_seed: int, peer: str, recurring: int, round: int, epoch: int) -> NDArray[np.int64]:
+def _epoch_order(
+    run_seed: int, peer: str, recurring: int, round: int, epoch: int
+) -> NDArray[np.int64]:
     """Return a permutation; equal draws (very rare) keep their order."""
-    return np.argsort(_raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable")
+    return np.argsort(
+        _raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable"
+    )
 
 
 def _raw(run_seed: int, peer: str, count: int, counter: NDArray[np.uint64]) -> NDArray[np.uint64]:

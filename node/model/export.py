@@ -43,14 +43,17 @@ def export(
         "README.md": card.encode(),
         **tokenizer_files(tokenizer, config.context),
         "model.safetensors": save(
-            {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, {"format": "pt"}
+            {name: weight.detach().cpu().contiguous() for name, weight in weights.items()},
+            {"format": "pt"},
         ),
     }
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not force and any(folder.iterdir()):
-            raise ExportRefused(f"{folder} is not empty; name another folder, or use --force to replace its files")
+            raise ExportRefused(
+                f"{folder} is not empty; name another folder, or use --force to replace its files"
+            )
         partial.mkdir(exist_ok=True)
         for name, content in files.items():
             (partial / name).write_bytes(content)
@@ -96,7 +99,12 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
     """Return a fast tokenizer's files: byte-level BPE without merges, so each byte is a token."""
     if not isinstance(tokenizer, ByteTokenizer):
         return {}  # other tokenizers have their own tokenizer.json
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     fast = {
         "version": "1.0",
         "added_tokens": [],
@@ -129,7 +137,11 @@ def printable_bytes() -> list[str]:
 
 def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str:
     """Return a README in the hub's model card form; `facts` (run, data, …) become a table."""
-    rows = {"parameters": f"{config.parameters():,}", "context": f"{config.context} tokens", **facts}
+    rows = {
+        "parameters": f"{config.parameters():,}",
+        "context": f"{config.context} tokens",
+        **facts,
+    }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [llama, farflock]\n---\n\n"
@@ -145,7 +157,9 @@ def _require_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None
     wanted = {name: tuple(weight.shape) for name, weight in Llama(config).named_parameters()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     if found != wanted:
-        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        wrong = sorted(
+            name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)
+        )
         raise ExportRefused(
             f"{len(wrong)} tensors do not fit the configuration, the first being {wrong[0]} "
             f"(found {found.get(wrong[0])}, expected {wanted.get(wrong[0])}); "

@@ -33,7 +33,9 @@ def generate(
     return tokenizer.decode(list(islice(drawn, tokens)))
 
 
-def sample(model: Llama, ids: list[int], *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
+def sample(
+    model: Llama, ids: list[int], *, temperature: float, top_k: int | None, seed: int
+) -> Iterator[int]:
     """Return an endless iterator of tokens after `ids`; `ValueError` for options out of range."""
     if not ids:
         raise ValueError("sampling starts from at least one token; give a prompt")
@@ -56,7 +58,9 @@ def _sample(
         yield ids[-1]
 
 
-def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def draw(
+    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
     """Draw in proportion to exp(logit / temperature), from the `top_k` likeliest if given."""
     if temperature == 0:
         return int(logits_V.argmax())

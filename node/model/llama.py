@@ -45,7 +45,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ValueError(f"the model's {name} is {value}; it must lie between {low} and {high}")
+                raise ValueError(
+                    f"the model's {name} is {value}; it must lie between {low} and {high}"
+                )
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"a width of {self.dim} gives {self.heads} heads no even share; make dim a multiple of {2 * self.heads}"
@@ -55,9 +57,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly; choose a divisor"
             )
         if not (math.isfinite(self.rope_theta) and self.rope_theta >= 1):
-            raise ValueError(f"rope_theta is {self.rope_theta}; it must be finite and 1 or more, commonly 10000")
+            raise ValueError(
+                f"rope_theta is {self.rope_theta}; it must be finite and 1 or more, commonly 10000"
+            )
         if not 0 < self.norm_eps < 1:
-            raise ValueError(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1, commonly 1e-5")
+            raise ValueError(
+                f"norm_eps is {self.norm_eps}; it must lie between 0 and 1, commonly 1e-5"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -96,7 +102,9 @@ class Attention(nn.Module):
         q_BHLK = rotate(self._heads(self.q_proj(x_BLD)), cos_LK, sin_LK)
         k_BHLK = rotate(self._heads(self.k_proj(x_BLD)), cos_LK, sin_LK)
         v_BHLK = self._heads(self.v_proj(x_BLD))
-        y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True, enable_gqa=self.grouped)
+        y_BHLK = F.scaled_dot_product_attention(
+            q_BHLK, k_BHLK, v_BHLK, is_causal=True, enable_gqa=self.grouped
+        )
         mixed: Tensor = self.o_proj(y_BHLK.transpose(1, 2).flatten(2))
         return mixed
 
@@ -144,7 +152,9 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = _Embedding(config.vocab_size, config.dim) if span.start == 0 else None
         self.layers = nn.ModuleDict({str(index): Block(config) for index in span})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if span.stop == config.layers else None
+        self.norm = (
+            nn.RMSNorm(config.dim, eps=config.norm_eps) if span.stop == config.layers else None
+        )
 
 
 class Llama(nn.Module):
@@ -160,10 +170,19 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.span = range(config.layers) if span is None else span
-        if not (self.span and self.span.step == 1 and self.span.start >= 0 and self.span.stop <= config.layers):
-            raise ValueError(f"a stage holds consecutive layers of 0 to {config.layers - 1}, got {self.span}")
+        if not (
+            self.span
+            and self.span.step == 1
+            and self.span.start >= 0
+            and self.span.stop <= config.layers
+        ):
+            raise ValueError(
+                f"a stage holds consecutive layers of 0 to {config.layers - 1}, got {self.span}"
+            )
         if config.tied and len(self.span) < config.layers:
-            raise ValueError("a model whose head is its embedding cannot be split into stages; set tied to false")
+            raise ValueError(
+                "a model whose head is its embedding cannot be split into stages; set tied to false"
+            )
         self.model = Trunk(config, self.span)
         headed = self.span.stop == config.layers and not config.tied
         self.lm_head = _linear(config.dim, config.vocab_size) if headed else None
@@ -178,7 +197,9 @@ class Llama(nn.Module):
         """
         length = x.shape[1]
         if length > self.config.context:
-            raise ValueError(f"a sequence of {length} tokens is longer than the model's context {self.config.context}")
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the model's context {self.config.context}"
+            )
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         cos_LK, sin_LK = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
@@ -192,7 +213,9 @@ class Llama(nn.Module):
 
     def _logits(self, x_BLD: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        assert head is not None, "the last stage has a head of its own, or the whole model's embedding"
+        assert head is not None, (
+            "the last stage has a head of its own, or the whole model's embedding"
+        )
         return F.linear(x_BLD, head.weight)
 
 
@@ -224,7 +247,9 @@ def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
 def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles, float32 (context, K); K repeats K/2 angles."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.arange(config.context, dtype=torch.float32)[:, None] * (1.0 / config.rope_theta**powers)
+    angles = torch.arange(config.context, dtype=torch.float32)[:, None] * (
+        1.0 / config.rope_theta**powers
+    )
     both = torch.cat((angles, angles), dim=-1)
     return both.cos(), both.sin()
 

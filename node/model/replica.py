@@ -21,8 +21,12 @@ class Slots:
 
     A tied parameter is there once; buffers and frozen parameters are not."""
 
-    def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None) -> None:
-        self.parameters = {name: entry for name, entry in module.named_parameters() if entry.requires_grad}
+    def __init__(
+        self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None
+    ) -> None:
+        self.parameters = {
+            name: entry for name, entry in module.named_parameters() if entry.requires_grad
+        }
         self._inner, self._clip_norm = inner, clip_norm
 
     @property
@@ -35,10 +39,16 @@ class Slots:
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
-        stored = parameter.grad if what == "grad" else self._inner.state.get(parameter, {}).get(what)
+        stored = (
+            parameter.grad if what == "grad" else self._inner.state.get(parameter, {}).get(what)
+        )
         if stored is None:
             begun = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
-            return torch.full((), float(begun)) if what in SCALARS else torch.zeros_like(parameter.detach())
+            return (
+                torch.full((), float(begun))
+                if what in SCALARS
+                else torch.zeros_like(parameter.detach())
+            )
         return torch.as_tensor(stored).detach()
 
     def ensure(self, name: str, what: What) -> Tensor | None:
@@ -52,7 +62,9 @@ class Slots:
             return parameter.grad
         state = self._inner.state[parameter]
         if state.get(what) is None:
-            first = self._first_moments(parameter) | ({TREND: torch.zeros_like(parameter)} if what == TREND else {})
+            first = self._first_moments(parameter) | (
+                {TREND: torch.zeros_like(parameter)} if what == TREND else {}
+            )
             state.update({name: zero for name, zero in first.items() if state.get(name) is None})
         stored: Tensor | None = state.get(what)
         return stored
@@ -73,8 +85,16 @@ class Slots:
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
             on_device = options.get("fused") or options.get("capturable")
             step = torch.zeros((), device=parameter.device if on_device else "cpu")
-            first = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            return first | ({"mu_product": torch.ones_like(step)} if isinstance(inner, torch.optim.NAdam) else {})
+            first = {
+                "step": step,
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            return first | (
+                {"mu_product": torch.ones_like(step)}
+                if isinstance(inner, torch.optim.NAdam)
+                else {}
+            )
         # torch before 2.9 has no Muon
         with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
         if isinstance(inner, with_momentum) and options["momentum"]:
@@ -85,7 +105,9 @@ class Slots:
 class PlainReplica:
     """One process, one module, one inner optimizer. The loop sets `lr` before each step."""
 
-    def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0) -> None:
+    def __init__(
+        self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0
+    ) -> None:
         self._slots = Slots(module, inner, clip_norm)
         self.lr: float | None = None
 
@@ -101,7 +123,9 @@ class PlainReplica:
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
         """Return float32 copies on the CPU; gradients and moments that do not exist are zeros."""
-        return {name: self._slots.find(name, what).to("cpu", torch.float32, copy=True) for name in names}
+        return {
+            name: self._slots.find(name, what).to("cpu", torch.float32, copy=True) for name in names
+        }
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
         """Set x <- (1 - mix)·x + mix·new; `ValueError` for another shape or an unknown moment."""
@@ -124,7 +148,9 @@ def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> 
                 f"the inner optimizer keeps no {what} for {name}; use the optimizer that the state is from"
             )
     elif new.shape != target.shape:
-        raise ValueError(f"{what} of {name} has shape {tuple(target.shape)}, got {tuple(new.shape)}")
+        raise ValueError(
+            f"{what} of {name} has shape {tuple(target.shape)}, got {tuple(new.shape)}"
+        )
 
 
 def blend(target: Tensor, new: Tensor, mix: float) -> None:

@@ -41,11 +41,15 @@ class FsdpReplica:
     leader's next call, whatever it is, and return nothing. `lr` counts on the leader only.
     """
 
-    def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0) -> None:
+    def __init__(
+        self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0
+    ) -> None:
         self._slots = Slots(module, inner, clip_norm)
         self._wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
         if not self._wrapped:
-            raise ValueError("the module is not sharded: call fully_shard on it first, or use PlainReplica")
+            raise ValueError(
+                "the module is not sharded: call fully_shard on it first, or use PlainReplica"
+            )
         self._device = next(iter(self._slots.parameters.values())).device
         self.lr: float | None = None
 
@@ -126,7 +130,9 @@ class FsdpReplica:
             if self.leads:
                 full.copy_(tensors[name])
             if isinstance(target, DTensor):
-                shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=LEADER)
+                shard = distribute_tensor(
+                    full, target.device_mesh, target.placements, src_data_rank=LEADER
+                )
                 blend(target.to_local(), shard.to_local(), mix)
             else:
                 dist.broadcast(full, LEADER)
@@ -140,7 +146,9 @@ class FsdpReplica:
     def _announce(self, order: _Order) -> None:
         places = {name: place for place, name in enumerate(self.names)}
         fields = [order.act, [places[name] for name in order.names], order.what, order.number]
-        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8).to(self._device)
+        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8).to(
+            self._device
+        )
         dist.broadcast(torch.tensor(text.numel(), device=self._device), LEADER)
         dist.broadcast(text, LEADER)
 

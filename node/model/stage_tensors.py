@@ -23,7 +23,9 @@ class Misfit(ValueError):
 def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
     """Return a stage's tensor names and shapes, in order, without allocating the tensors."""
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()}
+        return {
+            name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()
+        }
 
 
 @functools.cache
@@ -50,7 +52,9 @@ def joined(pieces: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for piece in pieces:
         for name, tensor in piece.items():
             if name in whole and not torch.equal(whole[name], tensor):
-                raise Misfit(f"{name} is in two pieces that differ; they are not of one moment, take one of them")
+                raise Misfit(
+                    f"{name} is in two pieces that differ; they are not of one moment, take one of them"
+                )
             whole[name] = tensor
     return whole
 

@@ -83,7 +83,11 @@ class FullTrainer:
     def _may_begin(self) -> bool:
         if self.kept >= self._most or not self._peer.membership.is_member:
             return False
-        ready = [part for part in self._parts if part.server.accounts.untaken(self._peer.me) >= self._ahead]
+        ready = [
+            part
+            for part in self._parts
+            if part.server.accounts.untaken(self._peer.me) >= self._ahead
+        ]
         # A stage without a full batch may be waiting for this peer alone, so go on for it.
         return not any(part.batch.is_full() for part in ready)
 
@@ -97,7 +101,9 @@ class FullTrainer:
             return
         self.commits.begin(number, order, started_s)
         for server, part, of in zip(servers, staged, rounds, strict=True):
-            await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None, of)
+            await server.contribute(
+                (self._peer.me, number), part, loss if server.stage.is_last else None, of
+            )
         self.commits.trained(number, loss / self.source.edges.tokens)
 
     def _compute(
@@ -105,7 +111,9 @@ class FullTrainer:
     ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]]:
         """Compute a microbatch forward and backward; return its gradients by stage, its loss and
         the round of each stage's weights. Runs on the compute thread."""
-        staged, loss = backward_through([server.stage for server in servers], *self.source.batch(microbatch))
+        staged, loss = backward_through(
+            [server.stage for server in servers], *self.source.batch(microbatch)
+        )
         return staged, loss, [server.applied for server in servers]
 
     def _now(self) -> float:

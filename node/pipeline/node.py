@@ -68,9 +68,13 @@ class PipelineNode:
         stages = range(len(pipeline.stages))
         self._streams = {index: self._exchanges.stream(index) for index in stages}
         self._embedding = self._frozen_embedding()
-        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding)
+        assembly = Assembly(
+            plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding
+        )
         self.servings = tuple(
-            assembly.serving(index, self._exchanges.templates(index)[0], self._exchange_client(index))
+            assembly.serving(
+                index, self._exchanges.templates(index)[0], self._exchange_client(index)
+            )
             for index in stages
             if stage in (index, EVERY)
         )
@@ -85,7 +89,9 @@ class PipelineNode:
                 # Checkpoints are named and pruned by step, so the count goes on.
                 serving.loop.step = serving.training_task.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
-        self.stage_directory = StageDirectory(peer, self._streams, whole=pipeline.constrain == "all")
+        self.stage_directory = StageDirectory(
+            peer, self._streams, whole=pipeline.constrain == "all"
+        )
         self.trainer = self._training(tokens) if tokens is not None else None
 
     # start
@@ -98,7 +104,10 @@ class PipelineNode:
             self._beginning(serving).found()
 
     async def join(
-        self, records: Sequence[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
+        self,
+        records: Sequence[bytes],
+        timeout_s: float,
+        downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
         """Join through the members whose `records` are given, and get each served stage's state.
 
@@ -107,7 +116,9 @@ class PipelineNode:
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
         comes = _Together(downloaded)
-        beginnings = [self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings]
+        beginnings = [
+            self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings
+        ]
         tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
         try:
             await asyncio.gather(*tasks)
@@ -161,7 +172,9 @@ class PipelineNode:
     def trained_tokens(self) -> int:
         """Tokens that this node's servers merged or its trainer committed, whichever are more."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self._edges.tokens * max(passes, self.trainer.commits.finished if self.trainer is not None else 0)
+        return self._edges.tokens * max(
+            passes, self.trainer.commits.finished if self.trainer is not None else 0
+        )
 
     @property
     def last_loss(self) -> float | None:
@@ -176,7 +189,10 @@ class PipelineNode:
         counts: dict[str, int] = {}
         if self.servings:
             served = [serving.server.served for serving in self.servings]
-            counts |= {name: sum(each[name] for each in served) for name in ("forward", "backward", "merged", "busy")}
+            counts |= {
+                name: sum(each[name] for each in served)
+                for name in ("forward", "backward", "merged", "busy")
+            }
         if self.trainer is not None:
             commits = self.trainer.commits
             counts |= {
@@ -202,7 +218,9 @@ class PipelineNode:
         serve = [serving.server.run() for serving in self.servings]  # until all else ends
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
             needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
-            serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
+            serve.append(
+                Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run()
+            )
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
             known = self._means.compute, self.plan, self.pipeline, names
@@ -277,7 +295,9 @@ class PipelineNode:
 
     def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
-            return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
+            return Closed(
+                "this peer trains a model that is free: ask one that serves a stage of a pipeline"
+            )
         servers = {serving.index: serving.server for serving in self.servings}
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
@@ -285,16 +305,22 @@ class PipelineNode:
         """Return a trainer that asks the servers of stages, or a full replica's own."""
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
-        batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
+        batches = Batches(
+            tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples
+        )
         lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self._means.report
         if self._stage == EVERY:
             parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
-            return FullTrainer(peer, self.stage_directory, parts, source, late, terms.kept, self._means, report)
+            return FullTrainer(
+                peer, self.stage_directory, parts, source, late, terms.kept, self._means, report
+            )
         terms = replace(terms, window=min(terms.window, late))
-        return Trainer(peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches))
+        return Trainer(
+            peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches)
+        )
 
     def _exchange_client(self, index: int) -> ExchangeClient:
         return ExchangeClient(self.peer, self.plan.run_seed, index)
@@ -320,7 +346,9 @@ class _StageExchanges:
         if index not in self._specimens:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
-                exchanges = method(self._plan.method, **self._plan.options).streams(ShapeReplica(shapes))
+                exchanges = method(self._plan.method, **self._plan.options).streams(
+                    ShapeReplica(shapes)
+                )
             self._specimens[index] = exchanges
         return self._specimens[index]
 
@@ -345,7 +373,9 @@ class _Together:
 
         def coming(here: int, total: int) -> None:
             self._parts[place] = here, total
-            self._downloaded(sum(part[0] for part in self._parts), sum(part[1] for part in self._parts))
+            self._downloaded(
+                sum(part[0] for part in self._parts), sum(part[1] for part in self._parts)
+            )
 
         return coming
 

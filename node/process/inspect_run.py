@@ -46,7 +46,10 @@ async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: flo
     """Return the verified manifest of an invite's run."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         nobody = _nobody(machine, passing)
-        async with network(nobody, identity_of(nobody.folder), invite.run, invite.addresses) as (directory, links):
+        async with network(nobody, identity_of(nobody.folder), invite.run, invite.addresses) as (
+            directory,
+            links,
+        ):
             _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
             return manifest
 
@@ -59,7 +62,10 @@ async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float)
         identity = identity_of(nobody.folder)
         async with network(nobody, identity, invite.run, invite.addresses) as (directory, links):
             _, manifest, records = await learn_run(directory, links, invite, timeout_s)
-            terms, life = RunTerms(invite.run, manifest.run.seed), unseal(links.record(), invite.run).incarnation
+            terms, life = (
+                RunTerms(invite.run, manifest.run.seed),
+                unseal(links.record(), invite.run).incarnation,
+            )
             peer = Peer(terms, identity, links, None, incarnation=life, record=links.record)
             async with peer.running():
                 await peer.meet(records, timeout_s)
@@ -87,6 +93,8 @@ def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
         rtt_s = links.rtt_s(member)
         addresses = records[member].endpoints if member in records else ()
         answers = links.life(member) == "alive"
-        members.append(MemberInspection(member, addresses, answers, None if rtt_s is None else rtt_s * 1000))
+        members.append(
+            MemberInspection(member, addresses, answers, None if rtt_s is None else rtt_s * 1000)
+        )
     branch = peer.membership.branch
     return RunInspection(manifest, view.number, branch[0] if branch else None, tuple(members))

@@ -71,7 +71,11 @@ async def network(
     raise_descriptor_limit()
     listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
     directory = await DhtDirectory.open(
-        machine.folder.identity, run=run, initial_peers=addresses, listen=listen, client_mode=machine.client_mode
+        machine.folder.identity,
+        run=run,
+        initial_peers=addresses,
+        listen=listen,
+        client_mode=machine.client_mode,
     )
     try:
         options = LinkOptions(
@@ -103,14 +107,24 @@ async def learn_terms(
     """Do as `learn_run`, with the terms as sent: runs of a user's own model have no manifest."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        heads = {blob: head for blob in await directory.heads(invite.run) if (head := _head_of(blob, invite))}
+        heads = {
+            blob: head
+            for blob in await directory.heads(invite.run)
+            if (head := _head_of(blob, invite))
+        }
         records = await directory.peers(invite.run)
-        members = [peer for blob in records if (peer := _learned(links, blob, invite.run)) not in ("", links.me)]
+        members = [
+            peer
+            for blob in records
+            if (peer := _learned(links, blob, invite.run)) not in ("", links.me)
+        ]
         if heads:
             newest = max(heads, key=lambda blob: heads[blob].sequence)
             require_same_protocol(heads[newest].protocol)
         if heads and members:
-            raw = await fetch_chunk(links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S)
+            raw = await fetch_chunk(
+                links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S
+            )
             if raw is not None:
                 return newest, raw, records
         await asyncio.sleep(0.5)
@@ -132,7 +146,9 @@ def _checked(raw: bytes, invite: Invite) -> Manifest:
     manifest = parse(raw.decode())
     if manifest.run_id(invite.founder) != invite.run:
         raise RefusedByRun(
-            "the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite"
+            "the manifest is not the run's",
+            "its hash differs from the invite's run id",
+            "ask for a new invite",
         )
     return manifest
 

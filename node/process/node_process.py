@@ -106,7 +106,14 @@ class NodeProcess:
     def _others(self) -> tuple[str, ...]:
         """Return one address of each member that has any, then those used to join."""
         records = self.participant.peer.membership.records.values()
-        return (*(record.doors[0] for record in records if record.doors and record.peer != self.links.me), *self.doors)
+        return (
+            *(
+                record.doors[0]
+                for record in records
+                if record.doors and record.peer != self.links.me
+            ),
+            *self.doors,
+        )
 
     def _invite(self, addresses: Sequence[str]) -> Invite:
         distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
@@ -134,7 +141,9 @@ class StatusWriter:
     async def run(self, show: Callable[[Status], None]) -> None:
         """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
         while True:
-            self._pace.append((asyncio.get_running_loop().time(), self._node.participant.trained_tokens))
+            self._pace.append(
+                (asyncio.get_running_loop().time(), self._node.participant.trained_tokens)
+            )
             show(self.write())
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -157,7 +166,9 @@ class StatusWriter:
         return (last - first) / (ended_s - began_s)
 
 
-def status_of(node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None) -> Status:
+def status_of(
+    node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None
+) -> Status:
     """Return the node's current status; `doing` overrides what the node says it is doing."""
     part, links = node.participant, node.links
     peer = part.peer
@@ -176,7 +187,10 @@ def status_of(node: NodeProcess, doing: str | None = None, tokens_per_s: float |
         members=view.peers,
         is_member=peer.membership.is_member,
         partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
-        waits=tuple(Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s) for wait in part.waits()),
+        waits=tuple(
+            Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s)
+            for wait in part.waits()
+        ),
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         unsure_rounds=peer.pairing.unsure_rounds,
@@ -192,12 +206,18 @@ def status_of(node: NodeProcess, doing: str | None = None, tokens_per_s: float |
 
 
 def _doing(node: NodeProcess) -> str:
-    part, here, wanted = node.participant, len(node.participant.peer.context.views.newest.peers), node.awaited()
+    part, here, wanted = (
+        node.participant,
+        len(node.participant.peer.context.views.newest.peers),
+        node.awaited(),
+    )
     if part.stopping:
         return "is leaving"
     if here < wanted:
         return f"waits for members: {here} of {wanted} are here"
-    does = "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
+    does = (
+        "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
+    )
     return does if part.peer.membership.is_member else f"{does}, and waits to be admitted"
 
 
@@ -208,7 +228,9 @@ def _partner(links: Links, member: Member) -> PartnerStatus:
     return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
 
 
-async def found(machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]) -> Path:
+async def found(
+    machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]
+) -> Path:
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
@@ -226,7 +248,11 @@ async def found(machine: MachineOptions, manifest: Manifest, on_start: Callable[
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
-            log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
+            log.info(
+                "nobody of the run can be reached, so it goes on from step %d: %s",
+                saved.step,
+                reason,
+            )
     try:
         return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
     except LifeOver as reason:
@@ -285,7 +311,11 @@ def _known_again(machine: MachineOptions, run: str, reason: LifeOver) -> Invite:
     log.info("begins another life in the run: %s", reason)
     known = AddressCache(machine.folder).read(run)
     if known is None:
-        raise Failure("the run has gone on without this node", str(reason), "join again by an invite of another member")
+        raise Failure(
+            "the run has gone on without this node",
+            str(reason),
+            "join again by an invite of another member",
+        )
     return known
 
 
@@ -297,8 +327,13 @@ async def _join(
     downloaded: DownloadProgress,
 ) -> Path:
     identity = identity_of(machine.folder)
-    known, saved = AddressCache(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
-    doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
+    known, saved = (
+        AddressCache(machine.folder).read(invite.run),
+        last_of(machine.folder, invite.run),
+    )
+    doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[
+        :MAX_ADDRESSES
+    ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         _require_room(manifest, RefusedByRun)
@@ -310,9 +345,13 @@ async def _join(
                 with _answered(peer):
                     # a returning founder trains as before
                     founded = identity.peer == invite.founder
-                    stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded)
+                    stage, trains = await joiners(
+                        machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
+                    )
                 links.record(role=role_of(stage))
-            node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
+            node = _node(
+                machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains
+            )
             node.doors = doors
             part = node.participant
             if saved is not None and isinstance(part, ReplicaNode):
@@ -337,7 +376,9 @@ def _answered(peer: Peer) -> Iterator[None]:
     except TimeoutError:
         if peer.membership.known.is_set():
             why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
-            raise Failure("the run's state could not be downloaded", why, "check the link, and try again") from None
+            raise Failure(
+                "the run's state could not be downloaded", why, "check the link, and try again"
+            ) from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
         raise RefusedByRun(
             "the run cannot be joined", why, "check that somebody trains, or ask for a new invite"
@@ -368,7 +409,9 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
         saved = await save_all(node.keepers, node.machine.folder)
         await peer.part()
-        node.history.event("stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step)
+        node.history.event(
+            "stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step
+        )
         return saved
     finally:
         for task in helpers:
@@ -387,13 +430,26 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
 
 
 def _peer(
-    manifest: Manifest, run: str, identity: Identity, directory: DhtDirectory, links: ZmqLinks, stage: int
+    manifest: Manifest,
+    run: str,
+    identity: Identity,
+    directory: DhtDirectory,
+    links: ZmqLinks,
+    stage: int,
 ) -> Peer:
     """Return the peer, with the record of a server of this stage."""
-    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
+    terms = RunTerms(
+        run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
+    )
     incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
     return Peer(
-        terms, identity, links, directory, incarnation=incarnation, record=links.record, compute=Worker("codec")
+        terms,
+        identity,
+        links,
+        directory,
+        incarnation=incarnation,
+        record=links.record,
+        compute=Worker("codec"),
     )
 
 
@@ -419,8 +475,19 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
         part = replica = replica_node(
-            manifest.plan(), peer, tokens, compute=peer.context.compute, train=Worker("train"), report=journal.report
+            manifest.plan(),
+            peer,
+            tokens,
+            compute=peer.context.compute,
+            train=Worker("train"),
+            report=journal.report,
         )
-        keepers = [CheckpointManager(part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)]
+        keepers = [
+            CheckpointManager(
+                part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s
+            )
+        ]
         replica.loop.pause = keepers[0].pause
-    return NodeProcess(machine, manifest, run, founder, part, directory, links, history, journal, keepers)
+    return NodeProcess(
+        machine, manifest, run, founder, part, directory, links, history, journal, keepers
+    )

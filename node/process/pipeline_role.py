@@ -17,7 +17,11 @@ from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.network import MachineOptions
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
-from farflock.node.run.memory import needed_stage_bytes, require_replica_memory, require_stage_memory
+from farflock.node.run.memory import (
+    needed_stage_bytes,
+    require_replica_memory,
+    require_stage_memory,
+)
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.paths import RunFolder
@@ -35,7 +39,12 @@ def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
 
 
 async def joiners(
-    role: str, pipeline: PipelinePlan, peer: Peer, records: Sequence[bytes], timeout_s: float, founded: bool = False
+    role: str,
+    pipeline: PipelinePlan,
+    peer: Peer,
+    records: Sequence[bytes],
+    timeout_s: float,
+    founded: bool = False,
 ) -> tuple[int, bool]:
     """Return the same for a joiner. If the role leaves the choice, it is the stage with the fewest
     servers in the members' own list, which drops gone peers before the directory does. A peer that
@@ -68,16 +77,24 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
     if 0 <= (stage := stage_of(role)) < stages:
         return stage, False
     raise Usage(
-        "--role", f"{role!r} is none in a run of {stages} stages", f"choose from {', '.join(ROLES)}, N below {stages}"
+        "--role",
+        f"{role!r} is none in a run of {stages} stages",
+        f"choose from {', '.join(ROLES)}, N below {stages}",
     )
 
 
-def last_of_part(folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int) -> Checkpoint | None:
+def last_of_part(
+    folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int
+) -> Checkpoint | None:
     """Return the checkpoint of this node's progress when it served this stage; for a full replica,
     that of the stage furthest behind. None if it held nothing or a checkpoint is missing."""
     saved = [last_of(folder, run, role_of(index)) for index in held(pipeline, stage)]
     found = [each for each in saved if each is not None]
-    return min(found, key=lambda each: int(each.meta["tokens"])) if found and len(found) == len(saved) else None
+    return (
+        min(found, key=lambda each: int(each.meta["tokens"]))
+        if found and len(found) == len(saved)
+        else None
+    )
 
 
 def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
@@ -107,12 +124,16 @@ def part_of(
         require_stage_memory(plan, pipeline, stage, free)
     saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
-    needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
+    needs = tuple(
+        needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages))
+    )
     means = NodeServices(worker, lambda work, cost: worker(work), worker, report, free, needs)
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
     text, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
         role = role_of(serving.index)
-        keepers.append(CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role))
+        keepers.append(
+            CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role)
+        )
         serving.loop.pause = keepers[-1].pause
     return node, keepers

@@ -32,7 +32,11 @@ class Waiting(msgspec.Struct, frozen=True):
     def said(self, names: Mapping[str, str]) -> str:
         """Say who is waited for, in which round, for how long; late rounds do not stop training."""
         whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
-        left = f"{self.left_s:.0f} s left" if self.left_s > 0 else f"{-self.left_s:.0f} s late, training goes on"
+        left = (
+            f"{self.left_s:.0f} s left"
+            if self.left_s > 0
+            else f"{-self.left_s:.0f} s late, training goes on"
+        )
         return f"{whom} ({self.stream}, round {self.round}, {left})"
 
 

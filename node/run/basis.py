@@ -42,7 +42,11 @@ def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
             f"a basis of rank {rank} for a width of {width} is not possible; 1 to {largest_rank(width)} are"
         )
     columns_DK = orthonormal(_bells(seed, _COLUMNS, width * rank).view(width, rank)).float()
-    fixed_VD = (_bells(seed, _TABLE, vocabulary * width) * math.sqrt(2 / (5 * width))).float().view(vocabulary, width)
+    fixed_VD = (
+        (_bells(seed, _TABLE, vocabulary * width) * math.sqrt(2 / (5 * width)))
+        .float()
+        .view(vocabulary, width)
+    )
     return Basis(1, columns_DK, fixed_VD, torch.empty(0, width))
 
 
@@ -69,7 +73,10 @@ def orthonormal(matrix_DK: Tensor) -> Tensor:
     ones_K1 = torch.ones(gram_KK.shape[0], 1, dtype=torch.float64)
     # bounds the largest singular value
     bound = math.sqrt(float(product(gram_KK.abs(), ones_K1).amax()))
-    matrix_DK, identity_KK = matrix_DK.double() / bound, torch.eye(len(ones_K1), dtype=torch.float64)
+    matrix_DK, identity_KK = (
+        matrix_DK.double() / bound,
+        torch.eye(len(ones_K1), dtype=torch.float64),
+    )
     for _ in range(_MOST_STEPS):
         error_KK = product(matrix_DK.T, matrix_DK) - identity_KK
         if float(error_KK.abs().amax()) <= NEARLY:

@@ -21,7 +21,12 @@ from typing import Any
 import torch
 
 from farflock.compression.activation import ActivationContext, Direction, Scope
-from farflock.compression.activation_catalog import activation_codec, known_of, most_bytes, subspace_terms
+from farflock.compression.activation_catalog import (
+    activation_codec,
+    known_of,
+    most_bytes,
+    subspace_terms,
+)
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.shapes import ShapeReplica
@@ -78,16 +83,23 @@ class Composition:
     def orders(self) -> list[tuple[int, ...]]:
         """The distinct orders in which the tried microbatches visit the stages."""
         numbers = ((step, lane) for step in range(self.looked_at) for lane in range(2))
-        return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
+        return sorted(
+            {self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers}
+        )
 
     def visits(self, stage: int) -> int:
         """Return how many of the tried microbatches of a lane visit this stage."""
-        return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(self.looked_at))
+        return sum(
+            stage in self.policy.stage_order(Microbatch(step, 0, 0))
+            for step in range(self.looked_at)
+        )
 
     @property
     def streams(self) -> list[Exchange]:
         """The method's exchanges for a stage; the tensors here are small, which changes no rule."""
-        names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)]
+        names = [
+            f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)
+        ]
         return self.method.streams(ShapeReplica(dict.fromkeys(names, (8, 8))))
 
 
@@ -129,7 +141,10 @@ def _one_batch(parts: Composition) -> Breach | None:
     if parts.plan.accumulate == 1:
         return None
     why = f"train.accumulate is {parts.plan.accumulate}, and a step of a stage is made of pipeline.batch microbatches"
-    return why, f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant"
+    return (
+        why,
+        f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant",
+    )
 
 
 def _one_precision(parts: Composition) -> Breach | None:
@@ -155,7 +170,11 @@ def _pinned_routes(parts: Composition) -> Breach | None:
 
 def _recurring_samples(parts: Composition) -> Breach | None:
     """A codec that sends changes since the last visit sends first visits whole, 16 bits a value."""
-    plan, codec, choice = parts.plan, parts.pipeline.codec, f"choose {_without_memory(parts.pipeline.codec)}"
+    plan, codec, choice = (
+        parts.plan,
+        parts.pipeline.codec,
+        f"choose {_without_memory(parts.pipeline.codec)}",
+    )
     if scope_of(codec) != "edge_sample":
         return None
     most = plan.schedule.total_tokens // (2 * plan.seq)
@@ -199,7 +218,11 @@ def scope_of(codec: str) -> Scope:
     """Return what a codec needs of its routes; raise `ValueError` if it is unknown. Subspace
     codecs, which cannot be built without their basis, are told by name; alternatives are
     memoryless."""
-    return "shared_params" if subspace_terms(codec) is not None else activation_codec(known_of(codec)[0]).scope
+    return (
+        "shared_params"
+        if subspace_terms(codec) is not None
+        else activation_codec(known_of(codec)[0]).scope
+    )
 
 
 def _without_memory(codec: str) -> str:
@@ -232,22 +255,25 @@ def _free_replicas(parts: Composition) -> Breach | None:
     pipeline, method = parts.pipeline, parts.plan.method
     if pipeline.constrain == "all":
         why = f"table_every is {pipeline.table_every}, and the frozen embedding stays as it is where all keep to it"
-        return (why, "set constrain to pipelines, or leave table_every out") if pipeline.table_every else None
+        return (
+            (why, "set constrain to pipelines, or leave table_every out")
+            if pipeline.table_every
+            else None
+        )
     if subspace_terms(pipeline.codec) is None:
         why = f"constrain is pipelines, and codec {pipeline.codec} asks nothing of weights"
         return why, "choose a codec subspace:K, or leave constrain out"
     if method not in APART:
-        why = (
-            f"with method {method} members share the weights that they train, and those of pipelines would be projected"
-        )
+        why = f"with method {method} members share the weights that they train, and those of pipelines would be projected"
         return why, f"choose {' or '.join(sorted(APART))}, or constrain all"
     if pipeline.asynchronous is not None:
-        why = (
-            "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
-        )
+        why = "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
         return why, "leave pipeline.asynchronous out, or constrain all"
     if not pipeline.table_every:
-        return "table_every is 0, and averages lead the embedding out of the subspace", "set it to 1 or more"
+        return (
+            "table_every is 0, and averages lead the embedding out of the subspace",
+            "set it to 1 or more",
+        )
     return None
 
 
@@ -258,7 +284,10 @@ def _first_stage(parts: Composition) -> Breach | None:
     """Elsewhere there are no activations to begin with."""
     for order in parts.orders:
         if order[:1] != (0,):
-            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "begin with stage 0, which embeds"
+            return (
+                f"policy {parts.pipeline.policy} takes stages {list(order)}",
+                "begin with stage 0, which embeds",
+            )
     return None
 
 
@@ -276,7 +305,10 @@ def _every_stage(parts: Composition) -> Breach | None:
     fills its batches more slowly, until its rounds are too far back for any forward pass."""
     for order in parts.orders:
         if len(order) != len(set(order)):
-            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
+            return (
+                f"policy {parts.pipeline.policy} takes stages {list(order)}",
+                "visit each stage once",
+            )
     for stage in range(parts.count):
         visits, share = parts.visits(stage), parts.policy.share(stage)
         if not share or abs(visits - share * parts.looked_at) > 1:
@@ -307,7 +339,10 @@ def _equal_swaps(parts: Composition) -> Breach | None:
         for here, there in zip(sorted(order), order, strict=True):
             if kinds[here] != kinds[there]:
                 why = f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])} layers) in the place of"
-                return f"{why} stage {here} ({len(spans[here])})", "swap inner stages of equally many layers, or none"
+                return (
+                    f"{why} stage {here} ({len(spans[here])})",
+                    "swap inner stages of equally many layers, or none",
+                )
     return None
 
 
@@ -317,10 +352,15 @@ def _equal_swaps(parts: Composition) -> Breach | None:
 def _end_copies(parts: Composition) -> Breach | None:
     """A lost end takes its layers from the stage beside it, and only other tensors from copies."""
     sizes = parts.pipeline.layers
-    if not parts.pipeline.end_copies or (len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]):
+    if not parts.pipeline.end_copies or (
+        len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]
+    ):
         return None
     why = f"a lost end could not take the layers of the stage beside it: stages have {list(sizes)} layers"
-    return why, "give each end and the stage beside it equally many layers, or set pipeline.end_copies to 0"
+    return (
+        why,
+        "give each end and the stage beside it equally many layers, or set pipeline.end_copies to 0",
+    )
 
 
 # methods
@@ -343,7 +383,10 @@ def _rounds_by_steps(parts: Composition) -> Breach | None:
     round_s = getattr(parts.method, "round_s", None)
     if round_s is None:
         return None
-    return f"method {parts.plan.method} ends its rounds every {round_s:g} s", "leave round_s out and name a period"
+    return (
+        f"method {parts.plan.method} ends its rounds every {round_s:g} s",
+        "leave round_s out and name a period",
+    )
 
 
 def _rounds_in_step(parts: Composition) -> Breach | None:
@@ -361,7 +404,10 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
         why, remedy = "trains on while a round is open", "no delay, or "
     else:
         return None
-    return f"method {parts.plan.method} {why}, so that stages' rounds run apart", f"choose {remedy}ddp or diloco"
+    return (
+        f"method {parts.plan.method} {why}, so that stages' rounds run apart",
+        f"choose {remedy}ddp or diloco",
+    )
 
 
 # microbatches in flight
@@ -411,7 +457,10 @@ def _shared_versions(parts: Composition) -> Breach | None:
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
     why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
-    return why, "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out"
+    return (
+        why,
+        "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out",
+    )
 
 
 def _predicted_steps(parts: Composition) -> Breach | None:
@@ -420,24 +469,40 @@ def _predicted_steps(parts: Composition) -> Breach | None:
     if terms is None or not terms.predicts or parts.plan.method in SUMMING:
         return None
     why = f"correction {terms.correction} goes ahead along the last step of all"
-    return f"{why}, and with method {parts.plan.method} each has its own", "choose method ddp, or another correction"
+    return (
+        f"{why}, and with method {parts.plan.method} each has its own",
+        "choose method ddp, or another correction",
+    )
 
 
 def _corrected_momentum(parts: Composition) -> Breach | None:
     """Corrections are computed from the inner optimizer's momentum."""
     inner, terms = parts.plan.inner, parts.pipeline.asynchronous
     correction = "none" if terms is None else terms.correction
-    called = inner.name + (" with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum")
+    called = inner.name + (
+        " with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum"
+    )
     velocity = inner.name in ("adamw", "nadam") or (inner.name == "sgd" and bool(inner.momentum))
-    if "spike" in correction and not (inner.name == "sgd" and inner.momentum and not inner.nesterov):
+    if "spike" in correction and not (
+        inner.name == "sgd" and inner.momentum and not inner.nesterov
+    ):
         needs = "set train.optimizer to sgd, train.momentum to 0.9, and train.nesterov to false"
     elif ("prediction" in correction or correction == "braking") and not velocity:
-        needs = "set train.momentum to 0.9" if inner.name == "sgd" else "set train.optimizer to adamw, nadam or sgd"
+        needs = (
+            "set train.momentum to 0.9"
+            if inner.name == "sgd"
+            else "set train.optimizer to adamw, nadam or sgd"
+        )
     elif correction == "nesterov" and not (inner.nesterov or inner.name == "nadam"):
-        needs = "set train.optimizer to nadam, or to sgd with train.momentum at 0.99 and train.nesterov"
+        needs = (
+            "set train.optimizer to nadam, or to sgd with train.momentum at 0.99 and train.nesterov"
+        )
     else:
         return None
-    return f"correction {correction} cannot be made with {called}", f"{needs}, or choose another correction"
+    return (
+        f"correction {correction} cannot be made with {called}",
+        f"{needs}, or choose another correction",
+    )
 
 
 RULES: Mapping[str, Callable[[Composition], Breach | None]] = {

@@ -48,12 +48,17 @@ SHARED_MOMENTS = {
 }
 
 
-def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: float | None = None) -> None:
+def require_inner(
+    name: str, made: Method, inner: InnerOptimizer, clip_norm: float | None = None
+) -> None:
     """Raise `Usage` unless the method can work with the inner optimizer and with gradient clipping.
 
     A method whose replicas share the moments must send all of them; a method that averages moments
     must find them; a step that is a sign must be taken unchanged."""
-    kept, called = moments_of(inner), inner.name if isinstance(inner, InnerConfig) else type(inner).__name__
+    kept, called = (
+        moments_of(inner),
+        inner.name if isinstance(inner, InnerConfig) else type(inner).__name__,
+    )
     if isinstance(made, Decoupled) and made.sign:
         if list(kept) != [NONE]:
             why = f"its step is rate · sign(q), and {called} as it is set would make another one of it"
@@ -65,18 +70,29 @@ def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: flo
     # Muon's matrix products have other bits on other machines
     mixed = name == "ddp" and len(kept) > 1
     if sent is not None and (mixed or any(moments is None or moments - sent for moments in kept)):
-        why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
+        why, remedy = (
+            f"it cannot send the moments of {called} as it is set",
+            "or sgd without momentum",
+        )
         remedy = remedy if name == "ddp" else "sgd or muon"
         raise Usage(f"method {name}", why, f"take adamw or adam without amsgrad, {remedy}")
     if isinstance(made, AveragesMoments):
         missing = {
-            what: off for what, off in made.averaged_moments().items() if any(what not in (m or ()) for m in kept)
+            what: off
+            for what, off in made.averaged_moments().items()
+            if any(what not in (m or ()) for m in kept)
         }
         if missing:
             these = "these" if len(missing) > 1 else "it"
             why = f"it averages {' and '.join(missing)}, and {called} does not keep {these}"
-            raise Usage(f"method {name}", why, f"take adamw, or set {' and '.join(missing.values())} to 0")
-    if isinstance(made, Lean) and made.correction and all(m is not None and SECOND_MOMENT not in m for m in kept):
+            raise Usage(
+                f"method {name}", why, f"take adamw, or set {' and '.join(missing.values())} to 0"
+            )
+    if (
+        isinstance(made, Lean)
+        and made.correction
+        and all(m is not None and SECOND_MOMENT not in m for m in kept)
+    ):
         why = f"it corrects exp_avg by means of exp_avg_sq, and {called} keeps neither"
         raise Usage(f"method {name}", why, "take adamw, or set correction to 0")
 
@@ -85,14 +101,18 @@ def require_layers(made: Method, layers: int) -> None:
     """Raise `Usage` unless `layers` divides into the method's fragments, equally many in each."""
     if isinstance(made, Streaming) and layers % made.fragments:
         why = f"{made.fragments} fragments do not divide the model's {layers} layers"
-        raise Usage("method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}")
+        raise Usage(
+            "method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}"
+        )
 
 
 def require_members(made: Method, members: int, place: str) -> None:
     """Raise `Usage` if a round needs more contributions than `members`, which `place` sets."""
     if isinstance(made, ClosesOnArrivals) and made.enough > members:
         why = f"{made.enough} arrivals never are there: {place} is {members}"
-        raise Usage("method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's")
+        raise Usage(
+            "method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's"
+        )
 
 
 def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
@@ -100,7 +120,9 @@ def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
     optimizer unknown here. Building one only to ask would take torch seconds and write files."""
     if isinstance(inner, InnerConfig):
         momentum = MOMENTUM if inner.momentum else NONE
-        return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]
+        return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[
+            inner.name
+        ]
     if isinstance(inner, Muon):
         return [_kept(inner.part_of(group["params"][0])) for group in inner.param_groups]
     return [_kept(inner)]

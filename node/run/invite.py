@@ -22,7 +22,9 @@ MAX_ADDRESSES = 8
 CHECKSUM_BYTES = 4
 
 # A multiaddress that ends in its peer's id: /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…
-Address = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(/[A-Za-z0-9.:_%-]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+$")]
+Address = Annotated[
+    str, msgspec.Meta(max_length=256, pattern=r"^(/[A-Za-z0-9.:_%-]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+$")
+]
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,9 +49,13 @@ def parse(text: str, now_s: float) -> Invite:
     """Parse an invite at Unix time `now_s`; raise `Usage`, with cause and remedy, if invalid."""
     version, fields = _versioned(_body(text.strip()))
     if version != VERSION:
-        remedy = "update farflock" if version > VERSION else "ask for an invite of a current version"
+        remedy = (
+            "update farflock" if version > VERSION else "ask for an invite of a current version"
+        )
         raise Usage(
-            "the invite is of another version", f"it has version {version}, this program reads {VERSION}", remedy
+            "the invite is of another version",
+            f"it has version {version}, this program reads {VERSION}",
+            remedy,
         )
     try:
         invite = msgspec.convert([msgspec.msgpack.decode(field) for field in fields], Invite)
@@ -57,16 +63,28 @@ def parse(text: str, now_s: float) -> Invite:
         raise _damaged(str(error)[:120]) from None
     if invite.expires < now_s:
         age_h = (now_s - invite.expires) / 3600
-        raise Usage("the invite has expired", f"{age_h:.1f} hours ago", "ask any member of the run for a new one")
+        raise Usage(
+            "the invite has expired",
+            f"{age_h:.1f} hours ago",
+            "ask any member of the run for a new one",
+        )
     return invite
 
 
 def _body(text: str) -> bytes:
     """Return the bytes that the checksum covers."""
     if not text.startswith(PREFIX):
-        raise Usage("that is no invite", f"it does not begin with {PREFIX!r}", "copy the whole word that `run` printed")
+        raise Usage(
+            "that is no invite",
+            f"it does not begin with {PREFIX!r}",
+            "copy the whole word that `run` printed",
+        )
     if len(text) > MAX_CHARS:
-        raise Usage("that is no invite", f"it has {len(text)} characters, above {MAX_CHARS}", "copy the invite alone")
+        raise Usage(
+            "that is no invite",
+            f"it has {len(text)} characters, above {MAX_CHARS}",
+            "copy the invite alone",
+        )
     packed = text.removeprefix(PREFIX)
     try:
         raw = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)

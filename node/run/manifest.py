@@ -23,7 +23,12 @@ from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.model.tokenizer import TOKENIZERS
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
-from farflock.node.run.pipeline_section import PipelineSection, fill_pipeline, plan_of, require_pipeline
+from farflock.node.run.pipeline_section import (
+    PipelineSection,
+    fill_pipeline,
+    plan_of,
+    require_pipeline,
+)
 from farflock.node.run.sections import (
     PROTOCOL,
     USER_MODEL,
@@ -150,7 +155,11 @@ class Manifest(Section, frozen=True, kw_only=True):
                 nesterov=train.nesterov,
             ),
             schedule=Schedule(
-                train.lr, self.run.total_tokens, train.warmup_tokens, train.min_lr_ratio, train.joiner_steps
+                train.lr,
+                self.run.total_tokens,
+                train.warmup_tokens,
+                train.min_lr_ratio,
+                train.joiner_steps,
             ),
             method=self.method.name,
             options=constructor_options(self.method, self.exchange),
@@ -171,15 +180,23 @@ class Manifest(Section, frozen=True, kw_only=True):
         require_method(self.method)
         if self.data.tokenizer not in TOKENIZERS:
             raise Usage(
-                "data.tokenizer", f"{self.data.tokenizer!r} is not known", nearest(self.data.tokenizer, TOKENIZERS)
+                "data.tokenizer",
+                f"{self.data.tokenizer!r} is not known",
+                nearest(self.data.tokenizer, TOKENIZERS),
             )
         vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
         if self.model.vocab_size != vocabulary:
             why = f"{self.model.vocab_size}, but the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
             raise Usage("model.vocab_size", why, f"set it to {vocabulary}")
         if self.train.seq > self.model.context:
-            why = f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
-            raise Usage("train.seq", why, f"set it to {self.model.context} or less, or enlarge model.context")
+            why = (
+                f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
+            )
+            raise Usage(
+                "train.seq",
+                why,
+                f"set it to {self.model.context} or less, or enlarge model.context",
+            )
         try:
             plan = self.plan()
             made = build_method(plan.method, **plan.options)
@@ -238,7 +255,9 @@ def override(table: dict[str, Any], assignment: str) -> None:
     for section in names[:-1]:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise Usage("--set", f"{path}: {section} is a value, not a table", "write it as train.lr=0.01")
+            raise Usage(
+                "--set", f"{path}: {section} is a value, not a table", "write it as train.lr=0.01"
+            )
     try:
         table[names[-1]] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -255,7 +274,11 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
     train = {"batch": 8, "seq": 64}
     return resolve(
         {
-            "run": {"name": "demo", "seed": 1, "total_tokens": peers * steps * math.prod(train.values())},
+            "run": {
+                "name": "demo",
+                "seed": 1,
+                "total_tokens": peers * steps * math.prod(train.values()),
+            },
             "train": train,
             "method": {"name": method, "options": options},
             "exchange": {"view_s": 2.0, "start_peers": peers},
@@ -297,7 +320,9 @@ def _require_tables(table: Mapping[str, Any]) -> None:
     for name, value in table.items():
         if not isinstance(value, dict):
             raise Usage(
-                name, "it stands outside any table", f"put it under one of {', '.join(Manifest.__struct_fields__)}"
+                name,
+                "it stands outside any table",
+                f"put it under one of {', '.join(Manifest.__struct_fields__)}",
             )
 
 
@@ -315,7 +340,9 @@ def _fill_model(table: dict[str, Any]) -> None:
 def _fill_train(table: dict[str, Any]) -> None:
     """Spell out the warm-up and, if the method's step is a sign, an inner optimizer to keep it."""
     run, train, method = (table.setdefault(name, {}) for name in ("run", "train", "method"))
-    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", RunSection().total_tokens), int):
+    if "warmup_tokens" not in train and isinstance(
+        total := run.get("total_tokens", RunSection().total_tokens), int
+    ):
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
         table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
@@ -363,7 +390,9 @@ def seal_head(identity: Identity, head: Head) -> bytes:
 def unseal_head(blob: bytes) -> Head:
     """Return a head that its founder signed; raise `BadHead` if it is invalid."""
     if not SIGNATURE_BYTES < len(blob) <= MAX_HEAD_BYTES:
-        raise BadHead(f"a head has {SIGNATURE_BYTES + 1} to {MAX_HEAD_BYTES} bytes, got {len(blob)}")
+        raise BadHead(
+            f"a head has {SIGNATURE_BYTES + 1} to {MAX_HEAD_BYTES} bytes, got {len(blob)}"
+        )
     signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
     try:
         head = msgspec.msgpack.decode(body, type=Head)

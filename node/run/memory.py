@@ -48,14 +48,26 @@ def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
             f"training its {plan.model.parameters():,} parameters takes about {needed / 1e6:,.0f} MB of memory, and"
             f" {free / 1e6:,.0f} MB are free here"
         )
-        raise error("the run's model is too large for this machine", why, "close programs, or use a larger machine")
+        raise error(
+            "the run's model is too large for this machine",
+            why,
+            "close programs, or use a larger machine",
+        )
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:
     """Return a stage's number of weights: layers, and at the ends embedding or norm and head."""
     table = model.vocab_size * model.dim
-    ends = (model.parameters() - model.dim - (1 if model.tied else 2) * table) // model.layers * len(span)
-    return ends + (table if span.start == 0 else 0) + (model.dim + table if span.stop == model.layers else 0)
+    ends = (
+        (model.parameters() - model.dim - (1 if model.tied else 2) * table)
+        // model.layers
+        * len(span)
+    )
+    return (
+        ends
+        + (table if span.start == 0 else 0)
+        + (model.dim + table if span.stop == model.layers else 0)
+    )
 
 
 def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
@@ -76,7 +88,9 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     )
     waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
     terms = subspace_terms(pipeline.codec)
-    shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
+    shared = (
+        basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
+    )
     remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
     if pipeline.turns is not None:  # each version, and a copy for download
         shared += 2 * pipeline.turns.most * 4 * plan.model.vocab_size * plan.model.dim
@@ -84,7 +98,9 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 
 
-def require_stage_memory(plan: RunPlan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
+def require_stage_memory(
+    plan: RunPlan, pipeline: PipelinePlan, stage: int, *free_bytes: int
+) -> None:
     """Raise `Uncomposable` if this stage fits none of the machines with this much free memory."""
     needed, largest = needed_stage_bytes(plan, pipeline, stage), max(free_bytes, default=0)
     if needed <= largest:
@@ -94,7 +110,9 @@ def require_stage_memory(plan: RunPlan, pipeline: PipelinePlan, stage: int, *fre
         f"serving stage {stage} of {count}, {len(span)} layers with {stage_parameters(plan.model, span):,} parameters,"
         f" takes about {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
     )
-    others = [index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest]
+    others = [
+        index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest
+    ]
     serve = f"serve stage {others[0]}, or " if others else ""
     raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
 
@@ -114,7 +132,11 @@ def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: i
         f"a full replica holds all {len(pipeline.stages)} stages, {plan.model.parameters():,} parameters, and takes about"
         f" {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
     )
-    fitting = [index for index in range(len(pipeline.stages)) if needed_stage_bytes(plan, pipeline, index) <= largest]
+    fitting = [
+        index
+        for index in range(len(pipeline.stages))
+        if needed_stage_bytes(plan, pipeline, index) <= largest
+    ]
     serve = (
         f"serve one stage (--role stage, or stage:{fitting[0]})"
         if fitting

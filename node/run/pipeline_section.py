@@ -96,7 +96,10 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     taken anew from the average after every `table_every` rounds of the first stage
     (docs/decisions/019), and all servers download it."""
 
-    stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
+    stages: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1)], ...],
+        msgspec.Meta(min_length=1, max_length=MAX_STAGES),
+    ]
     batch: Microbatches = BATCH
     codec: ShortText = "int8"
     basis: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -137,9 +140,18 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["cache_bytes"] = CACHE_BYTES
     if pipeline.get("constrain") == "pipelines":
         pipeline = {"table_every": TABLE_EVERY} | pipeline
-    asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
-    if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
-        pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
+    asynchronous, staleness = (
+        pipeline.get("asynchronous"),
+        pipeline.get("staleness", _SERVER.staleness),
+    )
+    if (
+        isinstance(asynchronous, dict)
+        and "versions" not in asynchronous
+        and isinstance(staleness, int)
+    ):
+        pipeline["asynchronous"] = {
+            "versions": min(max(staleness + 1, 1), MAX_VERSIONS)
+        } | asynchronous
     if "plan" in pipeline:
         _fill_paths(pipeline, table)
     table["pipeline"] = pipeline
@@ -149,7 +161,11 @@ def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
     """Replace hosts by lanes, as far as the other values allow."""
     seed = table.get("run", {}).get("seed", 0)
     layers = pipeline.get("stages")
-    fits = isinstance(layers, list) and all(isinstance(many, int) for many in layers) and isinstance(seed, int)
+    fits = (
+        isinstance(layers, list)
+        and all(isinstance(many, int) for many in layers)
+        and isinstance(seed, int)
+    )
     if not (fits and layers and isinstance(pipeline["plan"], dict)):
         return
     try:
@@ -169,7 +185,9 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
     try:
         return [len(span) for span in even(config, stages)]
     except BadSplit as error:
-        raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
+        raise Uncomposable(
+            "all layers", str(error), f"choose {min(max(stages, 1), config.layers)}"
+        ) from None
 
 
 def _require_known(codec: object) -> None:
@@ -216,7 +234,9 @@ def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
         end_copies=terms.end_copies,
         basis=terms.basis,
         cache_bytes=terms.cache_bytes,
-        asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
+        asynchronous=Asynchronous(late.versions, late.correction, late.gone)
+        if (late := terms.asynchronous)
+        else None,
         paths=None if terms.plan is None else plan_of_texts(terms.plan.lanes),
         constrain=terms.constrain,
         table_every=terms.table_every,
@@ -228,14 +248,20 @@ def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> Non
     do not fit together (`Uncomposable`, with the rule's name)."""
     if terms.window > terms.kept:
         why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
-        raise Usage("pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept")
+        raise Usage(
+            "pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept"
+        )
     try:
         scope_of(terms.codec)
     except ValueError as error:
         raise Usage("pipeline.codec", str(error), "") from None
     if 0 < terms.rebalance_s < EMERGENCY_S:
         why = f"servers look at each other's work every {EMERGENCY_S:.0f} s"
-        raise Usage(f"pipeline.rebalance_s: {terms.rebalance_s}", why, f"set it to {EMERGENCY_S:.0f} or more, or to 0")
+        raise Usage(
+            f"pipeline.rebalance_s: {terms.rebalance_s}",
+            why,
+            f"set it to {EMERGENCY_S:.0f} or more, or to 0",
+        )
     _require_paths(terms)
     pipeline = plan_of(terms, plan)
     require_composable(Composition(plan, pipeline, made, _policy(pipeline, plan)))
@@ -269,9 +295,13 @@ def _require_named(terms: PipelineSection) -> None:
     """Require a basis's digest in the manifest exactly if the codec has a basis."""
     shares = subspace_terms(terms.codec) is not None
     if shares and terms.basis is None:
-        why = (
-            f"codec {terms.codec} needs a basis that all peers hold alike, and pipeline.basis does not name its digest"
+        why = f"codec {terms.codec} needs a basis that all peers hold alike, and pipeline.basis does not name its digest"
+        raise Uncomposable(
+            "shared basis",
+            why,
+            "found the run with this version, which fills it in, or choose int8",
         )
-        raise Uncomposable("shared basis", why, "found the run with this version, which fills it in, or choose int8")
     if not shares and terms.basis is not None:
-        raise Uncomposable("shared basis", f"codec {terms.codec} has no basis", "leave pipeline.basis out")
+        raise Uncomposable(
+            "shared basis", f"codec {terms.codec} has no basis", "leave pipeline.basis out"
+        )

@@ -30,7 +30,16 @@ from farflock.swarm.identity import BadIdentity, public_key
 from farflock.swarm.messages import MAX_MEMBERS
 from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
-from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, StageKind, Stop, place_name, require_paths
+from farflock.swarm.paths.skippipe import (
+    BadPlan,
+    Path,
+    PathPlan,
+    PlanTerms,
+    StageKind,
+    Stop,
+    place_name,
+    require_paths,
+)
 
 MAX_PATHS = 1024  # per lane
 MAX_CHARS = 900  # per path: manifest lines are not much longer
@@ -41,7 +50,9 @@ _STOP = re.compile(r"(0|[1-9][0-9]?):(?:(0|[1-9][0-9]?)|([1-9A-HJ-NP-Za-km-z]{40
 
 PathText = Annotated[str, msgspec.Meta(max_length=MAX_CHARS, pattern=r"^[0-9A-Za-z: ]*$")]
 CostSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-ByPlace = tuple[Annotated[tuple[CostSeconds, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)], ...]
+ByPlace = tuple[
+    Annotated[tuple[CostSeconds, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)], ...
+]
 
 
 class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,9 +60,13 @@ class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     turn, again and again. `servers` is the number of places of each stage; by default, those on the
     paths. A place on no path is a spare: its server takes over where another one is gone."""
 
-    servers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)], ...], msgspec.Meta(min_length=1)]
+    servers: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)], ...], msgspec.Meta(min_length=1)
+    ]
     lanes: Annotated[
-        tuple[Annotated[tuple[PathText, ...], msgspec.Meta(min_length=1, max_length=MAX_PATHS)], ...],
+        tuple[
+            Annotated[tuple[PathText, ...], msgspec.Meta(min_length=1, max_length=MAX_PATHS)], ...
+        ],
         msgspec.Meta(min_length=1, max_length=MAX_MEMBERS),
     ]
 
@@ -100,7 +115,9 @@ def _stop(word: str, text: str) -> Stop:
     try:
         public_key(peer)
     except BadIdentity as error:
-        raise BadPlan("stage's server", str(error), f"name a place, such as {stage}:0, or a peer's whole id") from None
+        raise BadPlan(
+            "stage's server", str(error), f"name a place, such as {stage}:0, or a peer's whole id"
+        ) from None
     return Stop(stage, peer)
 
 
@@ -115,7 +132,11 @@ def kinds_of(layers: Sequence[int]) -> tuple[StageKind, ...]:
     """Return the input, output and size of each stage: the first embeds, the last has the loss."""
     last = len(layers) - 1
     return tuple(
-        StageKind("tokens" if stage == 0 else "hidden", "logits" if stage == last else "hidden", ((many,),))
+        StageKind(
+            "tokens" if stage == 0 else "hidden",
+            "logits" if stage == last else "hidden",
+            ((many,),),
+        )
         for stage, many in enumerate(layers)
     )
 
@@ -149,15 +170,21 @@ def _require_places(plan: PathPlan, servers: Sequence[int]) -> None:
         _, colon, place = stop.peer.partition(":")
         if colon and stop.stage < len(servers) and int(place) >= servers[stop.stage]:
             why = f"a path goes to place {place} of stage {stop.stage}, of which there are {servers[stop.stage]}"
-            raise BadPlan("stage's server", why, "number places from 0 on, or enlarge pipeline.plan.servers")
+            raise BadPlan(
+                "stage's server", why, "number places from 0 on, or enlarge pipeline.plan.servers"
+            )
 
 
 def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
     """Return, by stage, its places and named peers; a peer named by two stages is of the first."""
-    known = [{place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)]
+    known = [
+        {place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)
+    ]
     named: dict[str, int] = {}
     for stop in itertools.chain.from_iterable(plan.paths):
-        if ":" not in stop.peer and named.setdefault(stop.peer, stop.stage) == stop.stage < len(servers):
+        if ":" not in stop.peer and named.setdefault(stop.peer, stop.stage) == stop.stage < len(
+            servers
+        ):
             known[stop.stage].add(stop.peer)
     return known
 
@@ -171,7 +198,9 @@ def _require_apart(plan: PathPlan) -> None:
             if before != lane:
                 why = f"lanes {before} and {lane} both set out to {_text(path[0])} with path {turn}"
                 raise BadPlan(
-                    "collision", why, "let each begin at another server, or plan fewer lanes: trainers share them"
+                    "collision",
+                    why,
+                    "let each begin at another server, or plan fewer lanes: trainers share them",
                 )
 
 
@@ -179,7 +208,9 @@ def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
     """Require lanes to visit each stage equally often, and none to defer visits by a batch."""
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
-        raise BadPlan("stage balance", f"no path visits stage {min(never)}", "let each stage be on some paths")
+        raise BadPlan(
+            "stage balance", f"no path visits stage {min(never)}", "let each stage be on some paths"
+        )
     for lane, visits in enumerate(shares):
         if visits != shares[0]:
             stage = min(stage for stage in visits | shares[0] if visits[stage] != shares[0][stage])
@@ -199,7 +230,11 @@ def _require_steady(lane: int, paths: Sequence[Path], visits: Counter[int], batc
             if abs(seen[stage] - share * number) > max(share * batch / 2, Fraction(1)):
                 why = f"lane {lane} visits stage {stage} {seen[stage]} times on its first {number} paths"
                 why += f", {many} on all {len(paths)}"
-                raise BadPlan("stage balance", why, "mix the paths, so that stages fill their batches together")
+                raise BadPlan(
+                    "stage balance",
+                    why,
+                    "mix the paths, so that stages fill their batches together",
+                )
 
 
 def _visits(paths: Sequence[Path]) -> Counter[int]:
@@ -217,11 +252,17 @@ def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dic
     try:
         hosts = msgspec.convert(dict(given), HostTerms)
     except msgspec.ValidationError as error:
-        raise Usage("pipeline.plan", str(error), "name lanes, or visited, forward_s and line_s of the hosts") from None
+        raise Usage(
+            "pipeline.plan", str(error), "name lanes, or visited, forward_s and line_s of the hosts"
+        ) from None
     sizes = [[len(places) for places in table] for table in (hosts.forward_s, hosts.line_s)]
     if sizes[0] != sizes[1] or len(sizes[0]) != len(layers):
         why = f"forward_s is about {sizes[0]} hosts, line_s about {sizes[1]}, and there are {len(layers)} stages"
-        raise Usage("pipeline.plan", why, "give both a row for each stage and a number for each of its hosts")
+        raise Usage(
+            "pipeline.plan",
+            why,
+            "give both a row for each stage and a number for each of its hosts",
+        )
     _require_members(sizes[0])  # before planning, which takes a minute for hundreds
     return {"servers": sizes[0], "lanes": texts_of(planned(hosts, layers, seed))}
 
@@ -240,7 +281,10 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
     """Plan paths for these hosts by their places; raise `BadPlan` if there are none. Each lane
     takes all lanes' paths in turn, so one trainer alone uses all servers and trains all stages
     equally."""
-    serving = tuple(tuple(place_name(stage, at) for at in range(len(row))) for stage, row in enumerate(hosts.forward_s))
+    serving = tuple(
+        tuple(place_name(stage, at) for at in range(len(row)))
+        for stage, row in enumerate(hosts.forward_s)
+    )
     names = list(itertools.chain.from_iterable(serving))
     lines = dict(zip(names, itertools.chain.from_iterable(hosts.line_s), strict=True))
     instance = Instance(
@@ -260,5 +304,10 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
 def _by_turns(plan: PathPlan) -> PathPlan:
     """Return the same paths, all of them in each lane, which begins with its own."""
     lanes, turns = len(plan.lanes), len(plan.lanes[0])
-    order = [[((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)] for lane in range(lanes)]
-    return PathPlan(tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step)
+    order = [
+        [((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)]
+        for lane in range(lanes)
+    ]
+    return PathPlan(
+        tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step
+    )

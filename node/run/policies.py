@@ -37,7 +37,9 @@ POLICIES: Mapping[str, Policy] = {
 NAMES = (*POLICIES, PLANNED, f"{SKIP}:K")
 
 
-def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: PathPlan | None = None) -> PathPolicy:
+def policy_of(
+    name: str, layers: Sequence[int], seed: int, me: str, paths: PathPlan | None = None
+) -> PathPolicy:
     """Return the named policy for stages of `layers` layers each; `paths` are the run's planned
     paths.
 
@@ -49,10 +51,20 @@ def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: PathP
             raise BadSkip(
                 f"{name!r} does not say how many stages a path visits; write {SKIP}:{max(len(layers) - 1, 3)}"
             )
-        return PartialPaths(_wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial")
+        return PartialPaths(
+            _wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial"
+        )
     if (name == PLANNED) != (paths is not None):
-        why = "there are no paths to follow" if paths is None else f"policy {name!r} follows none of the paths"
-        raise BadPlan("horizon", why, f"give paths in [pipeline.plan] with policy {PLANNED}, and with no other")
+        why = (
+            "there are no paths to follow"
+            if paths is None
+            else f"policy {name!r} follows none of the paths"
+        )
+        raise BadPlan(
+            "horizon",
+            why,
+            f"give paths in [pipeline.plan] with policy {PLANNED}, and with no other",
+        )
     if paths is not None:
         return PlannedPaths(paths, len(layers))
     if name not in POLICIES:
@@ -67,7 +79,9 @@ def lane_of(me: PeerId) -> int:
 
 
 @functools.cache
-def shares_of(name: str, layers: tuple[int, ...], paths: PathPlan | None = None) -> tuple[Fraction, ...]:
+def shares_of(
+    name: str, layers: tuple[int, ...], paths: PathPlan | None = None
+) -> tuple[Fraction, ...]:
     """Return, by stage, the share of all microbatches that visit it."""
     policy = policy_of(name, layers, 0, "", paths)
     return tuple(policy.share(stage) for stage in range(len(layers)))

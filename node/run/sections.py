@@ -26,7 +26,11 @@ MAX_MANIFEST_BYTES = 64 * 1024
 MAX_LINE_CHARS = 1024  # parsing TOML takes time quadratic in a dotted key's length
 # the table that runs of a user's own model have in place of [model] (node/run/user_terms.py)
 USER_MODEL = "user_model"
-OUTERS: dict[str, type[Any]] = {"sgd": OuterSGD, "nesterov": OuterNesterov, "heavyball": OuterHeavyBall}
+OUTERS: dict[str, type[Any]] = {
+    "sgd": OuterSGD,
+    "nesterov": OuterNesterov,
+    "heavyball": OuterHeavyBall,
+}
 SENT = ("codec", "return_codec", "deadline_s")  # method options that live in [exchange]
 PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SectionT = TypeVar("SectionT", bound=msgspec.Struct)
@@ -61,12 +65,20 @@ class ExchangeSection(Section, frozen=True):
 def tables(text: str | bytes, origin: str) -> dict[str, Any]:
     """Parse TOML into untyped tables; raise `Usage` if it is invalid or too large."""
     if len(text) > MAX_MANIFEST_BYTES:
-        raise Usage(origin, f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}", "a manifest is a short TOML file")
+        raise Usage(
+            origin,
+            f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}",
+            "a manifest is a short TOML file",
+        )
     try:
         lines = text.decode() if isinstance(text, bytes) else text
         longest = max(map(len, lines.splitlines()), default=0)
         if longest > MAX_LINE_CHARS:
-            raise Usage(origin, f"it has a line of {longest} characters, above {MAX_LINE_CHARS}", "break it up")
+            raise Usage(
+                origin,
+                f"it has a line of {longest} characters, above {MAX_LINE_CHARS}",
+                "break it up",
+            )
         return tomllib.loads(lines)
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, UnicodeDecodeError
         raise Usage(origin, f"it is no TOML: {str(error)[:200]}", "correct it there") from None
@@ -82,9 +94,13 @@ def require_same_protocol(protocol: object) -> None:
     """Raise `RefusedByRun` if the run's peers speak another protocol."""
     if protocol != PROTOCOL:
         remedy = (
-            "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
+            "update farflock"
+            if isinstance(protocol, int) and protocol > PROTOCOL
+            else "use the version that made it"
         )
-        raise RefusedByRun("the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy)
+        raise RefusedByRun(
+            "the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy
+        )
 
 
 def fill_method(table: dict[str, Any]) -> None:
@@ -95,23 +111,35 @@ def fill_method(table: dict[str, Any]) -> None:
     require_name("method.name", name, dict.fromkeys(NAMES))
     name, preset = unfolded(name)
     if not isinstance(given, dict):
-        raise Usage("method.options", f"it is {given!r}, not a table", "write it as [method.options]")
+        raise Usage(
+            "method.options", f"it is {given!r}, not a table", "write it as [method.options]"
+        )
     defaults, layers = _defaults(METHODS[name]) | preset, table.get("model", {}).get("layers")
     if "fragments" in defaults and isinstance(layers, int):
         defaults["fragments"] = nearest_divisor(layers, defaults["fragments"])
     for option, value in given.items():
         if value is None and defaults.get(option) is not None:  # TOML has no null
             why = "None cannot be written into a run's terms"
-            raise Usage(f"method.options.{option}", why, f"leave it out for {defaults[option]!r}, or name a value")
+            raise Usage(
+                f"method.options.{option}",
+                why,
+                f"leave it out for {defaults[option]!r}, or name a value",
+            )
     for option in SENT:
         if option in exchange and option in given and exchange[option] != given[option]:
-            raise Usage(f"exchange.{option}", f"method.options.{option} says something else", "keep one of the two")
+            raise Usage(
+                f"exchange.{option}",
+                f"method.options.{option} says something else",
+                "keep one of the two",
+            )
         if option in exchange and option not in defaults:
             raise Usage(f"exchange.{option}", f"{name} has no such thing", "leave it out")
         if option in defaults:
             exchange.setdefault(option, given.get(option, defaults[option]))
     resolved = {
-        option: value for option, value in (defaults | given).items() if option not in SENT and value is not None
+        option: value
+        for option, value in (defaults | given).items()
+        if option not in SENT and value is not None
     }
     table["method"] = {**method, "name": name, "options": resolved}
 
@@ -151,7 +179,9 @@ def require_method(method: MethodSection) -> None:
         return
     if not isinstance(outer, dict) or "outer" not in _defaults(METHODS[method.name]):
         raise Usage(
-            "method.options.outer", f"{outer!r} does not fit method {method.name}", "leave it out, or make it a table"
+            "method.options.outer",
+            f"{outer!r} does not fit method {method.name}",
+            "leave it out, or make it a table",
         )
     name = outer.get("name", "nesterov")
     require_name("method.options.outer.name", name, OUTERS)
@@ -174,7 +204,11 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
         except msgspec.ValidationError as error:
             if get_origin(hints[option]) is Literal:
                 choices = [str(choice) for choice in get_args(hints[option])]
-                raise Usage(f"{place}, {option}", f"{value!r:.80} is not known", nearest(str(value), choices)) from None
+                raise Usage(
+                    f"{place}, {option}",
+                    f"{value!r:.80} is not known",
+                    nearest(str(value), choices),
+                ) from None
             raise Usage(f"{place}, {option}", str(error), "correct that value") from None
 
 
@@ -195,17 +229,23 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
     reason, _, place = message.partition(" - at `$.")
     place = place.rstrip("`")
     if missing := re.search(r"missing required field `(\w+)`", reason):
-        return Usage(".".join(filter(None, (place, missing[1]))), "it is missing", "give it a value")
+        return Usage(
+            ".".join(filter(None, (place, missing[1]))), "it is missing", "give it a value"
+        )
     value: Any = table
     kind: Any = root
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
         fields = getattr(kind, "__struct_fields__", ())
         kind = _section_of(get_type_hints(kind)[name]) if name in fields else None
-    shown = "" if value is None or isinstance(value, Mapping) else f"{value!r:.80} is not possible: "
+    shown = (
+        "" if value is None or isinstance(value, Mapping) else f"{value!r:.80} is not possible: "
+    )
     if get_origin(kind) is Literal:
         return Usage(place, f"{value!r:.80} is not known", nearest(str(value), get_args(kind)))
-    return Usage(place or "the manifest", f"{shown}{reason}", "" if ";" in reason else "correct that value")
+    return Usage(
+        place or "the manifest", f"{shown}{reason}", "" if ";" in reason else "correct that value"
+    )
 
 
 def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> None:
@@ -214,13 +254,21 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
     for name, value in table.items():
         if name not in fields:
             raise Usage(f"{path}{name}"[:128], "there is no such key", nearest(name, fields))
-        if isinstance(value, dict) and isinstance(fields[name], type) and issubclass(fields[name], msgspec.Struct):
+        if (
+            isinstance(value, dict)
+            and isinstance(fields[name], type)
+            and issubclass(fields[name], msgspec.Struct)
+        ):
             _require_known(value, fields[name], f"{path}{name}.")
 
 
 def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common type
     """Return the type inside an optional one."""
-    return next(part for part in get_args(kind) if part is not NoneType) if isinstance(kind, UnionType) else kind
+    return (
+        next(part for part in get_args(kind) if part is not NoneType)
+        if isinstance(kind, UnionType)
+        else kind
+    )
 
 
 def _require_plain(value: object, path: str) -> None:
@@ -229,8 +277,18 @@ def _require_plain(value: object, path: str) -> None:
         raise Usage(path, "the whole number has more than 64 bits", "name a smaller one")
     if isinstance(value, float) and not math.isfinite(value):
         raise Usage(path, f"{value} is no number to compute with", "name a finite one")
-    if isinstance(value, str) and not value.isascii() and value.encode(errors="replace").decode() != value:
+    if (
+        isinstance(value, str)
+        and not value.isascii()
+        and value.encode(errors="replace").decode() != value
+    ):
         raise Usage(path, f"{value!r} is not UTF-8", "name it otherwise")
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, entry in entries:
         _require_plain(entry, f"{path}.{name}" if path else str(name))

@@ -15,9 +15,13 @@ def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
     if not sizes or min(sizes) < 1:
         raise BadSplit(f"stages of {list(sizes)} layers: each needs one or more")
     if sum(sizes) != config.layers:
-        raise BadSplit(f"stages of {list(sizes)} layers are {sum(sizes)} in all, the model has {config.layers}")
+        raise BadSplit(
+            f"stages of {list(sizes)} layers are {sum(sizes)} in all, the model has {config.layers}"
+        )
     if config.tied and len(sizes) > 1:
-        raise BadSplit("a model whose head is its embedding cannot be split into stages; set tied to false")
+        raise BadSplit(
+            "a model whose head is its embedding cannot be split into stages; set tied to false"
+        )
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 

@@ -75,7 +75,9 @@ class TrainerTerms:
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:
-            raise ValueError(f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in")
+            raise ValueError(
+                f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class RebalanceTerms:
 
     def __post_init__(self) -> None:
         if self.every_s and not self.every_s >= EMERGENCY_S:
-            raise ValueError(f"rebalancing every {self.every_s} s; choose {EMERGENCY_S} s or more, usually 300, or 0")
+            raise ValueError(
+                f"rebalancing every {self.every_s} s; choose {EMERGENCY_S} s or more, usually 300, or 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,17 @@ class Asynchronous:
 
     def __post_init__(self) -> None:
         if not 1 <= self.versions <= MAX_VERSIONS:
-            raise ValueError(f"{self.versions} versions of a stage; choose 1 (none but the newest) to {MAX_VERSIONS}")
+            raise ValueError(
+                f"{self.versions} versions of a stage; choose 1 (none but the newest) to {MAX_VERSIONS}"
+            )
         if self.correction not in get_args(Correction):
             raise ValueError(
                 f"correction {self.correction!r} is not known; choose from {', '.join(get_args(Correction))}"
             )
         if self.gone not in get_args(WhenGone):
-            raise ValueError(f"gone={self.gone!r} is not known; choose from {', '.join(get_args(WhenGone))}")
+            raise ValueError(
+                f"gone={self.gone!r} is not known; choose from {', '.join(get_args(WhenGone))}"
+            )
 
     @property
     def predicts(self) -> bool:

@@ -13,7 +13,11 @@ def to_toml(tables: Mapping[str, Any]) -> str:
 
 
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    here = {name: value for name, value in table.items() if not isinstance(value, dict) and value is not None}
+    here = {
+        name: value
+        for name, value in table.items()
+        if not isinstance(value, dict) and value is not None
+    }
     if path and here:
         yield ""
         yield f"[{'.'.join(_key(name) for name in path)}]"
@@ -25,14 +29,20 @@ def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _key(name: str) -> str:
-    return name if name.isascii() and name.replace("_", "").replace("-", "").isalnum() else _value(name)
+    return (
+        name
+        if name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+        else _value(name)
+    )
 
 
 def _value(value: object) -> str:
     if isinstance(value, list | tuple):
         items = [_value(item) for item in value]
         line = f"[{', '.join(items)}]"
-        return line if len(line) <= FOLDED else "[\n" + "".join(f"{item},\n" for item in items) + "]"
+        return (
+            line if len(line) <= FOLDED else "[\n" + "".join(f"{item},\n" for item in items) + "]"
+        )
     if isinstance(value, str):
         # the only difference from JSON's strings
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

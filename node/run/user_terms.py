@@ -92,9 +92,13 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
         raise Usage("the model", "it has no parameter that is trained", "unfreeze some")
     digest = hashlib.sha256()
     for name, entry in model.named_parameters():
-        digest.update(f"{name}\x00{tuple(entry.shape)}\x00{entry.dtype}\x00{entry.requires_grad}\x00".encode())
+        digest.update(
+            f"{name}\x00{tuple(entry.shape)}\x00{entry.dtype}\x00{entry.requires_grad}\x00".encode()
+        )
         if not entry.requires_grad:
-            digest.update(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
     numbers = sum(entry.numel() for entry in trained)
     return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)
 
@@ -125,7 +129,9 @@ def joined(raw: bytes, wished: TomlTable) -> UserTerms:
         table = tables(raw, "the run's terms")
         if USER_MODEL not in table:
             why = "its nodes train a model of Farflock's"
-            raise RefusedByRun("that run is none of your own model", why, "join it with `farflock join INVITE`")
+            raise RefusedByRun(
+                "that run is none of your own model", why, "join it with `farflock join INVITE`"
+            )
         terms = _checked(table)
     except Usage as error:
         raise RefusedByRun(
@@ -145,12 +151,12 @@ def _checked(table: TomlTable) -> UserTerms:
 def _require_equal(wished: TomlTable, theirs: TomlTable) -> None:
     mine, run = wished[USER_MODEL], theirs[USER_MODEL]
     if mine["sha256"] != run["sha256"]:
-        sizes = (
-            f"{mine['tensors']} tensors of {mine['numbers']} numbers here, {run['tensors']} of {run['numbers']} there"
-        )
+        sizes = f"{mine['tensors']} tensors of {mine['numbers']} numbers here, {run['tensors']} of {run['numbers']} there"
         if (mine["tensors"], mine["numbers"]) == (run["tensors"], run["numbers"]):
             sizes = "names, shapes, types or frozen values differ"
-        raise RefusedByRun("this model is not the run's", sizes, "build it as the run's founder did")
+        raise RefusedByRun(
+            "this model is not the run's", sizes, "build it as the run's founder did"
+        )
     known = dict(_flat(theirs, ""))
     for place, value in _flat(wished, ""):
         if known.get(place) != value:

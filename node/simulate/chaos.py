@@ -38,7 +38,18 @@ LOOK_S = 1.0  # between checks of what peers hold and wait for
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
 STOPPED = 1e9  # slowdown of a stopped peer
 CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # no other fault: one death alone may fail no round
-KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
+KINDS = (
+    "kill",
+    "restart",
+    "partition",
+    "stop",
+    "slow",
+    "loss",
+    "duplicate",
+    "reorder",
+    "corrupt",
+    "delay",
+)
 CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
 
 
@@ -75,7 +86,10 @@ class Chaos:
         self.tap = PhaseTap(self.arm.phases(), self._random)
         self.network.tap = self.tap.hear
         count = self.peers or min(self._random.randint(4, 12) for _ in range(2))
-        identities = [Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)]
+        identities = [
+            Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big"))
+            for index in range(count)
+        ]
         self._streams = len(self.arm.streams())
         self.watch = InvariantChecker(self.arm.method, [identity.peer for identity in identities])
         self.population = Population(self.seed, self.arm, self.network, self.watch, identities)
@@ -101,7 +115,12 @@ class Chaos:
         await self.population.end_all()
         self._check_rest(looking)
         return SeedReport(
-            self.seed, self.watch.violations, +self.fired, self.watch.rounds, self.watch.digest(), recovery_s
+            self.seed,
+            self.watch.violations,
+            +self.fired,
+            self.watch.rounds,
+            self.watch.digest(),
+            recovery_s,
         )
 
     # faults
@@ -147,7 +166,9 @@ class Chaos:
         return True
 
     async def _kill(self, victim: int) -> bool:
-        if sum(life.loop is not None for life in self.population.lives.values()) <= 3 or not self._quorums_stay(victim):
+        if sum(
+            life.loop is not None for life in self.population.lives.values()
+        ) <= 3 or not self._quorums_stay(victim):
             return False  # a majority must stay: losing it is another test
         self.network.kill(self.population.identities[victim].peer)
         await self.population.end(victim)
@@ -156,16 +177,25 @@ class Chaos:
     def _quorums_stay(self, victim: int) -> bool:
         """Return whether survivors are a quorum of each newest view and each next round's view."""
         others = [
-            life.peer for index, life in self.population.lives.items() if index != victim and not life.task.done()
+            life.peer
+            for index, life in self.population.lives.items()
+            if index != victim and not life.task.done()
         ]
         living = {(peer.me, peer.context.incarnation) for peer in others if peer is not None}
         for peer in others:
             chain = peer.context.chain if peer is not None else None
             if peer is None or chain is None:
                 continue
-            for view in (chain.newest, chain.at(peer.rounds.floor()) if peer.rounds.names else None):
+            for view in (
+                chain.newest,
+                chain.at(peer.rounds.floor()) if peer.rounds.names else None,
+            ):
                 members = view.members if view is not None else ()
-                there = {place for place, member in enumerate(members) if (member.peer, member.incarnation) in living}
+                there = {
+                    place
+                    for place, member in enumerate(members)
+                    if (member.peer, member.incarnation) in living
+                }
                 if members and not is_quorum(there, len(members)):
                     return False
         return True
@@ -191,7 +221,9 @@ class Chaos:
         """Disturb a share of all frames for a while; return whether any frame was hit."""
         share, before = self._random.uniform(0.02, 0.2), self.network.fired[_RATE[kind]]
         self.tap.lying = share if kind == "corrupt" else 0.0
-        self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0)
+        self.network.faults = Faults(
+            **{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0
+        )
         await asyncio.sleep(self._random.uniform(2, 6))
         self.network.faults, self.tap.lying = Faults(), 0.0
         return self.network.fired[_RATE[kind]] > before
@@ -221,7 +253,10 @@ class Chaos:
     async def _progress(self, rounds: int, after: str) -> float:
         """Wait until all are in, train, and have applied `rounds` rounds; return the time taken."""
         begun_s = asyncio.get_running_loop().time()
-        steps = {index: life.loop.step if life.loop is not None else 0 for index, life in self.population.lives.items()}
+        steps = {
+            index: life.loop.step if life.loop is not None else 0
+            for index, life in self.population.lives.items()
+        }
         while lagging := self._lagging(begun_s, steps, rounds):
             if asyncio.get_running_loop().time() - begun_s >= RECOVERY_S:
                 for what in lagging:
@@ -240,7 +275,9 @@ class Chaos:
                 found.append(f"peer {index} has not come into the run")
             elif not life.peer.membership.is_member:
                 found.append(f"peer {index} has not become a member")
-            elif life.loop.step - steps[index] < PROGRESS_STEPS or (self._streams and applied < rounds):
+            elif life.loop.step - steps[index] < PROGRESS_STEPS or (
+                self._streams and applied < rounds
+            ):
                 made = life.loop.step - steps[index]
                 found.append(f"peer {index} has made {made} steps and applied {dict(each)} rounds")
         return found
@@ -267,17 +304,29 @@ class Chaos:
             self._check_ended(index, life)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
-            self.watch.violate(f"{len(left)} tasks outlive their peers: {sorted(task.get_name() for task in left)[:3]}")
+            self.watch.violate(
+                f"{len(left)} tasks outlive their peers: {sorted(task.get_name() for task in left)[:3]}"
+            )
         sent_bytes: collections.Counter[PeerId] = collections.Counter()
         for line in self.population.lines:
             sent_bytes[line.me] += line.sent_bytes
         if sent_bytes != self.tap.sent_bytes:
-            self.watch.violate(f"peers count {sent_bytes} bytes sent, the network saw {self.tap.sent_bytes}")
+            self.watch.violate(
+                f"peers count {sent_bytes} bytes sent, the network saw {self.tap.sent_bytes}"
+            )
         if self.network.missing_bytes() or self.network.bytes["overflowed"]:
-            self.watch.violate(f"{self.network.missing_bytes()} bytes are missing: {self.network.bytes}")
+            self.watch.violate(
+                f"{self.network.missing_bytes()} bytes are missing: {self.network.bytes}"
+            )
 
 
-_RATE = {"loss": "loss", "duplicate": "duplicate", "reorder": "reorder", "corrupt": "corrupt", "delay": "reorder"}
+_RATE = {
+    "loss": "loss",
+    "duplicate": "duplicate",
+    "reorder": "reorder",
+    "corrupt": "corrupt",
+    "delay": "reorder",
+}
 
 
 def run_seed(seed: int, name: str | None = None) -> SeedReport:
@@ -293,7 +342,9 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
         return SeedReport(seed, [str(error)], collections.Counter(), 0, "")
 
 
-def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None) -> Iterator[SeedReport]:
+def run_seeds(
+    first: int, count: int, workers: int = 1, name: str | None = None
+) -> Iterator[SeedReport]:
     """Yield the reports of seeds in order, the same ones for any number of worker processes."""
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:

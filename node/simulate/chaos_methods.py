@@ -70,7 +70,11 @@ class ChaosCase:
         if any(isinstance(entry.group, RandomGroups) for entry in streams):
             return PAIR_PHASES
         reduced = any(entry.kind == "mean" for entry in streams)
-        return tuple(sorted({phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}))
+        return tuple(
+            sorted(
+                {phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}
+            )
+        )
 
 
 def _declared(methods: Mapping[str, type[Any]]) -> tuple[ChaosCase, ...]:
@@ -86,7 +90,11 @@ ARMS = _declared(METHODS)
 def cases_of(name: str | None = None) -> tuple[ChaosCase, ...]:
     """Return all cases, or those of one method; raise `Usage` if it is unknown."""
     if name is not None and name not in METHODS:
-        raise Usage(f"{name[:64]!r} cannot be tried", "no method is called so", f"choose from {', '.join(METHODS)}")
+        raise Usage(
+            f"{name[:64]!r} cannot be tried",
+            "no method is called so",
+            f"choose from {', '.join(METHODS)}",
+        )
     return tuple(arm for arm in ARMS if name in (None, arm.method))
 
 

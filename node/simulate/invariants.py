@@ -102,7 +102,9 @@ class InvariantChecker:
 
     def digest(self) -> str:
         """Return a hash of all that happened: equal for two runs of one seed."""
-        text = repr((self._times, sorted((key, sorted(hashes)) for key, hashes in self._hashes.items())))
+        text = repr(
+            (self._times, sorted((key, sorted(hashes)) for key, hashes in self._hashes.items()))
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     # events
@@ -116,12 +118,16 @@ class InvariantChecker:
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
             lives = self._sent.setdefault((exchange.key.stream, exchange.key.round), {})
             if life in lives:
-                self.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
+                self.violate(
+                    f"peer {index} offered {exchange.key} twice: a round key was used again"
+                )
             lives[life] = _Sent(_decoded(exchange), exchange.weight, claim.tokens)
             self._check_feedback(index, life, driver, exchange)
             return encode(exchange, claim)
 
-        def noted_decode(key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()) -> Result:
+        def noted_decode(
+            key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()
+        ) -> Result:
             result = decode(key, outcome, payloads)
             self._check_result(index, key.stream, key.round, result)
             if payloads:
@@ -173,7 +179,9 @@ class InvariantChecker:
         if self._equality == "close":
             near = _near(state, self._states.setdefault(rounds, state))
         if not near:
-            self.violate(f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}")
+            self.violate(
+                f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}"
+            )
 
     def look(self, peer: Peer) -> None:
         """Check that what a peer holds is bounded and that its waits have deadlines and names."""
@@ -191,14 +199,18 @@ class InvariantChecker:
                 f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
             )
         if len(peer._tasks) > MAX_TASKS:
-            self.violate(f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed")
+            self.violate(
+                f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed"
+            )
 
     def check_memory(self, peer: Peer) -> None:
         """Check that nothing a peer holds has grown long; slow, as it looks everywhere."""
         count, way = longest(peer)
         if count > MAX_ITEMS:
             name, now_s = peer.me[-6:], peer.context.now()
-            self.violate(f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed")
+            self.violate(
+                f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed"
+            )
 
     # checks
 
@@ -222,7 +234,9 @@ class InvariantChecker:
         if known is result.mean:
             self._check_mean(index, stream, number, result, entries)
         elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
-            self.violate(f"peer {index} has another mean in round {number} of {stream} than others who took part")
+            self.violate(
+                f"peer {index} has another mean in round {number} of {stream} than others who took part"
+            )
         self._check_gathered(index, key, result, sent)
         if not self._pairs_only:
             self._check_tokens(key, result, sent)
@@ -232,9 +246,13 @@ class InvariantChecker:
         for peer in participants if self._pairs_only and len(participants) == 2 else ():
             known = self._pairs.setdefault((key, peer), participants)
             if known != participants:
-                self.violate(f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}")
+                self.violate(
+                    f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}"
+                )
 
-    def _check_mean(self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]) -> None:
+    def _check_mean(
+        self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]
+    ) -> None:
         """Require the participants' weighted mean, within the return codec's rounding."""
         assert result.mean is not None
         total = sum(entry.weight for entry in entries)
@@ -244,14 +262,22 @@ class InvariantChecker:
             largest = max(float(entry.values[name].abs().max()) for entry in entries)
             error = float((mean.double() - expected).abs().max())
             if error > TOLERANCE + largest / 100:
-                self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
+                self.violate(
+                    f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}"
+                )
 
-    def _check_gathered(self, index: int, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
+    def _check_gathered(
+        self, index: int, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]
+    ) -> None:
         """Require what was gathered of a participant to be what one of its lives sent, exactly."""
         for who, tensors in (result.gathered or {}).items():
             lives = [entry.values for life, entry in sent.items() if life[0] == who]
-            if not any(all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives):
-                self.violate(f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}")
+            if not any(
+                all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives
+            ):
+                self.violate(
+                    f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}"
+                )
 
     def _check_tokens(self, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
         """Tokens after a round are those before it plus its participants'; all peers agree on them,
@@ -260,10 +286,14 @@ class InvariantChecker:
         known = self._closes.get(key)
         if known is not None:
             if known != now:
-                self.violate(f"round {number} of {stream} ended as {known} for one and as {now} for another")
+                self.violate(
+                    f"round {number} of {stream} ended as {known} for one and as {now} for another"
+                )
             return
         self._closes[key] = now
-        mine = {life: entry.tokens for life, entry in sent.items() if life[0] in result.participants}
+        mine = {
+            life: entry.tokens for life, entry in sent.items() if life[0] in result.participants
+        }
         before = self._closes.get((stream, number - (result.next_round - number)))
         if before is not None and before[1] + sum(mine.values()) != result.tokens:
             self.violate(
@@ -276,7 +306,9 @@ class InvariantChecker:
                     f"{self._counted[life]} tokens of {life} are counted, it has trained {self._trained[life]}"
                 )
 
-    def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
+    def _check_feedback(
+        self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange
+    ) -> None:
         """Require a message beta·e + (phi - theta), where e is the reference's residual. Skipped
         for delayed steps, as theta has moved on by then."""
         beta = getattr(driver.method, "feedback", None)
@@ -289,7 +321,9 @@ class InvariantChecker:
             kept = twin.residual.get(name, torch.zeros_like(message))
             error = float((beta * kept + (phi[name] - theta[name]) - message).abs().max())
             if error > TOLERANCE:
-                self.violate(f"peer {index}: the feedback in {name} of {exchange.key} is off by {error:.4f}")
+                self.violate(
+                    f"peer {index}: the feedback in {name} of {exchange.key} is off by {error:.4f}"
+                )
         twin.message.update({name: message.clone() for name, message in exchange.tensors.items()})
 
     def _settle_feedback(self, life: tuple[str, int], sent: _Sent, result: Result) -> None:
@@ -315,7 +349,9 @@ class InvariantChecker:
 
 
 def _near(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.allclose(x, other[name], 0.0, TOLERANCE) for name, x in one.items())
+    return one.keys() == other.keys() and all(
+        torch.allclose(x, other[name], 0.0, TOLERANCE) for name, x in one.items()
+    )
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:

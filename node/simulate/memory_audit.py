@@ -47,4 +47,9 @@ def _parts(thing: object) -> Iterable[tuple[str, object]]:
 
 @functools.cache
 def _slots(kind: type[object]) -> tuple[str, ...]:
-    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if name != "__weakref__")
+    return tuple(
+        name
+        for base in kind.__mro__
+        for name in getattr(base, "__slots__", ())
+        if name != "__weakref__"
+    )

@@ -49,7 +49,9 @@ class NodeRig:
         """Return a plain replica without clipping."""
         return PlainReplica(module, inner, clip_norm=None)
 
-    def decoded(self, codec_name: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
+    def decoded(
+        self, codec_name: str, tensors: Tensors, round_number: int, seed: int
+    ) -> dict[str, Tensor]:
         """Return the tensors after a pass through a codec, cut into shards as a node cuts them."""
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
         cut = ShardLayout.of(shapes, codec(codec_name), seed)
@@ -59,7 +61,12 @@ class NodeRig:
     def chance(self) -> bytes:
         """Return a fingerprint of the global generators of random, numpy and torch."""
         _, keys, place, *_ = np.random.get_state(legacy=True)
-        states = (random.getstate(), np.asarray(keys).tobytes(), place, torch.get_rng_state().numpy().tobytes())
+        states = (
+            random.getstate(),
+            np.asarray(keys).tobytes(),
+            place,
+            torch.get_rng_state().numpy().tobytes(),
+        )
         return hashlib.sha256(repr(states).encode()).digest()
 
 

@@ -83,10 +83,18 @@ class PipelineSimulation:
         tokens: TokenIds,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
     ) -> None:
-        self._plan, self._pipeline, self._world, self._tokens, self._made = plan, pipeline, world, tokens, made
+        self._plan, self._pipeline, self._world, self._tokens, self._made = (
+            plan,
+            pipeline,
+            world,
+            tokens,
+            made,
+        )
         self.random = random.Random(f"{plan.run_seed}/pipeline")
         self.network = SimNetwork(plan.run_seed, world.link)
-        self._table = MemoryTable(str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time)
+        self._table = MemoryTable(
+            str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time
+        )
         self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
         self._stages = [part.stage for part in world.parts]  # a server may move
         self._lives: dict[int, asyncio.Task[None]] = {}
@@ -109,7 +117,9 @@ class PipelineSimulation:
                     task.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
         self.tale.virtual_s = asyncio.get_running_loop().time()
-        self.tale.sent_bytes = sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values())
+        self.tale.sent_bytes = sum(
+            self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()
+        )
         return self.tale
 
     def end(self) -> None:
@@ -148,7 +158,9 @@ class PipelineSimulation:
             part = self._world.parts[number]
             tokens = self._tokens if part.trains else None
             pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
-            node = PipelineNode(self._plan, pipeline, peer, self._means(number), self._stages[number], tokens)
+            node = PipelineNode(
+                self._plan, pipeline, peer, self._means(number), self._stages[number], tokens
+            )
             self.nodes[number] = node
             self._made(number, node)
             if self._births == 1:
@@ -176,10 +188,15 @@ class PipelineSimulation:
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)
         role = role_of(self._stages[number])
-        record = seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32), role=role))
+        record = seal(
+            identity,
+            Record(run, identity.peer, incarnation, incarnation, curve=bytes(32), role=role),
+        )
         terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
         links = self.network.links(identity.peer)
-        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
+        return Peer(
+            terms, identity, links, directory, incarnation=incarnation, record=lambda: record
+        )
 
     async def _introduced(self, me: str, directory: MemoryDirectory) -> list[bytes]:
         run = str(self._plan.run_seed)
@@ -187,7 +204,9 @@ class PipelineSimulation:
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             while not others:
                 await asyncio.sleep(0.5)
-                others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
+                others = [
+                    blob for blob in await directory.peers(run) if unseal(blob, run).peer != me
+                ]
         return others
 
     # churn
@@ -197,7 +216,11 @@ class PipelineSimulation:
         while True:
             await asyncio.sleep(self.random.expovariate(1 / self._world.churn_s))
             parts = self._world.parts
-            mortal = [number for number, part in enumerate(parts) if not part.trains or part.stage == EVERY]
+            mortal = [
+                number
+                for number, part in enumerate(parts)
+                if not part.trains or part.stage == EVERY
+            ]
             victims = mortal if self.settled else []
             if victims:
                 self.kill(self.random.choice(victims), self.random.uniform(*self._world.away_s))
@@ -228,12 +251,18 @@ class PipelineSimulation:
 
 def identity_of(plan: RunPlan, number: int) -> Identity:
     """Return the identity of a simulated peer."""
-    return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest())
+    return Identity.from_seed(
+        hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest()
+    )
 
 
-def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[PeerRole, ...]:
+def parts(
+    stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0
+) -> tuple[PeerRole, ...]:
     """Return `servers` servers per stage, then pure trainers, then full replicas."""
-    serving = [PeerRole(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
+    serving = [
+        PeerRole(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)
+    ]
     whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
     return (*serving, *([PeerRole(trains=True)] * trainers), *whole)
 

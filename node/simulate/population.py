@@ -35,7 +35,12 @@ class Population:
     """All peers by number, with their lives."""
 
     def __init__(
-        self, seed: int, arm: ChaosCase, network: SimNetwork, watch: InvariantChecker, identities: list[Identity]
+        self,
+        seed: int,
+        arm: ChaosCase,
+        network: SimNetwork,
+        watch: InvariantChecker,
+        identities: list[Identity],
     ) -> None:
         self.identities = identities
         self.lives: dict[int, PeerLife] = {}
@@ -56,9 +61,13 @@ class Population:
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
-            client = self._watch.exchange_client(peer, index, birth, driver, ExchangeClient(peer, self._seed))
+            client = self._watch.exchange_client(
+                peer, index, birth, driver, ExchangeClient(peer, self._seed)
+            )
             state_sync = StateSync(peer, driver, client, inline)
-            loop = Loop(driver, client, state_sync, CountingTask(replica), inline, self._trainer(index))
+            loop = Loop(
+                driver, client, state_sync, CountingTask(replica), inline, self._trainer(index)
+            )
             loop.report = lambda kind, fields: self._watch.reported(
                 index, birth, driver, kind, fields, driver.position.rounds
             )
@@ -92,14 +101,24 @@ class Population:
         links = self._network.links(identity.peer)
         self.lines.append(links)
         terms = RunTerms("chaos", self._seed, VIEW_S)
-        return Peer(terms, identity, links, None, incarnation=birth, record=lambda: record, store_bytes=STORE_BYTES)
+        return Peer(
+            terms,
+            identity,
+            links,
+            None,
+            incarnation=birth,
+            record=lambda: record,
+            store_bytes=STORE_BYTES,
+        )
 
     def _record(self, index: int, birth: int) -> bytes:
         identity = self.identities[index]
         return seal(identity, Record("chaos", identity.peer, birth, birth, curve=bytes(32)))
 
     def _contacts(self, index: int) -> list[bytes]:
-        living = [other for other, life in self.lives.items() if other != index and life.loop is not None]
+        living = [
+            other for other, life in self.lives.items() if other != index and life.loop is not None
+        ]
         return [self._record(other, 0) for other in living[:4]]
 
     async def end(self, index: int) -> None:

@@ -57,7 +57,9 @@ class SegmentStore:
                 page = msgspec.json.decode((leg / "story.json").read_bytes(), type=_Page)
                 if page.terms != self._terms:
                     raise Usage(
-                        f"{leg} is another run's", "its manifest or its world differs", "name another folder, or none"
+                        f"{leg} is another run's",
+                        "its manifest or its world differs",
+                        "name another folder, or none",
                     )
                 return page.story, self._load(leg, page.peers)
             except (OSError, msgspec.MsgspecError, CheckpointError):
@@ -78,11 +80,15 @@ class SegmentStore:
     def _numbers(self) -> list[int]:
         if not self._folder.is_dir():
             return []
-        return [int(match[1]) for path in self._folder.iterdir() if (match := _LEG.fullmatch(path.name))]
+        return [
+            int(match[1]) for path in self._folder.iterdir() if (match := _LEG.fullmatch(path.name))
+        ]
 
     def _load(self, leg: Path, peers: list[int]) -> dict[int, Checkpoint]:
         found = {number: checkpoint.latest(leg / f"peer-{number}") for number in peers}
         missing = [number for number, saved in found.items() if saved is None]
         if missing:
-            raise CheckpointError(f"{leg} lacks the checkpoints of peers {missing}; the leg before it is used")
+            raise CheckpointError(
+                f"{leg} lacks the checkpoints of peers {missing}; the leg before it is used"
+            )
         return {number: saved for number, saved in found.items() if saved is not None}

@@ -120,7 +120,9 @@ class Simulation:
                 task.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
         self._story.legs += 1
-        self._story.sent_bytes += sum(self.network.line(node.peer.me).sent_bytes for node in self._nodes.values())
+        self._story.sent_bytes += sum(
+            self.network.line(node.peer.me).sent_bytes for node in self._nodes.values()
+        )
         self._story.virtual_s += asyncio.get_running_loop().time()
         return dict(sorted(self._nodes.items()))
 
@@ -180,16 +182,22 @@ class Simulation:
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
-        node = replica_node(self._plan, peer, self._tokens, compute=inline, train=train, report=report)
+        node = replica_node(
+            self._plan, peer, self._tokens, compute=inline, train=train, report=report
+        )
         return node
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity = self._identities[index]
         world = self._world
-        terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s)
+        terms = RunTerms(
+            str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s
+        )
         record = self._record(index, incarnation)
         links = self.network.links(identity.peer)
-        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
+        return Peer(
+            terms, identity, links, directory, incarnation=incarnation, record=lambda: record
+        )
 
     def _record(self, index: int, incarnation: int) -> bytes:
         identity = self._identities[index]
@@ -203,7 +211,9 @@ class Simulation:
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             while not others:
                 await asyncio.sleep(1.0)
-                others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
+                others = [
+                    blob for blob in await directory.peers(run) if unseal(blob, run).peer != me
+                ]
         return others
 
     async def _churn(self) -> None:
@@ -221,7 +231,9 @@ class Simulation:
             del self._nodes[index]
             self._lives[index].cancel()
             await asyncio.gather(self._lives[index], return_exceptions=True)
-            self._lives[index] = asyncio.create_task(self._return(index, self._random.uniform(*AWAY_S)))
+            self._lives[index] = asyncio.create_task(
+                self._return(index, self._random.uniform(*AWAY_S))
+            )
 
     def _complete(self) -> bool:
         """Return whether all peers are members: churn must not take a swarm's majority at once."""
@@ -266,14 +278,21 @@ def simulate(
     """Run a simulation to its end. With a `folder` each leg is saved there, and saved legs are not
     run again; the outcome is bit for bit an uninterrupted run's. Raise `Usage` for another run's
     folder."""
-    shelf = SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
+    shelf = (
+        SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}")
+        if folder
+        else None
+    )
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:
         return await Simulation(plan, world, tokens, progress, story, saved, until).run()
 
     leg_tokens = world.leg_tokens or world.total_tokens
-    states = {_identity(plan, index).peer: checkpoint.parts["method"] for index, checkpoint in saved.items()}
+    states = {
+        _identity(plan, index).peer: checkpoint.parts["method"]
+        for index, checkpoint in saved.items()
+    }
     while story.legs * leg_tokens < world.total_tokens:
         nodes = run_virtual(leg(min((story.legs + 1) * leg_tokens, world.total_tokens)))
         states = {node.peer.me: _state(node) for node in nodes.values()}
@@ -302,7 +321,9 @@ def _state(node: ReplicaNode) -> State:
 
 
 def _identity(plan: RunPlan, index: int) -> Identity:
-    return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest())
+    return Identity.from_seed(
+        hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest()
+    )
 
 
 def _by_tenth(losses: list[tuple[int, float]], total: int) -> list[float]:

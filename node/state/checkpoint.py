@@ -75,7 +75,11 @@ class Checkpoint:
 
 
 def save(
-    folder: Path, step: int, parts: TensorGroups, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+    folder: Path,
+    step: int,
+    parts: TensorGroups,
+    meta: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write `folder/step-N` and return its path; on failure leave nothing and raise
     `CheckpointError`.
@@ -106,7 +110,9 @@ def load(folder: Path) -> Checkpoint:
     """Read and verify a checkpoint; `CheckpointCorrupt`, or `CheckpointError` if unreadable."""
     try:
         manifest = _read_manifest(folder)
-        contents = {name: _read_verified(folder / name, file) for name, file in manifest.files.items()}
+        contents = {
+            name: _read_verified(folder / name, file) for name, file in manifest.files.items()
+        }
     except OSError as error:
         raise _unreadable(folder, error) from error
     parts = {
@@ -156,8 +162,14 @@ def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
     for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
-        if not _NAME.fullmatch(name) or name == _MANIFEST or (name in files and name.endswith(_SUFFIX)):
-            raise ValueError(f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'")
+        if (
+            not _NAME.fullmatch(name)
+            or name == _MANIFEST
+            or (name in files and name.endswith(_SUFFIX))
+        ):
+            raise ValueError(
+                f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'"
+            )
     for part, tensors in parts.items():
         for name, tensor in tensors.items():
             if not _finite(tensor):
@@ -172,7 +184,9 @@ def _make_room(target: Path) -> None:
     if not target.exists():
         return
     if _is_whole(target):
-        raise CheckpointError(f"{target} exists already and is not overwritten; move it away, or resume from it")
+        raise CheckpointError(
+            f"{target} exists already and is not overwritten; move it away, or resume from it"
+        )
     number = 1
     while (aside := target.with_name(f"{target.name}.corrupt-{number}")).exists():
         number += 1
@@ -189,7 +203,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write_all(
-    partial: Path, step: int, parts: TensorGroups, meta: Mapping[str, Any], files: Mapping[str, bytes]
+    partial: Path,
+    step: int,
+    parts: TensorGroups,
+    meta: Mapping[str, Any],
+    files: Mapping[str, bytes],
 ) -> None:
     written: dict[str, _File] = {}
     for part, tensors in parts.items():
@@ -230,7 +248,9 @@ def _read_manifest(folder: Path) -> _Manifest:
     path = folder / _MANIFEST
     size_bytes = path.stat().st_size
     if size_bytes > _MAX_MANIFEST_BYTES:
-        raise CheckpointCorrupt(_corrupt(path, f"has {size_bytes} bytes, above {_MAX_MANIFEST_BYTES}"))
+        raise CheckpointCorrupt(
+            _corrupt(path, f"has {size_bytes} bytes, above {_MAX_MANIFEST_BYTES}")
+        )
     try:
         sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
         if hashlib.sha256(sealed.manifest).hexdigest() != sealed.sha256:
@@ -252,11 +272,15 @@ def _read_manifest(folder: Path) -> _Manifest:
 def _read_verified(path: Path, file: _File) -> bytes:
     size_bytes = path.stat().st_size
     if size_bytes != file.size_bytes:
-        raise CheckpointCorrupt(_corrupt(path, f"has {size_bytes} bytes instead of {file.size_bytes}"))
+        raise CheckpointCorrupt(
+            _corrupt(path, f"has {size_bytes} bytes instead of {file.size_bytes}")
+        )
     content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:
-        raise CheckpointCorrupt(_corrupt(path, f"has SHA-256 {found[:16]}… instead of {file.sha256[:16]}…"))
+        raise CheckpointCorrupt(
+            _corrupt(path, f"has SHA-256 {found[:16]}… instead of {file.sha256[:16]}…")
+        )
     return content
 
 
@@ -283,9 +307,13 @@ def _unreadable(folder: Path, error: OSError) -> CheckpointError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         missing = Path(error.filename or folder)
         if not folder.is_dir():
-            return CheckpointError(f"there is no checkpoint at {folder}; give a folder called step-N")
+            return CheckpointError(
+                f"there is no checkpoint at {folder}; give a folder called step-N"
+            )
         return CheckpointCorrupt(_corrupt(missing, "is missing"))
-    return CheckpointError(f"{error.filename or folder} cannot be read ({error.strerror}); check its permissions")
+    return CheckpointError(
+        f"{error.filename or folder} cannot be read ({error.strerror}); check its permissions"
+    )
 
 
 def _remedy(target: Path, error: OSError) -> str:

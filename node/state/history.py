@@ -62,7 +62,9 @@ class History:
     `close` commits; use it as a context manager.
     """
 
-    def __init__(self, folder: Path, database: sqlite3.Connection, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, database: sqlite3.Connection, clock: Callable[[], float]
+    ) -> None:
         self._folder = folder
         self._database = database
         self._clock = clock
@@ -102,7 +104,9 @@ class History:
 
     def event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Append at most 64 kB of JSON as a line to events.jsonl; `ValueError` if it is longer."""
-        self._write_line(f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields})
+        self._write_line(
+            f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields}
+        )
 
     def receipt(self, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Append an applied round to receipts.jsonl, with the same bounds as events."""
@@ -111,7 +115,9 @@ class History:
     def _write_line(self, what: str, name: str, older: str, fields: dict[str, Any]) -> None:
         line = msgspec.json.encode({"time_s": self._clock(), **fields}) + b"\n"
         if len(line) > LINE_BYTES:
-            raise ValueError(f"{what} has {len(line)} bytes, above {LINE_BYTES}; shorten its fields")
+            raise ValueError(
+                f"{what} has {len(line)} bytes, above {LINE_BYTES}; shorten its fields"
+            )
         path = self._folder / name
         try:
             if path.exists() and path.stat().st_size + len(line) > LINES_FILE_BYTES:
@@ -126,7 +132,9 @@ class History:
         self._committed_s = self._clock()
         try:
             with self._database:
-                self._database.executemany("INSERT INTO metrics (name, step, time_s, value) VALUES (?, ?, ?, ?)", rows)
+                self._database.executemany(
+                    "INSERT INTO metrics (name, step, time_s, value) VALUES (?, ?, ?, ?)", rows
+                )
                 self._unrolled += len(rows)
                 if self._unrolled >= ROLL_ROWS:
                     self._unrolled = 0
@@ -141,14 +149,21 @@ class History:
         newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
         for name, span, last in self._database.execute(newest).fetchall():
             wide = span * ROLL
-            old = {"name": name, "span": span, "wide": wide, "edge": (last - KEPT * span) // wide * wide}
+            old = {
+                "name": name,
+                "span": span,
+                "wide": wide,
+                "edge": (last - KEPT * span) // wide * wide,
+            }
             self._database.execute(
                 f"INSERT INTO metrics (name, step, time_s, value, span, count) "
                 f"SELECT name, MIN(step), MAX(time_s), {_MEAN}, :wide, SUM(count) FROM metrics "
                 f"WHERE name = :name AND span = :span AND step < :edge GROUP BY step / :wide",
                 old,
             )
-            self._database.execute("DELETE FROM metrics WHERE name = :name AND span = :span AND step < :edge", old)
+            self._database.execute(
+                "DELETE FROM metrics WHERE name = :name AND span = :span AND step < :edge", old
+            )
 
     def last(self) -> dict[str, tuple[int, float]]:
         """Return the step and value of each metric's latest committed row."""

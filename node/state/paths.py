@@ -16,7 +16,11 @@ HOME_VARIABLE = "FARFLOCK_HOME"
 def home() -> Path:
     """Return the folder of all of Farflock's files: FARFLOCK_HOME, else the user's data folder."""
     named = os.environ.get(HOME_VARIABLE)
-    return Path(named).expanduser() if named else platformdirs.user_data_path("farflock", appauthor=False)
+    return (
+        Path(named).expanduser()
+        if named
+        else platformdirs.user_data_path("farflock", appauthor=False)
+    )
 
 
 def write_whole(path: Path, content: bytes) -> None:

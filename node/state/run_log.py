@@ -44,8 +44,12 @@ class RunRecorder:
         status = str(fields["status"])
         self.rounds[status] = self.rounds.get(status, 0) + 1
         self.last_round = int(str(fields["round"]))
-        self._history.event("round", **{name: fields[name] for name in ("stream", "round", "status", "peers")})
+        self._history.event(
+            "round", **{name: fields[name] for name in ("stream", "round", "status", "peers")}
+        )
         before, now = self._counted, self._total_bytes()
         self._counted = now
         named = {name: value for name, value in fields.items() if name != "peers"}
-        self._history.receipt(**named, sent_bytes=now[0] - before[0], received_bytes=now[1] - before[1])
+        self._history.receipt(
+            **named, sent_bytes=now[0] - before[0], received_bytes=now[1] - before[1]
+        )

@@ -14,7 +14,14 @@ import msgspec
 
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.node.model.stage_tensors import Misfit, joined
-from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError, latest, load, steps
+from farflock.node.state.checkpoint import (
+    Checkpoint,
+    CheckpointCorrupt,
+    CheckpointError,
+    latest,
+    load,
+    steps,
+)
 from farflock.optimizers.method import Tensors
 
 MAX_PARAMETERS = 20_000_000_000  # a larger configuration is taken for a damaged one
@@ -32,7 +39,9 @@ class SavedModel:
 
     def facts(self) -> dict[str, str]:
         """Return what a model card states: the run and its progress."""
-        return {name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta}
+        return {
+            name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta
+        }
 
 
 def open_model(folder: Path) -> SavedModel:
@@ -55,7 +64,9 @@ def open_model(folder: Path) -> SavedModel:
 def _stages_in(folder: Path) -> list[Path]:
     """Return the folders with stages' checkpoints; none beside checkpoints of whole models."""
     for place in (folder, folder / "checkpoints"):
-        found = sorted(path for path in place.glob("stage-*") if _STAGE.fullmatch(path.name) and steps(path))
+        found = sorted(
+            path for path in place.glob("stage-*") if _STAGE.fullmatch(path.name) and steps(path)
+        )
         if found and not steps(place):
             return found
     return []
@@ -65,8 +76,12 @@ def _put_together(stages: list[Path]) -> SavedModel:
     """Return the model from each stage's newest checkpoint, even if their rounds differ."""
     pieces = [_find(stage) for stage in stages]
     place, config = stages[0].parent, _config(pieces[0])
-    if len({str(piece.meta.get("run")) for piece in pieces}) > 1 or any(_config(piece) != config for piece in pieces):
-        raise CheckpointError(f"the stages in {place} are of several runs; put those of one run into a folder")
+    if len({str(piece.meta.get("run")) for piece in pieces}) > 1 or any(
+        _config(piece) != config for piece in pieces
+    ):
+        raise CheckpointError(
+            f"the stages in {place} are of several runs; put those of one run into a folder"
+        )
     model = Llama(config)
     try:
         weights = joined(_weights(piece) for piece in pieces)
@@ -87,7 +102,9 @@ def _weights(checkpoint: Checkpoint) -> Tensors:
     try:
         return checkpoint.parts["model"]
     except KeyError:
-        raise CheckpointCorrupt(f"{checkpoint.folder} holds no model; use a checkpoint that `farflock` wrote") from None
+        raise CheckpointCorrupt(
+            f"{checkpoint.folder} holds no model; use a checkpoint that `farflock` wrote"
+        ) from None
 
 
 def _find(folder: Path) -> Checkpoint:
@@ -96,7 +113,9 @@ def _find(folder: Path) -> Checkpoint:
         if steps(place):
             newest = latest(place)
             if newest is None:
-                raise CheckpointCorrupt(f"no checkpoint in {place} is whole; use a copy, or the swarm's snapshot")
+                raise CheckpointCorrupt(
+                    f"no checkpoint in {place} is whole; use a copy, or the swarm's snapshot"
+                )
             return newest
     return load(folder)
 
@@ -105,9 +124,15 @@ def _config(checkpoint: Checkpoint) -> ModelConfig:
     try:
         config = msgspec.json.decode(checkpoint.files["config.json"], type=ModelConfig)
     except KeyError:
-        raise CheckpointCorrupt(f"{checkpoint.folder} holds no config.json; use another checkpoint") from None
+        raise CheckpointCorrupt(
+            f"{checkpoint.folder} holds no config.json; use another checkpoint"
+        ) from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{checkpoint.folder}/config.json is no model's ({error}); use another one") from None
+        raise CheckpointCorrupt(
+            f"{checkpoint.folder}/config.json is no model's ({error}); use another one"
+        ) from None
     if config.parameters() > MAX_PARAMETERS:
-        raise CheckpointError(f"{checkpoint.folder} describes {config.parameters():,} parameters; it must be damaged")
+        raise CheckpointError(
+            f"{checkpoint.folder} describes {config.parameters():,} parameters; it must be damaged"
+        )
     return config

@@ -6,11 +6,20 @@ deadline. After the deadline the peer trains on, and the result is applied whene
 Results of one stream are applied in the order of their rounds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Method, Progress, RandomGroups, Replica, Result
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    Method,
+    Progress,
+    RandomGroups,
+    Replica,
+    Result,
+)
 from farflock.optimizers.parts.state import state_hash
 
 
@@ -25,16 +34,21 @@ class Apply:
     def summary(self) -> dict[str, object]:
         """The fields of a node's `round` event."""
         key, result, who = self.exchange.key, self.result, list(self.result.participants)
-        fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(who)}
+        fields = {
+            "stream": key.stream,
+            "round": key.round,
+            "status": result.status,
+            "peers": len(who),
+        }
         return {**fields, "participants": who, "tokens": result.tokens}
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A pause in training until the exchange has its result or run time reaches `until_s`."""
+    """A pause in training until the exchange has its result, for at most `timeout_s`."""
 
     key: ExchangeKey
-    until_s: float
+    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -154,7 +168,11 @@ class Driver:
         In a collective, the first stream claims the tokens since the last round that took this
         peer's; pairs compare their estimates of the whole run."""
         key, is_first = exchange.key, self._is_first(exchange.key)
-        notes = self.contributions.brought(key.round) if self.contributions is not None and is_first else b""
+        notes = (
+            self.contributions.brought(key.round)
+            if self.contributions is not None and is_first
+            else b""
+        )
         own = self._offered[key] = self._own_tokens if is_first else 0
         tokens = self.tokens if isinstance(exchange.group, RandomGroups) else own
         return Claim(tokens, notes=notes)
@@ -164,7 +182,9 @@ class Driver:
         the worker calls it."""
         if self.method.equality != "exact":
             return claim
-        return replace(claim, state=state_hash(self.method.agreed(self.replica, exchange.key.stream)))
+        return replace(
+            claim, state=state_hash(self.method.agreed(self.replica, exchange.key.stream))
+        )
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
         """Store the swarm's result of an exchange, which must be pending and without one."""
@@ -183,16 +203,24 @@ class Driver:
             due = last or steps >= pending.exchange.apply_after
             if pending.result is not None and due and key.stream not in held:
                 return Apply(pending.exchange, replace(pending.result, steps_since=steps))
-            until_s = pending.since_s + pending.exchange.deadline_s
-            if pending.result is None and due and progress.run_time_s < until_s:
-                return Wait(key, until_s)
+            timeout_s = pending.since_s + pending.exchange.deadline_s - progress.run_time_s
+            if pending.result is None and due and timeout_s > 0:
+                return Wait(key, timeout_s)
             held.add(key.stream)
         return None
 
-    def apply(self, action: Apply, progress: Progress) -> list[Exchange]:
-        """Apply a result, count its tokens, and return the exchanges of a second phase.
+    def apply(
+        self,
+        action: Apply,
+        progress: Progress,
+        set_rate: Callable[[int], None] = lambda tokens: None,
+    ) -> list[Exchange]:
+        """Apply a result, count its tokens, and return the exchanges of a second phase. If others
+        brought tokens, `set_rate` first sets the inner rate of that round.
 
         A worker calls this, so that no snapshot contains the new state without the new count."""
+        if action.result.tokens:
+            set_rate(action.result.tokens)
         exchange, result = action.exchange, action.result
         notes = self.contributions if self._is_first(exchange.key) else None
         if notes is not None:
@@ -228,7 +256,9 @@ class Driver:
     def _count(self, key: ExchangeKey, result: Result) -> None:
         (template,) = [entry for entry in self.streams if entry.key.stream == key.stream]
         offered = self._offered.pop(key, 0)
-        self._rounds[key.stream] = max(self._rounds[key.stream], result.next_round - template.stride)
+        self._rounds[key.stream] = max(
+            self._rounds[key.stream], result.next_round - template.stride
+        )
         if result.status == "failed" and not result.tokens:
             return
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)

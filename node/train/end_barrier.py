@@ -35,14 +35,20 @@ class EndBarrier:
         """Return whether the agreed tokens have reached the total. The node's own estimate decides
         while the node is cut off, or once it has grown by the total since the agreed tokens last
         changed."""
-        agreed, estimate, is_cut_off = self._driver.position.agreed_tokens, self._driver.tokens, self._is_cut_off()
+        agreed, estimate, is_cut_off = (
+            self._driver.position.agreed_tokens,
+            self._driver.tokens,
+            self._is_cut_off(),
+        )
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
         if estimate < total_tokens or agreed >= total_tokens:
             return agreed >= total_tokens
         return is_cut_off or estimate - self._agreed[1] >= total_tokens
 
-    async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
+    async def end(
+        self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]
+    ) -> None:
         """Wait until all ended with the same rounds, which `take_in` applies, or time is up."""
         context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
@@ -60,7 +66,8 @@ class EndBarrier:
             return []  # it waits for an exchange instead
         left_s = self._ends_s - self._peer.context.now()
         awaited = {
-            Key(name, number): self._apart(name, number) for name, number in self._state_sync.next_rounds.items()
+            Key(name, number): self._apart(name, number)
+            for name, number in self._state_sync.next_rounds.items()
         }
         return [OpenWait(key, whom, left_s) for key, whom in awaited.items() if whom]
 
@@ -79,7 +86,9 @@ class EndBarrier:
         agree = True
         for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
-            newest = max((told.round for told in self._peer.tallies.reports(name).values()), default=number)
+            newest = max(
+                (told.round for told in self._peer.tallies.reports(name).values()), default=number
+            )
             self._peer.rounds.heard_of(name, newest)  # so that a missing round is requested
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
         self._has_told = True
@@ -88,4 +97,6 @@ class EndBarrier:
     def _apart(self, name: str, number: int) -> tuple[PeerId, ...]:
         """Return the peers that have not ended with `number` as the next round of the stream."""
         told = self._peer.tallies.reports(name)
-        return tuple(sorted(peer for peer, each in told.items() if not each.over or each.round != number))
+        return tuple(
+            sorted(peer for peer, each in told.items() if not each.over or each.round != number)
+        )

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from farflock.node.reporting import Report
-from farflock.node.train.exchange_client import StopRequest, UnderWay, drop
+from farflock.node.train.exchange_client import StopRequest, UnderWay
 from farflock.optimizers.method import Progress
 
 ADOPT_TIMEOUT_S = 300.0
@@ -19,7 +19,9 @@ class Barrier(Protocol):
         """Return whether the run has its tokens."""
         ...
 
-    async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
+    async def end(
+        self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]
+    ) -> None:
         """Wait until all peers have ended with the same rounds, which `take_in` applies."""
         ...
 
@@ -104,3 +106,11 @@ async def start_over(loop: EndingLoop, reason: str) -> None:
     await drop(loop.under_way)
     loop.report("adopt", {"reason": reason})
     await (loop.adopt(reason) if loop.adopt is not None else loop.state_sync.adopt(ADOPT_TIMEOUT_S))
+
+
+async def drop(under_way: UnderWay) -> None:
+    """Cancel the open exchanges and forget them."""
+    for task in under_way.values():
+        task.cancel()
+    await asyncio.gather(*under_way.values(), return_exceptions=True)
+    under_way.clear()

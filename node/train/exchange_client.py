@@ -16,7 +16,16 @@ from farflock.compression.codec import CorruptPayload
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim
 from farflock.node.train.shards import Inputs, Reducer, ShardLayout, decode_all, weighted_mean
-from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, RandomGroups, Ranges, Result, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    MemberId,
+    RandomGroups,
+    Ranges,
+    Result,
+    Tensors,
+)
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
@@ -52,7 +61,14 @@ class ExchangePeer(Protocol):
         ...
 
     async def exchange(
-        self, name: str, number: int, shards: Sequence[bytes], *, weight: float, tokens: int, state: bytes
+        self,
+        name: str,
+        number: int,
+        shards: Sequence[bytes],
+        *,
+        weight: float,
+        tokens: int,
+        state: bytes,
     ) -> RoundOutcome:
         """Contribute encoded shards to a round of a stream, and return its outcome."""
         ...
@@ -121,7 +137,9 @@ class ExchangeClient:
         self._peer, self._run_seed, self.stage = peer, run_seed, stage
         self._codings: dict[str, _Coding] = {}
 
-    def open(self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
+    def open(
+        self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
+    ) -> None:
         """Open a stream of exchanges like the template; rounds up to `after_round` are applied."""
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
@@ -139,7 +157,9 @@ class ExchangeClient:
         """Encode an exchange's tensors, shard by shard."""
         layout, number = self._codings[exchange.key.stream].out, exchange.key.round
         shards = range(len(layout.shards))
-        return EncodedExchange(exchange, tuple(layout.encode(i, number, exchange.tensors) for i in shards), claim)
+        return EncodedExchange(
+            exchange, tuple(layout.encode(i, number, exchange.tensors) for i in shards), claim
+        )
 
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
         """Run an encoded exchange over the swarm.
@@ -149,13 +169,22 @@ class ExchangeClient:
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
         outcome = await self._peer.exchange(
-            coding.name, key.round, shards, weight=offer.exchange.weight, tokens=claim.tokens, state=claim.state
+            coding.name,
+            key.round,
+            shards,
+            weight=offer.exchange.weight,
+            tokens=claim.tokens,
+            state=claim.state,
         )
         if outcome.status == "lost" or (outcome.state and outcome.state != claim.state):
-            raise OutOfStep(f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}")
+            raise OutOfStep(
+                f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}"
+            )
         return outcome
 
-    def decode(self, key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()) -> Result:
+    def decode(
+        self, key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()
+    ) -> Result:
         """Return an outcome as the method's result; `payloads` are this peer's own shards."""
         coding, notes = self._codings[key.stream], b""
         if coding.noted:
@@ -193,7 +222,11 @@ class ExchangeClient:
         Dead peers train nothing, although the view still lists them."""
         context = self._peer.context
         newest = context.chain.newest if context.chain is not None else None
-        peers = [newest.peers[index] for index in newest.serving(self.stage)] if newest else [context.me]
+        peers = (
+            [newest.peers[index] for index in newest.serving(self.stage)]
+            if newest
+            else [context.me]
+        )
         return sum(context.life(peer) != "dead" for peer in peers)
 
     def name(self, stream: str) -> str:
@@ -207,12 +240,20 @@ class ExchangeClient:
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""
         codings = self._codings.items()
-        return {f"{stream}.{name}": x for stream, coding in codings for name, x in coding.reducer.feedback().items()}
+        return {
+            f"{stream}.{name}": x
+            for stream, coding in codings
+            for name, x in coding.reducer.feedback().items()
+        }
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
         """Restore a checkpoint's residuals in open streams; `WrongState` if they do not fit."""
         for stream, coding in self._codings.items():
-            mine = {name.removeprefix(f"{stream}."): x for name, x in feedback.items() if name.startswith(f"{stream}.")}
+            mine = {
+                name.removeprefix(f"{stream}."): x
+                for name, x in feedback.items()
+                if name.startswith(f"{stream}.")
+            }
             coding.reducer.load_state(mine)
 
     def _stream(self, template: Exchange, noted: bool) -> Stream:
@@ -221,7 +262,9 @@ class ExchangeClient:
         back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
-        coding = self._codings[template.key.stream] = _Coding(name, shapes, out, back, reducer, noted)
+        coding = self._codings[template.key.stream] = _Coding(
+            name, shapes, out, back, reducer, noted
+        )
         terms = RoundTerms(
             template.kind,
             shards=len(out.shards) + noted,
@@ -235,7 +278,9 @@ class ExchangeClient:
         return Stream(
             name,
             terms,
-            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, microbatch_ids.MAX_BYTES if noted else 0),
+            max_shard_bytes=max(
+                out.max_shard_bytes, back.max_shard_bytes, microbatch_ids.MAX_BYTES if noted else 0
+            ),
             reduce=coding.reduce,
             check=coding.check,
             cadence=Cadence(template.key.round, template.stride),
@@ -243,13 +288,19 @@ class ExchangeClient:
         )
 
     def _sent(
-        self, coding: _Coding, number: int, payloads: Sequence[bytes], gathered: Mapping[MemberId, Tensors] | None
+        self,
+        coding: _Coding,
+        number: int,
+        payloads: Sequence[bytes],
+        gathered: Mapping[MemberId, Tensors] | None,
     ) -> Tensors | None:
         """Return this peer's contribution as the others decode it; None without one."""
         if not payloads:
             return None
         own = gathered.get(self._peer.context.me) if gathered is not None else None
-        return own or Decoded(tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes))
+        return own or Decoded(
+            tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes)
+        )
 
 
 @dataclass(slots=True)
@@ -274,21 +325,17 @@ class StopRequest:
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)
-            await asyncio.wait(either, timeout=max(timeout_s, MIN_WAIT_S), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                either, timeout=max(timeout_s, MIN_WAIT_S), return_when=asyncio.FIRST_COMPLETED
+            )
         if self.requested:
             await asyncio.wait((answer,), timeout=STOPPING_WAIT_S)
         return self.requested and not answer.done()
 
 
-async def drop(under_way: UnderWay) -> None:
-    """Cancel the open exchanges and forget them."""
-    for task in under_way.values():
-        task.cancel()
-    await asyncio.gather(*under_way.values(), return_exceptions=True)
-    under_way.clear()
-
-
-def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
+def _tensors_of(
+    coding: _Coding, outcome: RoundOutcome
+) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
     """Return the agreed mean, and all members' tensors if they were gathered."""
     number, shapes = outcome.key.round, coding.shapes
     if outcome.reduced is not None:
@@ -296,7 +343,8 @@ def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None,
     if outcome.gathered is None:
         return None, None
     gathered: dict[MemberId, Tensors] = {
-        peer: decode_all(coding.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
+        peer: decode_all(coding.out, number, shards, shapes)
+        for peer, shards in outcome.gathered.items()
     }
     return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
 
@@ -304,7 +352,9 @@ def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None,
 def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
     """Return the outcome of the tensors' shards, and the notes in the last shard."""
     if outcome.reduced is not None:
-        return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
+        return replace(
+            outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]
+        ), outcome.reduced[-1]
     if outcome.gathered is None:
         return outcome, b""
     ages = microbatch_ids.joined_ages(shards[-1] for shards in outcome.gathered.values())
@@ -326,7 +376,8 @@ def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[
     """Return the weighted mean in sorted order of peers: the same bits on both sides of a pair."""
     names = list(next(iter(gathered.values())))
     inputs = [
-        (weight, [tensors[name] for name in names]) for weight, tensors in zip(weights, gathered.values(), strict=True)
+        (weight, [tensors[name] for name in names])
+        for weight, tensors in zip(weights, gathered.values(), strict=True)
     ]
     return dict(zip(names, weighted_mean(inputs), strict=True))
 

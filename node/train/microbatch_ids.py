@@ -21,9 +21,13 @@ MAX_BYTES = 64 * 1024
 LATE = -1
 
 _Text = Annotated[str, msgspec.Meta(max_length=128)]
-_Steps = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MAX_KEYS)]
+_Steps = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MAX_KEYS)
+]
 _Listed = dict[_Text, _Steps]
-_Ages = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**31)]], msgspec.Meta(max_length=MAX_KEYS)]
+_Ages = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=-1, le=2**31)]], msgspec.Meta(max_length=MAX_KEYS)
+]
 
 
 class _Aged(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -36,7 +40,9 @@ _decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Li
 
 def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
     """Encode these keys, with their ages unless all are 0, independently of their order."""
-    assert len(keys) <= MAX_KEYS, f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
+    assert len(keys) <= MAX_KEYS, (
+        f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
+    )
     listed: dict[PeerId, list[int]] = {}
     last: dict[PeerId, int] = {}
     for trainer, number in sorted(keys):

@@ -55,7 +55,9 @@ class ShardLayout:
     run_seed: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0) -> "ShardLayout":
+    def of(
+        cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0
+    ) -> "ShardLayout":
         """Fill shards up to `SHARD_VALUES`, cutting tensors at multiples of the codec's granule."""
         shards: list[list[Segment]] = [[]]
         room = SHARD_VALUES
@@ -70,13 +72,18 @@ class ShardLayout:
     @property
     def max_shard_bytes(self) -> int:
         """The size of the largest correct payload of any shard; longer ones are refused unread."""
-        return max(sum(_LENGTH.size + self.codec.max_bytes(part.count) for part in shard) for shard in self.shards)
+        return max(
+            sum(_LENGTH.size + self.codec.max_bytes(part.count) for part in shard)
+            for shard in self.shards
+        )
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
         """Encode one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
         return self.pack(
-            index, round_number, [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
+            index,
+            round_number,
+            [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard],
         )
 
     def pack(self, index: int, round_number: int, values: Sequence[Tensor]) -> bytes:
@@ -95,15 +102,21 @@ class ShardLayout:
         self.decode_into(index, round_number, payload, values)
         return values
 
-    def decode_into(self, index: int, round_number: int, payload: bytes, values: Sequence[Tensor]) -> None:
+    def decode_into(
+        self, index: int, round_number: int, payload: bytes, values: Sequence[Tensor]
+    ) -> None:
         """Decode into existing flat tensors; after `CorruptPayload` their values are undefined."""
         view, at = memoryview(payload), 0
         for segment, out in zip(self.shards[index], values, strict=True):
             if len(view) < at + _LENGTH.size:
-                raise CorruptPayload(f"shard {index} ends after {len(view)} bytes, inside {segment.tensor}")
+                raise CorruptPayload(
+                    f"shard {index} ends after {len(view)} bytes, inside {segment.tensor}"
+                )
             (length,) = _LENGTH.unpack_from(view, at)
             at += _LENGTH.size
-            self.codec.decode(view[at : at + length], self._context(index, round_number, segment), out)
+            self.codec.decode(
+                view[at : at + length], self._context(index, round_number, segment), out
+            )
             if largest(out) > MAX_ABS:
                 raise CorruptPayload(f"{segment.tensor} holds a value beyond {MAX_ABS:.3g}")
             at += length
@@ -132,7 +145,10 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
 
 
 def decode_all(
-    layout: ShardLayout, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
+    layout: ShardLayout,
+    round_number: int,
+    payloads: Sequence[bytes],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
     """Return whole tensors from the payloads of all shards."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -222,16 +238,30 @@ class Reducer:
             residuals = {index: list(values) for index, values in self._residuals.items()}
             for (_, index), mine in self._undecided.items():
                 residuals[index] = _sum(residuals.get(index), mine.added) or []
-        return {f"{index}.{part}": x.clone() for index, values in residuals.items() for part, x in enumerate(values)}
+        return {
+            f"{index}.{part}": x.clone()
+            for index, values in residuals.items()
+            for part, x in enumerate(values)
+        }
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
         """Restore a checkpoint's residuals; raise `WrongState` if they do not fit the layout."""
-        places = {f"{i}.{p}": part for i, shard in enumerate(self._layout.shards) for p, part in enumerate(shard)}
-        if any(name not in places or x.shape != (places[name].count,) for name, x in feedback.items()):
+        places = {
+            f"{i}.{p}": part
+            for i, shard in enumerate(self._layout.shards)
+            for p, part in enumerate(shard)
+        }
+        if any(
+            name not in places or x.shape != (places[name].count,) for name, x in feedback.items()
+        ):
             raise WrongState("a reducer's residuals are of another layout of shards")
         self._residuals = {}
         for index, shard in enumerate(self._layout.shards):
-            values = [feedback[name] for part in range(len(shard)) if (name := f"{index}.{part}") in feedback]
+            values = [
+                feedback[name]
+                for part in range(len(shard))
+                if (name := f"{index}.{part}") in feedback
+            ]
             if values and len(values) != len(shard):
                 raise WrongState(f"a reducer's residual of shard {index} is not whole")
             self._keep(index, values)
@@ -244,7 +274,10 @@ class Reducer:
             added = self._residuals.pop(index, None)
         total = _sum(mean, added) or mean
         payload = self._encode(round_number, index, total)
-        left_out = [x - y for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)]
+        left_out = [
+            x - y
+            for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)
+        ]
         with self._lock:
             self._undecided[round_number, index] = _Undecided(added, payload, left_out)
         return payload

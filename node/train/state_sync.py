@@ -48,7 +48,9 @@ class StatePeer(Protocol):
 class StateSync:
     """One node's state in one run: of its exchange client's stage, or of the whole model."""
 
-    def __init__(self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute) -> None:
+    def __init__(
+        self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute
+    ) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
@@ -59,7 +61,9 @@ class StateSync:
         begun = self._driver.position.rounds
         for number, template in enumerate(self._driver.streams):
             noted = self._driver.contributions is not None and not number
-            self._client.open(template, begun[template.key.stream], 0 if number else tokens, noted=noted)
+            self._client.open(
+                template, begun[template.key.stream], 0 if number else tokens, noted=noted
+            )
         self._peer.context.progress_tokens = lambda: self._driver.tokens
         self._peer.snapshots.serve(self._state_name, self._snapshot)
 
@@ -87,7 +91,9 @@ class StateSync:
     @property
     def is_behind(self) -> bool:
         """True if a decided round is not applied and no exchange of its stream is open."""
-        return any(self._client.newest(key.stream) >= key.round for key in self._next_keys(idle=True))
+        return any(
+            self._client.newest(key.stream) >= key.round for key in self._next_keys(idle=True)
+        )
 
     def missed(self) -> Apply | None:
         """Return the next round decided without this node, or None. Its stream is idle and its
@@ -102,11 +108,14 @@ class StateSync:
         busy = {pending.stream for pending in self._driver.pending} if idle else set()
         rounds = self._driver.position.rounds
         keys = [
-            ExchangeKey(entry.key.stream, rounds[entry.key.stream] + entry.stride) for entry in self._driver.streams
+            ExchangeKey(entry.key.stream, rounds[entry.key.stream] + entry.stride)
+            for entry in self._driver.streams
         ]
         return [key for key in keys if key.stream not in busy]
 
-    async def adopt(self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None) -> None:
+    async def adopt(
+        self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
+    ) -> None:
         """Replace this node's state with the run's; pending exchanges and local work are lost.
 
         A snapshot with a wrong hash or for another model is discarded and another one fetched.
@@ -132,11 +141,14 @@ class StateSync:
     def _rounds_in(self, state: State) -> dict[str, int]:
         """Return each stream's last round in a snapshot, and remove entries unknown to methods."""
         found = {
-            entry.key.stream: counter(NEXT + entry.key.stream, state) - entry.stride for entry in self._driver.streams
+            entry.key.stream: counter(NEXT + entry.key.stream, state) - entry.stride
+            for entry in self._driver.streams
         }
         for name in found:
             del state[NEXT + name]
-        self.marks = {name[len(MARK) :]: int(state.pop(name)) for name in list(state) if name.startswith(MARK)}
+        self.marks = {
+            name[len(MARK) :]: int(state.pop(name)) for name in list(state) if name.startswith(MARK)
+        }
         return found
 
     async def _snapshot(self) -> Snapshot:
@@ -149,7 +161,9 @@ class StateSync:
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
         state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
-        return encode_state(state, min(position.rounds.values(), default=-1), position.agreed_tokens)
+        return encode_state(
+            state, min(position.rounds.values(), default=-1), position.agreed_tokens
+        )
 
 
 def most_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -169,7 +183,11 @@ def decode_state(snapshot: Snapshot) -> State:
     try:
         state = safetensors.torch.load(b"".join(snapshot.chunks))
     except (safetensors.SafetensorError, ValueError) as error:
-        raise CorruptSnapshot(f"the snapshot of round {snapshot.round} cannot be read: {error}") from None
+        raise CorruptSnapshot(
+            f"the snapshot of round {snapshot.round} cannot be read: {error}"
+        ) from None
     if state_hash(state) != snapshot.state:
-        raise CorruptSnapshot(f"the snapshot of round {snapshot.round} is not what its hash says; ask another member")
+        raise CorruptSnapshot(
+            f"the snapshot of round {snapshot.round} is not what its hash says; ask another member"
+        )
     return state

@@ -21,7 +21,9 @@ EXACT = Context(prec=20)  # decimal's exp is correctly rounded, on every machine
 def sum_of_squares(x: Tensor) -> float:
     """Return the sum in float64, in a fixed order and so portable; squares of float32 are exact."""
     flat = x.reshape(-1)
-    return math.fsum(_pairwise(flat[at : at + BLOCK].double().square_()) for at in range(0, len(flat), BLOCK))
+    return math.fsum(
+        _pairwise(flat[at : at + BLOCK].double().square_()) for at in range(0, len(flat), BLOCK)
+    )
 
 
 def _pairwise(values: Tensor) -> float:
@@ -54,11 +56,17 @@ class AnomalyFilter:
     alpha: float
     step_ratio: float
 
-    def anomalies(self, norms: list[float], stats: list[float], seen: int) -> tuple[list[bool], list[float]]:
+    def anomalies(
+        self, norms: list[float], stats: list[float], seen: int
+    ) -> tuple[list[bool], list[float]]:
         """Return which peers are rejected after `seen` rounds, and the layer's new state."""
         mean, variance, z_mean, z_variance = stats
         sigma, warm = math.sqrt(variance), seen >= self.warmup
-        limit = self.threshold * max(1.0, math.sqrt(z_variance)) if warm and self.threshold is not None else math.inf
+        limit = (
+            self.threshold * max(1.0, math.sqrt(z_variance))
+            if warm and self.threshold is not None
+            else math.inf
+        )
         z = [(norm - mean) / sigma if warm and sigma > 0 else 0.0 for norm in norms]
         rejected = [norm >= HUGE or score > limit for norm, score in zip(norms, z, strict=True)]
         usable = [(norm, score) for norm, score in zip(norms, z, strict=True) if norm < HUGE]
@@ -67,9 +75,17 @@ class AnomalyFilter:
         entering = [min(norm, mean + limit * sigma) if sigma > 0 else norm for norm, _ in usable]
         if not seen:
             mean = average(entering)
-            return rejected, [mean, average([(norm - mean) * (norm - mean) for norm in entering]), 0.0, 0.0]
+            return rejected, [
+                mean,
+                average([(norm - mean) * (norm - mean) for norm in entering]),
+                0.0,
+                0.0,
+            ]
         scores = [max(-UNIT, min(score, limit, UNIT)) for _, score in usable]
-        return rejected, [*self._moved(entering, mean, variance), *self._moved(scores, z_mean, z_variance)]
+        return rejected, [
+            *self._moved(entering, mean, variance),
+            *self._moved(scores, z_mean, z_variance),
+        ]
 
     def _moved(self, values: list[float], mean: float, variance: float) -> tuple[float, float]:
         before = [value - mean for value in values]
@@ -84,13 +100,17 @@ class AnomalyFilter:
             return [0] * len(norms)
         unit = (average(left) if self.relative else 1.0) or 1.0
         raw = [
-            0.0 if bad else self._softened((norm - min(left)) / unit) for norm, bad in zip(norms, rejected, strict=True)
+            0.0 if bad else self._softened((norm - min(left)) / unit)
+            for norm, bad in zip(norms, rejected, strict=True)
         ]
         made = [0.0 if bad else count for count, bad in zip(steps, rejected, strict=True)]
         total, all_steps = math.fsum(raw), math.fsum(made)
         ratio = self.step_ratio if all_steps > 0 else 0.0
         return [
-            round(UNIT * ((1 - ratio) * weight / total + (ratio * count / all_steps if ratio else 0.0)))
+            round(
+                UNIT
+                * ((1 - ratio) * weight / total + (ratio * count / all_steps if ratio else 0.0))
+            )
             for weight, count in zip(raw, made, strict=True)
         ]
 

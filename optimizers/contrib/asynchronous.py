@@ -26,12 +26,30 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    MemberId,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import Anchor, OuterState
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.state import Shapes, WrongState, counter, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.state import (
+    Shapes,
+    WrongState,
+    counter,
+    named,
+    numbers,
+    unnamed,
+    zeros,
+)
 from farflock.optimizers.parts.state_fields import Kind, Whose, own, part, shared
 from farflock.optimizers.parts.stateful import Mode, OuterMethod
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -52,15 +70,22 @@ Speeds = dict[MemberId, tuple[int, float]]  # (version at its last arrival, step
 def _written_speeds(key: str, speeds: Speeds) -> State:
     state = numbers({key: len(speeds)})
     for who, (heard, speed) in speeds.items():
-        state |= {f"heard.{who}": torch.tensor(heard), f"speed.{who}": torch.tensor(speed, dtype=torch.float32)}
+        state |= {
+            f"heard.{who}": torch.tensor(heard),
+            f"speed.{who}": torch.tensor(speed, dtype=torch.float32),
+        }
     return state
 
 
 def _read_speeds(key: str, state: State, shapes: Shapes) -> Speeds:
     peers = [name.removeprefix("speed.") for name in state if name.startswith("speed.")]
     speeds = {who: FLOAT.read(f"speed.{who}", state, shapes) for who in peers}
-    if counter(key, state) != len(peers) or any(not 0 <= speed <= FASTEST for speed in speeds.values()):
-        raise WrongState(f"{key} must be {len(peers)} numbers from 0 to {FASTEST:g}; ask another member")
+    if counter(key, state) != len(peers) or any(
+        not 0 <= speed <= FASTEST for speed in speeds.values()
+    ):
+        raise WrongState(
+            f"{key} must be {len(peers)} numbers from 0 to {FASTEST:g}; ask another member"
+        )
     return {who: (counter(f"heard.{who}", state), speed) for who, speed in speeds.items()}
 
 
@@ -98,7 +123,9 @@ class Async(OuterMethod):
 
     equality: ClassVar[Literal["exact"]] = "exact"
     trial: ClassVar[TrialOptions] = TrialOptions(
-        law={"enough": 0}, rest=6, disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),)
+        law={"enough": 0},
+        rest=6,
+        disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),),
     )
     _book: RoundBook = part(RoundBook)  # `since` the last pull
     _version: int = shared(0)  # rounds that moved phi
@@ -117,24 +144,34 @@ class Async(OuterMethod):
     def __post_init__(self) -> None:
         require_options(self, "arrivals have no feedback; choose fp16, bf16 or int8")
         if not 0 < self.lr <= 10 or not 0 <= self.momentum < 1:
-            raise ValueError(f"lr={self.lr} lies in (0, 10] (0.7), momentum={self.momentum} in [0, 1) (0.9)")
+            raise ValueError(
+                f"lr={self.lr} lies in (0, 10] (0.7), momentum={self.momentum} in [0, 1) (0.9)"
+            )
         if self.buffer is not None and self.buffer < 1:
             raise ValueError(
                 f"a buffer of {self.buffer} never fills; choose 1 or more, or None for the number of workers"
             )
         if not 0 <= self.c <= 1 / (self.buffer or 1):
-            raise ValueError(f"c={self.c} lies in [0, 1/buffer] (0): above it momentum would turn round")
+            raise ValueError(
+                f"c={self.c} lies in [0, 1/buffer] (0): above it momentum would turn round"
+            )
         if self.c and self.buffer is None:
-            raise ValueError(f"c={self.c} needs a buffer of known size; choose one, e.g. the number of workers, or c=0")
+            raise ValueError(
+                f"c={self.c} needs a buffer of known size; choose one, e.g. the number of workers, or c=0"
+            )
         if self.staleness not in RULES:
-            raise ValueError(f"staleness {self.staleness!r} is not known; choose from {', '.join(RULES)}")
+            raise ValueError(
+                f"staleness {self.staleness!r} is not known; choose from {', '.join(RULES)}"
+            )
         if not 0 <= self.hinge_slope < math.inf or self.hinge_free < 0 or self.drop_above < 0:
             raise ValueError(
                 f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, drop_above={self.drop_above}: "
                 "all are 0 or more (10, 4, 10)"
             )
         if self.enough < 0:
-            raise ValueError(f"enough={self.enough} arrivals are none; choose 1 or more, or 0 for everybody's")
+            raise ValueError(
+                f"enough={self.enough} arrivals are none; choose 1 or more, or 0 for everybody's"
+            )
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template, of the arrivals."""
@@ -172,7 +209,9 @@ class Async(OuterMethod):
         self._book.close(exchange, result)
         if result.status == "failed":
             return []
-        assert result.gathered is not None, f"{exchange.key}: {result.status} without what was gathered"
+        assert result.gathered is not None, (
+            f"{exchange.key}: {result.status} without what was gathered"
+        )
         self._hear(result.gathered)
         arrivals = [self._arrive(result.gathered[peer]) for peer in sorted(result.gathered)]
         self._version += any(arrivals)
@@ -188,7 +227,11 @@ class Async(OuterMethod):
         for peer, payload in gathered.items():
             speed = float(payload["speed"])
             self._speeds[peer] = (self._version, speed if 0 < speed <= FASTEST else 0.0)
-        self._speeds = {who: said for who, said in self._speeds.items() if self._version - said[0] < HEARD_ROUNDS}
+        self._speeds = {
+            who: said
+            for who, said in self._speeds.items()
+            if self._version - said[0] < HEARD_ROUNDS
+        }
 
     def _arrive(self, payload: Tensors) -> bool:
         """Make one delayed Nesterov step; return whether the arrival counted."""
@@ -205,7 +248,9 @@ class Async(OuterMethod):
             g = scaled(payload[f"delta.{name}"], weight)
             buffered = self._buffer[name] + g
             if full:
-                self._state.momentum[name] = scaled(self._state.momentum[name], beta) + divided(buffered, size)
+                self._state.momentum[name] = scaled(self._state.momentum[name], beta) + divided(
+                    buffered, size
+                )
                 buffered = torch.zeros_like(phi)
             self._buffer[name] = buffered
             moved = divided(g, size)
@@ -228,7 +273,10 @@ class Async(OuterMethod):
         new = dict(self._state.phi)
         if self._book.since:
             theta = replica.read(replica.names, "param")
-            new = {n: x + (theta[n] - (self._base[n] - result.sent[f"delta.{n}"])) for n, x in new.items()}
+            new = {
+                n: x + (theta[n] - (self._base[n] - result.sent[f"delta.{n}"]))
+                for n, x in new.items()
+            }
         replica.write(new, "param")
         self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
         fastest = max(speed for _, speed in self._speeds.values())
@@ -257,7 +305,12 @@ class Async(OuterMethod):
     def agreed(self, replica: Replica, stream: str) -> State:
         """Return phi and the counters, hashed at each request; the rest would soon show in them."""
         self.begin(replica)
-        counts = {"round": self._book.number, "version": self._version, "arrived": self._arrived, "size": self._size}
+        counts = {
+            "round": self._book.number,
+            "version": self._version,
+            "arrived": self._arrived,
+            "size": self._size,
+        }
         return named("phi", self._state.phi) | numbers(counts)
 
     def _exchange(self, message: Tensors) -> Exchange:
@@ -265,7 +318,9 @@ class Async(OuterMethod):
         tensors = {what: torch.tensor([value], dtype=torch.float32) for what, value in says.items()}
         tensors |= {f"delta.{name}": x for name, x in message.items()}
         key, codec, wait = ExchangeKey(STREAM, self._book.number), self.codec, self.deadline_s
-        return Exchange(key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait)
+        return Exchange(
+            key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait
+        )
 
 
 def divided(x: Tensor, by: int) -> Tensor:

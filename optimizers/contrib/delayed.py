@@ -64,15 +64,21 @@ class Delayed(LateMethod):
     def __post_init__(self) -> None:
         self.require_options("delayed steps have")
         if self.mode not in ("naive", "keep_pending", "eager"):
-            raise ValueError(f"mode {self.mode!r} is not known; choose naive, keep_pending or eager")
+            raise ValueError(
+                f"mode {self.mode!r} is not known; choose naive, keep_pending or eager"
+            )
         if self.eager_mix is not None and self.mode != "eager":
             raise ValueError(
                 f"eager_mix={self.eager_mix} means nothing in mode {self.mode}; choose mode eager, or None"
             )
         if self.eager_mix is not None and not 0 <= self.eager_mix <= 1:
-            raise ValueError(f"an eager_mix of {self.eager_mix} is no share; choose one in [0, 1], or None to replace")
+            raise ValueError(
+                f"an eager_mix of {self.eager_mix} is no share; choose one in [0, 1], or None to replace"
+            )
         if not 1 <= self.refresh < math.inf:
-            raise ValueError(f"a refresh every {self.refresh} rounds is none; choose 1 or more, usually 20")
+            raise ValueError(
+                f"a refresh every {self.refresh} rounds is none; choose 1 or more, usually 20"
+            )
 
     def _next_start(self, work: dict[str, Tensor]) -> dict[str, Tensor]:
         phi = self._state.phi

@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterSGD
@@ -81,34 +90,53 @@ class DesLoc(StatefulMethod):
 
     def __post_init__(self) -> None:
         self._x = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
-        require_unbiased("moment codec", self.moment_codec, "moments have no feedback; choose bf16 or fp32")
+        require_unbiased(
+            "moment codec", self.moment_codec, "moments have no feedback; choose bf16 or fp32"
+        )
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip={self.clip} leaves no gradient; choose a finite bound above 0, or None")
+            raise ValueError(
+                f"clip={self.clip} leaves no gradient; choose a finite bound above 0, or None"
+            )
         periods = {FIRST: (self.exp_avg_period, 3), SECOND: (self.exp_avg_sq_period, 6)}
-        strides = {what: _stride(what, given, self.period, usual) for what, (given, usual) in periods.items()}
-        self._moments = [AveragedMoment(what, stride, stride - 1) for what, stride in strides.items() if stride]
+        strides = {
+            what: _stride(what, given, self.period, usual)
+            for what, (given, usual) in periods.items()
+        }
+        self._moments = [
+            AveragedMoment(what, stride, stride - 1) for what, stride in strides.items() if stride
+        ]
 
     def averaged_moments(self) -> Mapping[str, str]:
         """Return the averaged inner moments, each with the option that turns it off."""
-        return {what: f"{what}_period" for what in (FIRST, SECOND) if getattr(self, f"{what}_period") != 0}
+        return {
+            what: f"{what}_period"
+            for what in (FIRST, SECOND)
+            if getattr(self, f"{what}_period") != 0
+        }
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return templates of x and of the moments that are ever averaged."""
         (x,) = self._x.streams(replica)
-        moments = [self._exchange(one, one.stride - 1, zeros(replica.shapes)) for one in self._moments]
+        moments = [
+            self._exchange(one, one.stride - 1, zeros(replica.shapes)) for one in self._moments
+        ]
         return [replace(x, key=ExchangeKey(PARAM, 0)), *moments]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update, with `clip` on gradients clipped value by value."""
         if self.clip is not None:
             gradients = replica.read(replica.names, "grad")
-            replica.write({name: x.clamp(-self.clip, self.clip) for name, x in gradients.items()}, "grad")
+            replica.write(
+                {name: x.clamp(-self.clip, self.clip) for name, x in gradients.items()}, "grad"
+            )
         self._x.local_step(replica, progress)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """Request x every `period` steps, and moments whose round has come: they never overtake
         x."""
-        asked = [replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)]
+        asked = [
+            replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)
+        ]
         for one in self._moments if asked else ():
             if not one.pending and one.round <= asked[0].key.round:
                 tensors = replica.read(replica.names, one.what)
@@ -136,7 +164,9 @@ class DesLoc(StatefulMethod):
         if result.taken:
             own = replica.read(replica.names, what)
             taken = result.taken
-            replica.write({name: choose(taken.get(name, ()), mean[name], own[name]) for name in mean}, what)
+            replica.write(
+                {name: choose(taken.get(name, ()), mean[name], own[name]) for name in mean}, what
+            )
             if what == SECOND:
                 self._set_steps(replica, self._steps + result.steps_since)
         return []
@@ -159,7 +189,9 @@ class DesLoc(StatefulMethod):
         update would be huge."""
         trained = [name for name, v in self._moment(SECOND).mean.items() if bool(v.any())]
         counts = replica.read(trained, "step")
-        replica.write({name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step")
+        replica.write(
+            {name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step"
+        )
 
     def begin(self, replica: Replica) -> None:
         """Set x at the first call."""
@@ -169,7 +201,9 @@ class DesLoc(StatefulMethod):
         """Load x, the outer momentum, and the moments' last means with their step count."""
         new = StatefulMethod.load(self, replica, state, *whose)
         if any(bool((v < 0).any()) for v in new._moment(SECOND).mean.values()):
-            raise WrongState(f"{SECOND} holds negative values, which no mean of squares is; ask another member")
+            raise WrongState(
+                f"{SECOND} holds negative values, which no mean of squares is; ask another member"
+            )
         return new
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
@@ -183,7 +217,11 @@ class DesLoc(StatefulMethod):
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Return x's outer state or a moment's last mean; replicas' values differ between syncs."""
-        return self._x.agreed(replica, stream) if stream == PARAM else named(stream, self._moment(stream).mean)
+        return (
+            self._x.agreed(replica, stream)
+            if stream == PARAM
+            else named(stream, self._moment(stream).mean)
+        )
 
     def eval_params(self, replica: Replica) -> Tensors:
         """Return x after its last sync."""
@@ -191,7 +229,9 @@ class DesLoc(StatefulMethod):
 
     def _exchange(self, one: AveragedMoment, number: int, tensors: Tensors) -> Exchange:
         key, both, wait = ExchangeKey(one.what, number), self.moment_codec, self.deadline_s
-        return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=one.stride, deadline_s=wait)
+        return Exchange(
+            key, "mean", All(), tensors, 1.0, both, both, stride=one.stride, deadline_s=wait
+        )
 
 
 def _stride(what: str, own: int | None, period: int, usual: int) -> int:

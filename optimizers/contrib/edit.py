@@ -29,13 +29,31 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.contrib.anomaly import HUGE, UNIT, AnomalyFilter, norm_of
-from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    MemberId,
+    Progress,
+    Replica,
+    Result,
+    State,
+)
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.layers import layers_of
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.state import Shapes, WrongState, counter, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.state import (
+    Shapes,
+    WrongState,
+    counter,
+    kept,
+    named,
+    numbers,
+    unnamed,
+    zeros,
+)
 from farflock.optimizers.parts.state_fields import Kind, own, part, saved, shared
 from farflock.optimizers.parts.stateful import OuterMethod
 from farflock.optimizers.parts.sync_schedule import SyncSchedule
@@ -64,9 +82,15 @@ def _packed(prefix: str, entries: dict[MemberId, Tensor]) -> State:
 
 
 def _unpacked(prefix: str, state: State) -> dict[MemberId, Tensor]:
-    found = {name[len(prefix) + 1 :]: x.clone() for name, x in state.items() if name.startswith(f"{prefix}.")}
+    found = {
+        name[len(prefix) + 1 :]: x.clone()
+        for name, x in state.items()
+        if name.startswith(f"{prefix}.")
+    }
     if len(found) != counter(prefix, state):
-        raise WrongState(f"{prefix} must be the number of its entries, {len(found)}; ask another member")
+        raise WrongState(
+            f"{prefix} must be the number of its entries, {len(found)}; ask another member"
+        )
     return found
 
 
@@ -79,14 +103,24 @@ def _packed_weights(weights: LayerWeights) -> State:
 
 def _unpacked_weights(key: str, state: State, shapes: Shapes) -> LayerWeights:
     """Return the weights of all rounds whose norms are known and whose mean is not in phi yet."""
-    after, before, layers = counter("round", state), counter("delta_round", state), len(layers_of(shapes))
+    after, before, layers = (
+        counter("round", state),
+        counter("delta_round", state),
+        len(layers_of(shapes)),
+    )
     if before > after:
-        raise WrongState(f"delta_round must be at most round, {after}, got {before}; ask another member")
+        raise WrongState(
+            f"delta_round must be at most round, {after}, got {before}; ask another member"
+        )
     weights: LayerWeights = {}
     for number in range(before, after):
         rows = _unpacked(f"{key}.{number}", state)
         for who, row in rows.items():
-            if row.dtype != torch.int64 or row.shape != (layers,) or not bool(((row >= 0) & (row <= UNIT)).all()):
+            if (
+                row.dtype != torch.int64
+                or row.shape != (layers,)
+                or not bool(((row >= 0) & (row <= UNIT)).all())
+            ):
                 raise WrongState(
                     f"{key}.{number}.{who} must be {layers} whole numbers up to {UNIT}; ask another member"
                 )
@@ -97,7 +131,9 @@ def _unpacked_weights(key: str, state: State, shapes: Shapes) -> LayerWeights:
 def _packed_early(key: str, early: Early) -> State:
     state = numbers({key: len(early)})
     for number, (workers, mean) in early.items():
-        state |= _packed(f"{key}.{number}", {who: torch.tensor(1) for who in workers}) | named(f"mean.{number}", mean)
+        state |= _packed(f"{key}.{number}", {who: torch.tensor(1) for who in workers}) | named(
+            f"mean.{number}", mean
+        )
     return state
 
 
@@ -108,8 +144,12 @@ def _unpacked_early(key: str, state: State, shapes: Shapes) -> Early:
         each = f"{key}.{number}"
         workers = tuple(who for who in _unpacked(each, state) if counter(f"{each}.{who}", state))
         early[number] = (workers, kept(f"mean.{number}", state, shapes))
-    if len(early) != counter(key, state) or any(bool(workers) != bool(mean) for workers, mean in early.values()):
-        raise WrongState(f"{key} must be a count, got another than {len(early)} means; ask another member")
+    if len(early) != counter(key, state) or any(
+        bool(workers) != bool(mean) for workers, mean in early.values()
+    ):
+        raise WrongState(
+            f"{key} must be a count, got another than {len(early)} means; ask another member"
+        )
     return early
 
 
@@ -170,11 +210,17 @@ class EDiT(OuterMethod):
         for option, usual in limits.items():
             value = getattr(self, option)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{option}={value} must be finite and above 0, usually {usual:g}, or left out")
+                raise ValueError(
+                    f"{option}={value} must be finite and above 0, usually {usual:g}, or left out"
+                )
         if self.warmup < 0 or self.min_steps < 1:
-            raise ValueError(f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)")
+            raise ValueError(
+                f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)"
+            )
         if not 0 < self.alpha < 1 or not 0 <= self.step_ratio <= 1:
-            raise ValueError(f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, 1] (0.5)")
+            raise ValueError(
+                f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, 1] (0.5)"
+            )
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return templates of the gathered norms and of the scaled pseudo-gradients."""
@@ -198,7 +244,9 @@ class EDiT(OuterMethod):
         self._slot = sync_schedule.slot(progress)
         self._start, self._since = dict(replica.read(replica.names, "param")), 0
         work = self._state.pseudo_gradient(self._start)
-        norms = [norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()]
+        norms = [
+            norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()
+        ]
         return [self._norms_exchange(norms, self._steps)]
 
     @property
@@ -213,7 +261,9 @@ class EDiT(OuterMethod):
         if exchange.key.stream == NORMS:
             return self._take_norms(replica, exchange, result)
         workers = tuple(
-            who for who, weight in zip(result.participants, result.weights, strict=True) if weight > ONLOOKER
+            who
+            for who, weight in zip(result.participants, result.weights, strict=True)
+            if weight > ONLOOKER
         )
         mean = dict(result.mean or {}) if workers else {}
         if number >= self._round:
@@ -225,7 +275,10 @@ class EDiT(OuterMethod):
 
     def _take_norms(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         number, failed = exchange.key.round, result.status == "failed"
-        self._round, self._weights[number] = result.next_round, {} if failed else self._weigh(replica, result)
+        self._round, self._weights[number] = (
+            result.next_round,
+            {} if failed else self._weigh(replica, result),
+        )
         if exchange.tensors and not failed and not result.taken:
             self._start = {}
         if number in self._early:  # decided without this peer, which keeps its work
@@ -240,9 +293,19 @@ class EDiT(OuterMethod):
     def _weigh(self, replica: Replica, result: Result) -> dict[MemberId, list[int]]:
         """Return all peers' weights in each layer, and update the statistics."""
         assert result.gathered is not None
-        judge = AnomalyFilter(self.temperature, self.relative, self.threshold, self.warmup, self.alpha, self.step_ratio)
+        judge = AnomalyFilter(
+            self.temperature,
+            self.relative,
+            self.threshold,
+            self.warmup,
+            self.alpha,
+            self.step_ratio,
+        )
         peers = sorted(result.gathered)
-        norms = [[x if 0 <= x < HUGE else HUGE for x in result.gathered[peer]["norms"].tolist()] for peer in peers]
+        norms = [
+            [x if 0 <= x < HUGE else HUGE for x in result.gathered[peer]["norms"].tolist()]
+            for peer in peers
+        ]
         steps = [min(max(float(result.gathered[peer]["steps"]), 0.0), HUGE) for peer in peers]
         weights: dict[MemberId, list[int]] = {peer: [] for peer in peers}
         stats = self._stats.tolist()
@@ -272,14 +335,20 @@ class EDiT(OuterMethod):
         return self._delta_exchange({name: tensors[name] for name in replica.names}, 1.0)
 
     def _move(
-        self, replica: Replica, workers: tuple[MemberId, ...], mean: dict[str, Tensor], result: Result | None
+        self,
+        replica: Replica,
+        workers: tuple[MemberId, ...],
+        mean: dict[str, Tensor],
+        result: Result | None,
     ) -> None:
         """Make the outer step of the next round of means, by layer; `result` is None unless own."""
         weights = self._weights.pop(self._delta_round)
         self._delta_round += 1
         if not mean:
             return
-        theta = replica.read(replica.names, "param") if self._start and result and result.taken else {}
+        theta = (
+            replica.read(replica.names, "param") if self._start and result and result.taken else {}
+        )
         moved = {}
         for layer, names in enumerate(layers_of(replica.names).values()):
             factor = self._factor(weights, workers, layer, [mean[name] for name in names])
@@ -295,7 +364,11 @@ class EDiT(OuterMethod):
             replica.write(moved, "param")
 
     def _factor(
-        self, weights: dict[MemberId, list[int]], workers: tuple[MemberId, ...], layer: int, mean: list[Tensor]
+        self,
+        weights: dict[MemberId, list[int]],
+        workers: tuple[MemberId, ...],
+        layer: int,
+        mean: list[Tensor],
     ) -> float | None:
         """Return the factor that makes a layer's mean the weighted one of its participants,
         clipped. It is 0 if all of the layer's work was rejected, None if too little of the weight
@@ -307,7 +380,11 @@ class EDiT(OuterMethod):
         if weights and arrived * FAINTEST < total:
             return None
         factor = len(workers) * total / (len(weights) * arrived) if weights else 1.0
-        return factor if self.clip is None else factor * min(1.0, self.clip / (factor * norm_of(mean) + 1e-6))
+        return (
+            factor
+            if self.clip is None
+            else factor * min(1.0, self.clip / (factor * norm_of(mean) + 1e-6))
+        )
 
     def begun(self, replica: Replica) -> None:
         """Start with empty statistics for each layer, unless there are some."""
@@ -318,19 +395,43 @@ class EDiT(OuterMethod):
         """Return norms' statistics, or means' phi, momentum and the next round's weights."""
         self.begin(replica)
         if stream == NORMS:
-            return STATISTICS.write("layers", self._stats) | numbers({"seen": self._seen, "round": self._round})
+            return STATISTICS.write("layers", self._stats) | numbers(
+                {"seen": self._seen, "round": self._round}
+            )
         outer = saved(self._state, "shared") | numbers({"delta_round": self._delta_round})
-        return outer | _packed_weights({x: row for x, row in self._weights.items() if x == self._delta_round})
+        return outer | _packed_weights(
+            {x: row for x, row in self._weights.items() if x == self._delta_round}
+        )
 
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
         usable = [norm if norm < HUGE else HUGE for norm in norms]  # HUGE for NaN too
-        tensors = {"norms": torch.tensor(usable, dtype=torch.float32), "steps": torch.tensor([float(steps)])}
+        tensors = {
+            "norms": torch.tensor(usable, dtype=torch.float32),
+            "steps": torch.tensor([float(steps)]),
+        }
         key = ExchangeKey(NORMS, self._round)
-        return Exchange(key, "gather", All(), tensors, codec="fp32", return_codec="fp32", deadline_s=self.deadline_s)
+        return Exchange(
+            key,
+            "gather",
+            All(),
+            tensors,
+            codec="fp32",
+            return_codec="fp32",
+            deadline_s=self.deadline_s,
+        )
 
     def _delta_exchange(self, tensors: dict[str, Tensor], weight: float) -> Exchange:
         key, deadline_s = ExchangeKey(DELTA, self._delta_round), self.deadline_s
-        return Exchange(key, "mean", All(), tensors, weight, self.codec, self.return_codec, deadline_s=deadline_s)
+        return Exchange(
+            key,
+            "mean",
+            All(),
+            tensors,
+            weight,
+            self.codec,
+            self.return_codec,
+            deadline_s=deadline_s,
+        )
 
 
 def _whose(norms: Result) -> MemberId:
@@ -338,4 +439,8 @@ def _whose(norms: Result) -> MemberId:
     assert norms.gathered is not None
     assert norms.sent is not None
     sent = norms.sent
-    return next(who for who, x in norms.gathered.items() if all(torch.equal(x[name], sent[name]) for name in sent))
+    return next(
+        who
+        for who, x in norms.gathered.items()
+        if all(torch.equal(x[name], sent[name]) for name in sent)
+    )

@@ -55,11 +55,17 @@ class FlexDeMo(Decoupled):
         Decoupled.__post_init__(self)
         if self.replicator not in REPLICATORS:
             known = ", ".join(REPLICATORS)
-            raise ValueError(f"replicator {self.replicator!r} is not known; choose from {known}, or method demo")
+            raise ValueError(
+                f"replicator {self.replicator!r} is not known; choose from {known}, or method demo"
+            )
         if not 1 / 65536 <= self.rate <= 1:
-            raise ValueError(f"a rate of {self.rate} is not possible; choose one in [1/65536, 1], usually 1/16")
+            raise ValueError(
+                f"a rate of {self.rate} is not possible; choose one in [1/65536, 1], usually 1/16"
+            )
         if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"a seed of {self.seed} does not fit into 64 bits; choose one in [0, 2^64)")
+            raise ValueError(
+                f"a seed of {self.seed} does not fit into 64 bits; choose one in [0, 2^64)"
+            )
 
     @property
     def turns(self) -> int:
@@ -81,7 +87,9 @@ class FlexDeMo(Decoupled):
         row = torch.cat([x.reshape(-1) for x in delta.values()])
         blocks = self._blocks(row.numel())
         row = torch.nn.functional.pad(row, (0, blocks * BLOCK - row.numel()))
-        return {"blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._book.number)].reshape(-1)}
+        return {
+            "blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._book.number)].reshape(-1)
+        }
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
         """Return the tensors with these blocks in their places."""
@@ -90,11 +98,15 @@ class FlexDeMo(Decoupled):
         row = torch.zeros(blocks, BLOCK)
         row[self.chosen(blocks, round_number)] = part["blocks"].view(-1, BLOCK)
         cut = torch.split(row.view(-1)[: sum(counts)], counts)
-        return {name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)}
+        return {
+            name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)
+        }
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
         key, back = ExchangeKey(STREAM, self._book.number), self.return_codec
-        return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, deadline_s=self.deadline_s)
+        return Exchange(
+            key, "mean", All(), tensors, 1.0, self.codec, back, deadline_s=self.deadline_s
+        )
 
     def _blocks(self, values: int) -> int:
         """Return the number of blocks of `values` values, padded to a multiple of `turns`."""

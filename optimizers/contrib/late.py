@@ -43,7 +43,9 @@ class LateMethod(PeriodicMethod):
         """Raise `ValueError` unless options make rounds and lose nothing; `who`: "CO2 has", say."""
         require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
         if self.delay not in (0, 1):
-            raise ValueError(f"a delay of {self.delay} rounds is not known; choose 1, or 0 to wait for each exchange")
+            raise ValueError(
+                f"a delay of {self.delay} rounds is not known; choose 1, or 0 to wait for each exchange"
+            )
         if self.delay and self.period < 2:
             raise ValueError(
                 f"a period of {self.period} step hides no exchange; choose 2 or more, usually 30, or delay=0"
@@ -73,7 +75,9 @@ class LateMethod(PeriodicMethod):
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Make the outer step, and drop the work that was taken."""
         if exchange.tensors or result.sent is not None:
-            self._work = {name: _left(x, result.taken.get(name, ())) for name, x in self._work.items()}
+            self._work = {
+                name: _left(x, result.taken.get(name, ())) for name, x in self._work.items()
+            }
         return PeriodicMethod.apply(self, replica, exchange, result)
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
@@ -82,7 +86,10 @@ class LateMethod(PeriodicMethod):
         if not self.delay:
             after = self._start = dict(self._state.phi)
             theta = replica.read(tuple(result.taken), "param")
-            moved = {name: follow(name, x, before[name], after[name], result, NO_FEEDBACK) for name, x in theta.items()}
+            moved = {
+                name: follow(name, x, before[name], after[name], result, NO_FEEDBACK)
+                for name, x in theta.items()
+            }
             replica.write(moved, "param")
 
     def untold(self, theta: Tensors) -> dict[str, Tensor]:
@@ -104,7 +111,8 @@ class LateMethod(PeriodicMethod):
         """Return an exchange whose result is wanted one step before the next one: rounds decided
         without this peer are replayed while its stream is idle."""
         return replace(
-            PeriodicMethod._exchange(self, tensors, weight), apply_after=self.period - 1 if self.delay else 0
+            PeriodicMethod._exchange(self, tensors, weight),
+            apply_after=self.period - 1 if self.delay else 0,
         )
 
 

@@ -13,7 +13,15 @@ from typing import ClassVar, Literal, Self
 
 from farflock.optimizers.diloco import STREAM as DELTA
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.state_fields import part
 from farflock.optimizers.parts.stateful import Mode, StatefulMethod
@@ -43,14 +51,25 @@ class SpartaDiLoCo(StatefulMethod):
         law={"period": 4, "one_in": 3, "mask_codec": "fp32"},
         quick={"one_in": 2, "mask_codec": "fp32"},
         disasters=(
-            Disaster({"period": 6, "mask_period": 3, "one_in": 3, "codec": "fp32", "return_codec": "fp32"}, 14),
+            Disaster(
+                {
+                    "period": 6,
+                    "mask_period": 3,
+                    "one_in": 3,
+                    "codec": "fp32",
+                    "return_codec": "fp32",
+                },
+                14,
+            ),
         ),
     )
     _diloco: DiLoCo = part()
     _mixing: Mixing = part()
 
     def __post_init__(self) -> None:
-        self._diloco = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
+        self._diloco = DiLoCo(
+            self.period, self.outer, self.codec, self.return_codec, self.deadline_s
+        )
         both, wait = (self.mask_codec, self.mask_codec), self.deadline_s
         terms = (self.selector, self.one_in, self.mask_period, self.delay, self.seed, *both, wait)
         self._mixing = Mixing(*terms, round_key=f"round.{MASK}")
@@ -83,7 +102,9 @@ class SpartaDiLoCo(StatefulMethod):
         if exchange.key.stream == MASK:
             self._mixing.apply(replica, exchange, result)
             return []
-        return self._diloco.apply(replica, exchange, replace(result, next_round=result.next_round // self._stride))
+        return self._diloco.apply(
+            replica, exchange, replace(result, next_round=result.next_round // self._stride)
+        )
 
     @property
     def _stride(self) -> int:
@@ -92,7 +113,9 @@ class SpartaDiLoCo(StatefulMethod):
     def _on_axis(self, exchange: Exchange, number: int) -> Exchange:
         """Move an exchange to the axis: round r is the last of rounds r·stride ... (r+1)·stride -
         1."""
-        return replace(exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
+        return replace(
+            exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride
+        )
 
     def begin(self, replica: Replica) -> None:
         """Begin as DiLoCo does."""

@@ -61,7 +61,9 @@ class SpikeCompensation:
         inner.register_step_post_hook(self._after)
 
     @torch.no_grad()
-    def _after(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after(
+        self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Correct a step that put the whole gradient into v: move the part that bypasses v."""
         if not self._age.epochs:
             return
@@ -95,7 +97,9 @@ class AdaptiveBraking:
         inner.register_step_pre_hook(self._before)
 
     @torch.no_grad()
-    def _before(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._age.epochs:
             return
         for parameter in _trained(inner):
@@ -111,17 +115,23 @@ class Trend:
 
     def __init__(self, inner: torch.optim.Optimizer, decay: float = 0.0) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"a trend with decay {decay} is no mean; choose one in [0, 1), e.g. trend_decay's")
+            raise ValueError(
+                f"a trend with decay {decay} is no mean; choose one in [0, 1), e.g. trend_decay's"
+            )
         self._decay = decay
         self._before: list[Tensor] = []
         inner.register_step_pre_hook(self._remember)
         inner.register_step_post_hook(self._follow)
 
-    def _remember(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _remember(
+        self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._before = [parameter.detach().clone() for parameter in _trained(inner)]
 
     @torch.no_grad()
-    def _follow(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _follow(
+        self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for parameter, before in zip(_trained(inner), self._before, strict=True):
             # Without a gradient the optimizer has no moments; ours would keep it from making any.
             if parameter.grad is not None:
@@ -132,7 +142,9 @@ class Trend:
 
 
 @torch.no_grad()
-def along_trend(module: nn.Module, inner: torch.optim.Optimizer, epochs: float) -> dict[str, Tensor]:
+def along_trend(
+    module: nn.Module, inner: torch.optim.Optimizer, epochs: float
+) -> dict[str, Tensor]:
     """Return w + epochs·delta by name, as new tensors, on an optimizer with a `Trend`; before the
     first step, the weights.
 
@@ -153,11 +165,17 @@ def along_velocity(module: nn.Module, inner: torch.optim.SGD, epochs: float) -> 
     """Return w - eta·epochs·v by name, as new tensors, with the last step's eta, on SGD with plain
     momentum. This is linear weight prediction in velocity form (arXiv:2003.11666). It equals the
     weight form there, but not with spike compensation, where a part bypasses the velocity."""
-    rates = {parameter: group["lr"] for group in inner.param_groups for parameter in group["params"]}
+    rates = {
+        parameter: group["lr"] for group in inner.param_groups for parameter in group["params"]
+    }
     moved = {}
     for name, parameter in module.named_parameters():
         velocity = inner.state.get(parameter, {}).get("momentum_buffer")
-        moved[name] = parameter.clone() if velocity is None else parameter - rates[parameter] * epochs * velocity
+        moved[name] = (
+            parameter.clone()
+            if velocity is None
+            else parameter - rates[parameter] * epochs * velocity
+        )
     return moved
 
 
@@ -172,7 +190,9 @@ def rescheduled(rate: float, delay: float, step: int, anneal_steps: int) -> floa
     the run (arXiv:1910.05124, T1). Deviation: delays below 1 leave the rate as it is; the paper's
     formula would raise it."""
     if anneal_steps < 1:
-        raise ValueError(f"{anneal_steps} steps anneal nothing; choose 1 or more, usually a quarter of the run")
+        raise ValueError(
+            f"{anneal_steps} steps anneal nothing; choose 1 or more, usually a quarter of the run"
+        )
     power = 1 - min(step / anneal_steps, 1.0)
     return float(rate / max(delay, 1.0) ** power)
 
@@ -195,7 +215,9 @@ def nadam(
     """Return the same correction in Adam's metric, as in AsyncPP's code: NAdam with decoupled
     decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead is in the step, and a new
     gradient counts (1-mu) as above."""
-    return torch.optim.NAdam(groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True)
+    return torch.optim.NAdam(
+        groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True
+    )
 
 
 @dataclass(frozen=True, slots=True)

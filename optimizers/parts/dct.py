@@ -54,7 +54,9 @@ class Grid:
     def forward(self, x: Tensor) -> Tensor:
         """Return flat coefficients: chunk after chunk, each row by row, low frequencies first."""
         (rows, columns), (height, width), (high, wide) = self.matrix, self.chunk, self.filled
-        whole = torch.nn.functional.pad(x.reshape(rows, columns), (0, wide - columns, 0, high - rows))
+        whole = torch.nn.functional.pad(
+            x.reshape(rows, columns), (0, wide - columns, 0, high - rows)
+        )
         chunks = whole.reshape(high // height, height, wide // width, width).transpose(1, 2)
         return (cosines(height) @ chunks @ cosines(width).T).reshape(-1)
 

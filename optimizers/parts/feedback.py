@@ -24,7 +24,11 @@ def message(x: Tensor, residual: Tensor | None, beta: float) -> Tensor:
 def settle(sent_from: Tensor, sent: Tensor, taken: Ranges, residual: Tensor | None) -> Tensor:
     """Return the new residual: `sent_from` - `sent` (the message minus its decoded form) in the
     flat ranges `taken`, the old residual (None: zeros) elsewhere."""
-    return choose(taken, sent_from - sent, sent_from.new_zeros(sent_from.shape) if residual is None else residual)
+    return choose(
+        taken,
+        sent_from - sent,
+        sent_from.new_zeros(sent_from.shape) if residual is None else residual,
+    )
 
 
 def choose(ranges: Ranges, inside: Tensor, outside: Tensor) -> Tensor:
@@ -49,7 +53,9 @@ class SenderFeedback:
     message: dict[str, Tensor] = own(dict)
     start: dict[str, Tensor] = own(dict)
 
-    def compose(self, work: dict[str, Tensor], theta: Tensors, beta: float | None) -> dict[str, Tensor]:
+    def compose(
+        self, work: dict[str, Tensor], theta: Tensors, beta: float | None
+    ) -> dict[str, Tensor]:
         """Return the message for the work of a replica at `theta`, kept until its result is known.
         If `beta` (the decay) is None, the message is the work, and nothing is kept."""
         if beta is None:

@@ -37,15 +37,25 @@ class InnerConfig:
 
     def __post_init__(self) -> None:
         if self.name not in get_args(InnerName):
-            raise ValueError(f"inner optimizer {self.name!r} is not known; choose adamw, sgd, muon or nadam")
+            raise ValueError(
+                f"inner optimizer {self.name!r} is not known; choose adamw, sgd, muon or nadam"
+            )
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"a learning rate of {self.lr} trains nothing; choose a finite one above 0, usually 1e-3")
+            raise ValueError(
+                f"a learning rate of {self.lr} trains nothing; choose a finite one above 0, usually 1e-3"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {self.betas} must be two numbers in [0, 1); usual are (0.9, 0.95)")
+            raise ValueError(
+                f"betas {self.betas} must be two numbers in [0, 1); usual are (0.9, 0.95)"
+            )
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"a weight decay of {self.weight_decay} makes weights grow; choose 0 or more, usually 0.1")
+            raise ValueError(
+                f"a weight decay of {self.weight_decay} makes weights grow; choose 0 or more, usually 0.1"
+            )
         if not 0 < self.eps < math.inf:
-            raise ValueError(f"eps of {self.eps} does not keep the division finite; choose one above 0, usually 1e-8")
+            raise ValueError(
+                f"eps of {self.eps} does not keep the division finite; choose one above 0, usually 1e-8"
+            )
         self._require_momentum()
 
     def _require_momentum(self) -> None:
@@ -55,9 +65,13 @@ class InnerConfig:
                     f"{self.name} has no momentum of {self.momentum}; set the first of betas, or choose sgd"
                 )
             if not 0 <= self.momentum < 1:
-                raise ValueError(f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9")
+                raise ValueError(
+                    f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9"
+                )
         if self.nesterov and (self.name != "sgd" or not self.momentum):
-            raise ValueError(f"nesterov is for sgd with momentum, not for {self.name}; e.g. sgd with momentum=0.9")
+            raise ValueError(
+                f"nesterov is for sgd with momentum, not for {self.name}; e.g. sgd with momentum=0.9"
+            )
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer over a module's parameters."""
@@ -65,12 +79,16 @@ class InnerConfig:
         if self.name == "muon":
             hidden = hidden_matrices(module)
             inside = {id(parameter) for parameter in hidden}
-            rest = self._groups(parameter for parameter in parameters if id(parameter) not in inside)
+            rest = self._groups(
+                parameter for parameter in parameters if id(parameter) not in inside
+            )
             momentum = 0.95 if self.momentum is None else self.momentum
             return Muon(self._groups(hidden), rest, self.lr, momentum, self.betas, self.eps)
         groups = self._groups(parameters)
         if self.name == "sgd":
-            return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum or 0.0, nesterov=self.nesterov)
+            return torch.optim.SGD(
+                groups, lr=self.lr, momentum=self.momentum or 0.0, nesterov=self.nesterov
+            )
         if self.name == "nadam":
             return nadam(groups, self.lr, self.betas, self.eps)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)

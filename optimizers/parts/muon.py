@@ -44,13 +44,23 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, muon: list[Group], adamw: list[Group], lr: float, momentum: float, betas: tuple[float, float], eps: float
+        self,
+        muon: list[Group],
+        adamw: list[Group],
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"muon needs torch 2.9 or newer, this is {torch.__version__}; update it or choose adamw")
+            raise ValueError(
+                f"muon needs torch 2.9 or newer, this is {torch.__version__}; update it or choose adamw"
+            )
         self._parts: list[torch.optim.Optimizer] = []
         if muon:
-            self._parts.append(torch.optim.Muon(muon, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(
+                torch.optim.Muon(muon, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+            )
         if adamw:
             self._parts.append(torch.optim.AdamW(adamw, lr, betas=betas, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})

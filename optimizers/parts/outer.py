@@ -50,7 +50,9 @@ class OuterHeavyBall:
     def __post_init__(self) -> None:
         _require_positive(self.lr)
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9")
+            raise ValueError(
+                f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9"
+            )
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
         """Step as in the class's equations."""
@@ -72,4 +74,6 @@ class OuterNesterov(OuterHeavyBall):
 
 def _require_positive(lr: float) -> None:
     if not 0 < lr <= 10:
-        raise ValueError(f"an outer learning rate of {lr} makes no sense; choose one in (0, 10], usually 0.3 to 1")
+        raise ValueError(
+            f"an outer learning rate of {lr} makes no sense; choose one in (0, 10], usually 0.3 to 1"
+        )

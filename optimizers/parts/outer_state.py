@@ -58,7 +58,9 @@ class OuterState(Anchor):
 
     def step(self, name: str, outer: Outer, pseudo_grad: Tensor) -> Tensor:
         """Make one tensor's outer step and return its new phi."""
-        self.phi[name], self.momentum[name] = outer.step(self.phi[name], pseudo_grad, self.momentum[name])
+        self.phi[name], self.momentum[name] = outer.step(
+            self.phi[name], pseudo_grad, self.momentum[name]
+        )
         return self.phi[name]
 
     def advance(

@@ -21,7 +21,9 @@ _ROUNDS = 10
 _BATCH = 1 << 14  # counters per batch, so that their words stay in a core's cache
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
     """Return four output words for each counter of four 32-bit words, under a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -69,4 +71,6 @@ def permutation(seed: int, stream: int, round_number: int, count: int) -> Tensor
 
 def _require_bits(what: str, value: int, bits: int) -> None:
     if not 0 <= value < 1 << bits:
-        raise ValueError(f"{what} {value} does not fit into {bits} bits; choose one in [0, 2^{bits})")
+        raise ValueError(
+            f"{what} {value} does not fit into {bits} bits; choose one in [0, 2^{bits})"
+        )

@@ -19,13 +19,21 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not (self.peak > 0 and math.isfinite(self.peak)):
-            raise ValueError(f"a peak learning rate of {self.peak} trains nothing; choose one above 0")
+            raise ValueError(
+                f"a peak learning rate of {self.peak} trains nothing; choose one above 0"
+            )
         if not 0 <= self.warmup_tokens <= self.total_tokens or self.total_tokens < 1:
-            raise ValueError(f"warm-up of {self.warmup_tokens} tokens does not fit a run of {self.total_tokens}")
+            raise ValueError(
+                f"warm-up of {self.warmup_tokens} tokens does not fit a run of {self.total_tokens}"
+            )
         if self.joiner_steps < 0:
-            raise ValueError(f"{self.joiner_steps} warm-up steps for joiners are none; choose 0 or more, usually 100")
+            raise ValueError(
+                f"{self.joiner_steps} warm-up steps for joiners are none; choose 0 or more, usually 100"
+            )
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"a floor of {self.floor} is no share of the peak; choose one in [0, 1]")
+            raise ValueError(
+                f"a floor of {self.floor} is no share of the peak; choose one in [0, 1]"
+            )
 
     def rate(self, tokens: int, own_steps: int) -> float:
         """Return the rate at the run's `tokens` for a peer `own_steps` steps after it joined."""
@@ -34,4 +42,6 @@ class Schedule:
             return self.peak * local * (tokens + 1) / self.warmup_tokens
         span = max(self.total_tokens - self.warmup_tokens, 1)
         done = min((tokens - self.warmup_tokens) / span, 1.0)
-        return self.peak * local * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+        return (
+            self.peak * local * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+        )

@@ -37,19 +37,27 @@ def named(prefix: str, tensors: Tensors) -> State:
 
 def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
     """Return copies of a prefix's tensors; `WrongState` unless finite float32 of `shapes`."""
-    return {name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()}
+    return {
+        name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()
+    }
 
 
 def kept(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
     """Return `unnamed`, or nothing if none is stored: for tensors not always held."""
-    return unnamed(prefix, state, shapes) if any(f"{prefix}.{name}" in state for name in shapes) else {}
+    return (
+        unnamed(prefix, state, shapes)
+        if any(f"{prefix}.{name}" in state for name in shapes)
+        else {}
+    )
 
 
 def counter(name: str, state: State) -> int:
     """Return a counter of a state; raise `WrongState` unless it is an int64 scalar of 0 or more."""
     found = state.get(name)
     if found is None or found.dtype != torch.int64 or found.dim() != 0 or int(found) < 0:
-        raise WrongState(f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member")
+        raise WrongState(
+            f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member"
+        )
     return int(found)
 
 
@@ -60,7 +68,11 @@ def numbers(values: Mapping[str, int]) -> State:
 
 def tables(held: Mapping[str, Tensors]) -> State:
     """Return several sets of tensors, each as `named` copies it under its prefix."""
-    return {name: tensor for prefix, tensors in held.items() for name, tensor in named(prefix, tensors).items()}
+    return {
+        name: tensor
+        for prefix, tensors in held.items()
+        for name, tensor in named(prefix, tensors).items()
+    }
 
 
 def zeros(shapes: Shapes) -> dict[str, Tensor]:
@@ -71,7 +83,9 @@ def zeros(shapes: Shapes) -> dict[str, Tensor]:
 def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:
     found = state.get(name)
     if found is None or found.dtype != torch.float32 or tuple(found.shape) != shape:
-        raise WrongState(f"{name} must be float32 of shape {shape}, got {_described(found)}; ask another member")
+        raise WrongState(
+            f"{name} must be float32 of shape {shape}, got {_described(found)}; ask another member"
+        )
     if not bool(torch.isfinite(found).all()):
         raise WrongState(f"{name} holds NaN or infinity; ask another member")
     return found

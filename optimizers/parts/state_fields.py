@@ -35,7 +35,9 @@ class Kind:
     read: Callable[[str, State, Shapes], Any]
 
 
-COUNT = Kind(lambda key, value: numbers({key: value}), lambda key, state, shapes: counter(key, state))
+COUNT = Kind(
+    lambda key, value: numbers({key: value}), lambda key, state, shapes: counter(key, state)
+)
 FLAG = Kind(COUNT.write, lambda key, state, shapes: bool(counter(key, state)))
 TENSORS = Kind(named, unnamed)
 SOME_TENSORS = Kind(named, kept)  # of all the owner's parameters, or of none
@@ -119,7 +121,9 @@ def _usual(default: object, tensors: Kind) -> Kind:
 
 def _declared(default: object, key: str, whose: Whose, kind: Kind, stays: bool = False) -> object:
     make = default if callable(default) else lambda: default
-    return dataclasses.field(default_factory=make, metadata={_METADATA: _Place(whose, make, key, kind, stays)})
+    return dataclasses.field(
+        default_factory=make, metadata={_METADATA: _Place(whose, make, key, kind, stays)}
+    )
 
 
 def _places(owner: "DataclassInstance") -> Iterator[tuple[str, _Place]]:

@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import (
+    All,
+    Exchange,
+    ExchangeKey,
+    Progress,
+    Replica,
+    Result,
+    State,
+    Tensors,
+)
 from farflock.optimizers.parts.outer_state import Anchor
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import kept, named, unnamed, zeros
@@ -132,8 +141,13 @@ class PeriodicMethod(OuterMethod):
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         """Return this round's exchange of these tensors: a mean among all."""
-        key, back = ExchangeKey(self.stream, self._book.number), getattr(self, "return_codec", "bf16")
-        return Exchange(key, "mean", All(), tensors, weight, self.codec, back, deadline_s=self.deadline_s)
+        key, back = (
+            ExchangeKey(self.stream, self._book.number),
+            getattr(self, "return_codec", "bf16"),
+        )
+        return Exchange(
+            key, "mean", All(), tensors, weight, self.codec, back, deadline_s=self.deadline_s
+        )
 
     @abstractmethod
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
@@ -183,4 +197,6 @@ def _has(replica: Replica, moment: str) -> bool:
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:
     """Return a moment's shapes: mostly the parameters', but the step count is a scalar."""
-    return {name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()}
+    return {
+        name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()
+    }

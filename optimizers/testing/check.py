@@ -7,14 +7,37 @@ and a counterexample. Nothing here knows a method's periods or streams; its tria
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, Method, Progress, Ranges, Replica, Result, State, Tensors
-from farflock.optimizers.testing.loopback import Loopback, LoopbackPeer, Rig, noise, nothing, same, whole
+from farflock.optimizers.method import (
+    Exchange,
+    Method,
+    Progress,
+    State,
+    Tensors,
+)
+from farflock.optimizers.testing.loopback import (
+    Loopback,
+    LoopbackPeer,
+    Rig,
+    noise,
+    nothing,
+    same,
+    whole,
+)
+from farflock.optimizers.testing.misfortunes import (
+    DAILY_FATES,
+    FATES,
+    TICKS,
+    late,
+    play,
+    second_half_of,
+)
+from farflock.optimizers.testing.spy import Spy
 from farflock.optimizers.trial_options import TrialIncomplete, law_options, trial_of
 
 LAWS = {
@@ -28,8 +51,17 @@ LAWS = {
     7: "so does `resume(snapshot() | personal())`, at any moment between two calls",
     8: "work in ranges that were not taken is kept",
 }
-TICKS, QUIET_TICKS = 20, 6  # steps with misfortune, then without
-SPECIMEN_TERMS = ("kind", "group", "codec", "return_codec", "stride", "enough", "apply_after", "deadline_s")
+QUIET_TICKS = 6  # steps without misfortune, after TICKS with it
+SPECIMEN_TERMS = (
+    "kind",
+    "group",
+    "codec",
+    "return_codec",
+    "stride",
+    "enough",
+    "apply_after",
+    "deadline_s",
+)
 NUDGE = 0.25  # a gradient that must not be forgotten
 MIN_TRACE = NUDGE / 2  # the least difference that counts; 4-bit rounding leaves less
 
@@ -70,91 +102,6 @@ class Subject:
         return bool(self.swarm("a").peers["a"].templates)
 
 
-# Misfortunes: each changes a swarm whose last peer is its victim.
-
-
-def tail_of(what: str, n: int) -> Ranges:
-    """Return the ranges if all but the first two values were taken."""
-    return [(min(2, n - 1), n)]
-
-
-def second_half_of(what: str, n: int) -> Ranges:
-    """Return the ranges if the second half of a tensor, or nothing of a bias, was taken."""
-    return [] if what.endswith("bias") else [(max(n // 2, 1), n)]
-
-
-def _dropped(swarm: Loopback, victim: str, tick: int = 0) -> None:
-    swarm.taken = lambda peer, number: nothing if peer == victim and number % 3 == 1 else whole
-
-
-def _partly(swarm: Loopback, victim: str, tick: int) -> None:
-    swarm.taken = lambda peer, number: tail_of if peer == victim and number % 3 != 2 else whole
-
-
-def _delayed(swarm: Loopback, victim: str, tick: int) -> None:
-    swarm.late = lambda peer, number: 1 if number % 2 else 0
-
-
-def late(swarm: Loopback, victim: str, tick: int = 0) -> None:
-    """Delay the victim's results by 0, 2, 4 or 6 steps."""
-    swarm.late = lambda peer, number: (number % 4) * 2 if peer == victim else 0
-
-
-def _failing(swarm: Loopback, victim: str, tick: int) -> None:
-    swarm.fails = lambda number: number % 3 == 1
-
-
-def _slow(swarm: Loopback, victim: str, tick: int) -> None:
-    swarm.rests = lambda peer, tick: peer == victim and tick % 3 != 0
-
-
-def _joins(swarm: Loopback, victim: str, tick: int) -> None:
-    if tick == 8:
-        swarm.join("z", "a")
-
-
-def _leaves(swarm: Loopback, victim: str, tick: int) -> None:
-    if tick == 8 and len(swarm.peers) > 1:
-        swarm.leave(victim)
-
-
-def _sleeps(swarm: Loopback, victim: str, tick: int) -> None:
-    if len(swarm.peers) > 1:
-        swarm.peers[victim].asleep = 5 <= tick < 14
-
-
-def _everything(swarm: Loopback, victim: str, tick: int) -> None:
-    _dropped(swarm, victim)
-    late(swarm, "a")
-    swarm.fails = lambda number: number % 5 == 3
-    _joins(swarm, victim, tick)
-
-
-FATES: dict[str, Callable[[Loopback, str, int], None]] = {  # called before each tick
-    "calm": lambda swarm, victim, tick: None,
-    "drop": _dropped,
-    "partial": _partly,
-    "delay": _delayed,
-    "late": late,
-    "fail": _failing,
-    "slow": _slow,
-    "join": _joins,
-    "leave": _leaves,
-    "sleep": _sleeps,
-    "everything": _everything,
-}
-DAILY_FATES = ("late", "sleep", "everything")
-
-
-def play(swarm: Loopback, fate: str, ticks: int = TICKS) -> Loopback:
-    """Run a swarm through this many ticks of a fate; its last peer is the victim."""
-    victim = list(swarm.peers)[-1]
-    for tick in range(ticks):
-        FATES[fate](swarm, victim, tick)
-        swarm.steps(1)
-    return swarm
-
-
 def played(subject: Subject, size: int, fate: str, ticks: int = TICKS) -> Loopback:
     """Return a new swarm of `size` peers under AdamW after `play`."""
     return play(subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01), fate, ticks)
@@ -171,48 +118,17 @@ def holding(peer: LoopbackPeer) -> State:
     return {**peer.outer(), **peer.method.personal(replica), **peer.theta(), **inner}
 
 
-@dataclass
-class Spy:
-    """A method under watch: what it requested, and what each failed result did."""
-
-    inner: Method
-    # (exchange, copy of its tensors)
-    copies: list[tuple[Exchange, State]] = field(default_factory=list)
-    # floating state and parameters, (before, after)
-    failures: list[tuple[State, State]] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the method has
-        return getattr(self.inner, name)
-
-    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Return the method's exchanges, recorded."""
-        return self._noted(self.inner.due(replica, progress))
-
-    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """Return the method's second phase, recorded."""
-        before = self._floating(replica) if result.status == "failed" else {}
-        second = self.inner.apply(replica, exchange, result)
-        if result.status == "failed":
-            self.failures.append((before, self._floating(replica)))
-        return self._noted(second)
-
-    def _noted(self, exchanges: list[Exchange]) -> list[Exchange]:
-        self.copies += [(one, {name: x.clone() for name, x in one.tensors.items()}) for one in exchanges]
-        return exchanges
-
-    def _floating(self, replica: Replica) -> State:
-        state = self.inner.snapshot(replica)
-        theta = {f"theta.{name}": x for name, x in replica.read(replica.names, "param").items()}
-        return {name: x.clone() for name, x in state.items() if x.is_floating_point()} | theta
-
-
 # 0
 
 
 def check_streams(subject: Subject) -> None:
     """Check that exchanges match their templates, and that each stream's rounds are consecutive."""
     peer = played(subject, 2, "fail").peers["a"]
-    require(len(peer.templates) == len(peer.method.streams(peer.replica)), 0, "Two streams have one name.")
+    require(
+        len(peer.templates) == len(peer.method.streams(peer.replica)),
+        0,
+        "Two streams have one name.",
+    )
     asked: dict[str, list[int]] = {stream: [] for stream in peer.templates}
     for _, exchange in peer.offered:
         asked[exchange.key.stream].append(exchange.key.round)
@@ -226,30 +142,55 @@ def check_streams(subject: Subject) -> None:
             )
         known = sorted(rounds + [key.round for key in peer.replayed if key.stream == stream])
         wanted = [one.key.round + number * one.stride for number in range(len(known))]
-        require(known == wanted and rounds == sorted(rounds), 0, f"Stream {stream!r} had rounds {known}, not {wanted}.")
+        require(
+            known == wanted and rounds == sorted(rounds),
+            0,
+            f"Stream {stream!r} had rounds {known}, not {wanted}.",
+        )
 
 
 def _require_likeness(template: Exchange, exchange: Exchange) -> None:
-    shapes = [[(key, tuple(x.shape)) for key, x in one.tensors.items()] for one in (template, exchange)]
-    require(shapes[0] == shapes[1], 0, f"{exchange.key} has tensors {shapes[1]}, its specimen {shapes[0]}.")
+    shapes = [
+        [(key, tuple(x.shape)) for key, x in one.tensors.items()] for one in (template, exchange)
+    ]
+    require(
+        shapes[0] == shapes[1],
+        0,
+        f"{exchange.key} has tensors {shapes[1]}, its specimen {shapes[0]}.",
+    )
     for what in SPECIMEN_TERMS:
         seen, wanted = getattr(exchange, what), getattr(template, what)
         require(seen == wanted, 0, f"{exchange.key} has {what}={seen!r}, its specimen {wanted!r}.")
-    plain = all(key and x.dtype == torch.float32 and x.device.type == "cpu" for key, x in exchange.tensors.items())
-    require(plain, 0, f"{exchange.key} has tensors that are not float32 on the CPU, or one without a name.")
+    plain = all(
+        key and x.dtype == torch.float32 and x.device.type == "cpu"
+        for key, x in exchange.tensors.items()
+    )
+    require(
+        plain,
+        0,
+        f"{exchange.key} has tensors that are not float32 on the CPU, or one without a name.",
+    )
 
 
 def check_nothing_is_due_before_the_first_step(subject: Subject) -> None:
     """Check that nothing is due before any training."""
     peer = subject.swarm("a").peers["a"]
-    require(peer.method.due(peer.replica, Progress(0)) == [], 0, "`due` asked for an exchange before any local step.")
+    require(
+        peer.method.due(peer.replica, Progress(0)) == [],
+        0,
+        "`due` asked for an exchange before any local step.",
+    )
 
 
 def check_no_global_chance(subject: Subject) -> None:
     """Check that a run draws nothing from the process's generators."""
     before = subject.rig.chance()
     played(subject, 2, "late")
-    require(subject.rig.chance() == before, 0, "A global random generator was used; draw from the round and a seed.")
+    require(
+        subject.rig.chance() == before,
+        0,
+        "A global random generator was used; draw from the round and a seed.",
+    )
 
 
 # 1 to 5
@@ -272,12 +213,22 @@ def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
         spy = peer.method
         assert isinstance(spy, Spy)
         require(
-            all(same(*pair) for pair in spy.failures), 2, f"After {fate!r} with {size} peers {peer.name} has moved."
+            all(same(*pair) for pair in spy.failures),
+            2,
+            f"After {fate!r} with {size} peers {peer.name} has moved.",
         )
         changed = [one.key for one, then in spy.copies if not same(one.tensors, then)]
         require(not changed, 3, f"The tensors of {changed[:1]} were changed in place.")
-        require(len(spy.copies) == len(peer.offered), 3, f"{peer.name} returned exchanges that were not started.")
-        require(bool(spy.failures) or fate != "fail" or not talks, 2, "No round failed, so nothing was tried.")
+        require(
+            len(spy.copies) == len(peer.offered),
+            3,
+            f"{peer.name} returned exchanges that were not started.",
+        )
+        require(
+            bool(spy.failures) or fate != "fail" or not talks,
+            2,
+            "No round failed, so nothing was tried.",
+        )
     _require_rounds_in_order(rounds, swarm.peers["a"].templates)
     if subject.exact:
         _require_equal_snapshots(swarm)
@@ -298,24 +249,40 @@ def make_quiet(swarm: Loopback, ticks: int) -> None:
 
 def _require_it_goes_on(peer: LoopbackPeer, start: Tensors, talks: bool) -> None:
     state = [*holding(peer).values(), *peer.method.eval_params(peer.replica).values()]
-    require(all(bool(torch.isfinite(x).all()) for x in state), 1, f"{peer.name} holds NaN or infinity.")
+    require(
+        all(bool(torch.isfinite(x).all()) for x in state), 1, f"{peer.name} holds NaN or infinity."
+    )
     moved = any(not torch.equal(x, start[what]) for what, x in peer.theta().items())
     require(moved, 1, f"The parameters of {peer.name} have never moved.")
     ends = any(result.status != "failed" for result in peer.results[-2:])
-    require(ends == talks, 1, f"Without any more misfortune the last rounds of {peer.name} came to nothing.")
+    require(
+        ends == talks,
+        1,
+        f"Without any more misfortune the last rounds of {peer.name} came to nothing.",
+    )
 
 
 def _require_each_round_once(peer: LoopbackPeer) -> None:
     keys = [exchange.key for _, exchange in peer.offered]
     require(len(set(keys)) == len(keys), 4, f"{peer.name} asked twice for one of {keys}.")
-    require(len(peer.results) + len(peer.driver.pending) == len(keys), 4, f"{peer.name} has another number of results.")
-    require(not set(peer.replayed) & set(keys), 4, f"{peer.name} asked for a round that was replayed.")
+    require(
+        len(peer.results) + len(peer.driver.pending) == len(keys),
+        4,
+        f"{peer.name} has another number of results.",
+    )
+    require(
+        not set(peer.replayed) & set(keys), 4, f"{peer.name} asked for a round that was replayed."
+    )
 
 
-def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], templates: dict[str, Exchange]) -> None:
+def _require_rounds_in_order(
+    rounds: Sequence[tuple[str, dict[str, int]]], templates: dict[str, Exchange]
+) -> None:
     for name in dict.fromkeys(name for name, _ in rounds):
         for stream, one in templates.items():
-            numbers = [applied[stream] for whose, applied in rounds if whose == name and stream in applied]
+            numbers = [
+                applied[stream] for whose, applied in rounds if whose == name and stream in applied
+            ]
             steps = {later - earlier for earlier, later in itertools.pairwise(numbers)}
             require(steps <= {0, one.stride}, 4, f"{name} applied rounds {numbers} of {stream!r}.")
 
@@ -323,14 +290,26 @@ def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], templ
 def _require_equal_snapshots(swarm: Loopback) -> None:
     first, *others = swarm.peers.values()
     for other in others:
-        require(other.applied == first.applied, 5, f"{other.name} knows of other rounds than {first.name}.")
-        require(same(other.outer(), first.outer()), 5, f"The snapshots of {first.name} and {other.name} differ.")
+        require(
+            other.applied == first.applied,
+            5,
+            f"{other.name} knows of other rounds than {first.name}.",
+        )
+        require(
+            same(other.outer(), first.outer()),
+            5,
+            f"The snapshots of {first.name} and {other.name} differ.",
+        )
 
 
 def check_alone(subject: Subject) -> None:
     """Check that a single peer's rounds are all its own."""
     statuses = {result.status for result in played(subject, 1, "calm").peers["a"].results}
-    require(statuses == ({"alone"} if subject.talks() else set()), 1, f"A single peer's rounds were {statuses}.")
+    require(
+        statuses == ({"alone"} if subject.talks() else set()),
+        1,
+        f"A single peer's rounds were {statuses}.",
+    )
 
 
 def check_denominators(subject: Subject) -> None:
@@ -363,12 +342,16 @@ def check_adopting_ones_own_snapshot(subject: Subject) -> None:
     for swarm in (through, stopped):
         swarm.steps(subject.rest)
     for name, peer in through.peers.items():
-        _require_same_peer(peer, stopped.peers[name], 6, f"after adopting its own snapshot at step {subject.rest}")
+        _require_same_peer(
+            peer, stopped.peers[name], 6, f"after adopting its own snapshot at step {subject.rest}"
+        )
 
 
 def _require_same_peer(one: LoopbackPeer, other: LoopbackPeer, law: int, when: str) -> None:
     require(same(one.outer(), other.outer()), law, f"The snapshot of {one.name} is another {when}.")
-    require(same(one.theta(), other.theta()), law, f"The parameters of {one.name} are others {when}.")
+    require(
+        same(one.theta(), other.theta()), law, f"The parameters of {one.name} are others {when}."
+    )
 
 
 def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
@@ -383,14 +366,27 @@ def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
             moved.replica, moved.step, moved.now_s = peer.replica, peer.step, peer.now_s
             moved.driver = subject.rig.driver(method, peer.replica)
             method.restore(peer.replica, teacher, "adopt")
-            require(same(moved.outer(), teacher), 6, f"At step {tick} a snapshot that was adopted is another one.")
+            require(
+                same(moved.outer(), teacher),
+                6,
+                f"At step {tick} a snapshot that was adopted is another one.",
+            )
             evaluated = moved.method.eval_params(moved.replica)
-            require(same(evaluated, moved.theta()), 6, "After adopting, what is evaluated is not what is trained.")
+            require(
+                same(evaluated, moved.theta()),
+                6,
+                "After adopting, what is evaluated is not what is trained.",
+            )
             future.peers[peer.name] = moved
         future.steps(12)
         futures.append(future.peers)
     for name, peer in futures[0].items():
-        _require_same_peer(peer, futures[1][name], 6, f"than that of a new method, after both adopted at step {tick}")
+        _require_same_peer(
+            peer,
+            futures[1][name],
+            6,
+            f"than that of a new method, after both adopted at step {tick}",
+        )
 
 
 def check_joiner(subject: Subject, tick: int) -> None:
@@ -418,9 +414,16 @@ def check_snapshot_is_a_copy(subject: Subject) -> None:
     before = holding(peer)
     for x in (*peer.outer().values(), *peer.method.personal(peer.replica).values()):
         x.zero_()
-    for x in (*peer.method.eval_params(peer.replica).values(), *peer.method.agreed(peer.replica, "").values()):
+    for x in (
+        *peer.method.eval_params(peer.replica).values(),
+        *peer.method.agreed(peer.replica, "").values(),
+    ):
         x.zero_()
-    require(same(holding(peer), before), 6, "Overwriting what a method handed out has changed the method.")
+    require(
+        same(holding(peer), before),
+        6,
+        "Overwriting what a method handed out has changed the method.",
+    )
 
 
 # 7
@@ -446,7 +449,11 @@ def check_stopping_once(subject: Subject, moment: int) -> None:
 
 def _require_equal_ends(ran: Loopback, stopped: Loopback, how: str) -> None:
     for name, peer in ran.peers.items():
-        require(same(holding(stopped.peers[name]), holding(peer)), 7, f"{name} {how} and ended elsewhere.")
+        require(
+            same(holding(stopped.peers[name]), holding(peer)),
+            7,
+            f"{name} {how} and ended elsewhere.",
+        )
 
 
 def _restarting(swarm: Loopback, moment: int) -> Callable[[LoopbackPeer], None]:
@@ -474,11 +481,15 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
         return
     runs = [_partial_run(subject, sign) for sign in (1.0, -1.0)]
     require(
-        "partial" in {result.status for result in runs[0].results}, 8, "No round was partial, so nothing was tried."
+        "partial" in {result.status for result in runs[0].results},
+        8,
+        "No round was partial, so nothing was tried.",
     )
     first, second = (dict(_traces(peer)) for peer in runs)
     for name in runs[0].replica.names:
-        seen = [what for what in first if what[1] in (name, "") and _differ(first[what], second[what])]
+        seen = [
+            what for what in first if what[1] in (name, "") and _differ(first[what], second[what])
+        ]
         require(
             bool(seen),
             8,
@@ -489,7 +500,9 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    return one.shape != other.shape or bool(((one.double() - other.double()).abs() >= MIN_TRACE).any())
+    return one.shape != other.shape or bool(
+        ((one.double() - other.double()).abs() >= MIN_TRACE).any()
+    )
 
 
 def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:

@@ -79,7 +79,9 @@ class Rig(Protocol):
         """Return a replica that trains a module, without clipping."""
         ...
 
-    def decoded(self, codec: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
+    def decoded(
+        self, codec: str, tensors: Tensors, round_number: int, seed: int
+    ) -> dict[str, Tensor]:
         """Return the tensors as they come out of a codec."""
         ...
 
@@ -160,7 +162,9 @@ def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors have one type, one shape and the same bits (0 is not -0)."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def same(a: Tensors, b: Tensors) -> bool:
@@ -168,14 +172,19 @@ def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(equal_bits(a[name], b[name]) for name in a)
 
 
-def exact_mean(contributions: Sequence[tuple[float, Tensors, Mapping[str, TakenRanges]]]) -> dict[str, Tensor]:
+def exact_mean(
+    contributions: Sequence[tuple[float, Tensors, Mapping[str, TakenRanges]]],
+) -> dict[str, Tensor]:
     """Return the weighted mean by name, summed in the given order; 0 where there is no
     contribution. `contributions` are (weight, tensors, masks)."""
     mean: dict[str, Tensor] = {}
     for name in contributions[0][1]:
         total = sum(np.float32(weight) * masks[name] for weight, _, masks in contributions)
         share = np.float32(1) / np.maximum(total, np.float32(1e-30))
-        parts = [np.float32(weight) * share * masks[name] * x[name].numpy() for weight, x, masks in contributions]
+        parts = [
+            np.float32(weight) * share * masks[name] * x[name].numpy()
+            for weight, x, masks in contributions
+        ]
         mean[name] = torch.from_numpy(sum(parts[1:], parts[0]).astype(np.float32))
     return mean
 
@@ -303,7 +312,10 @@ class Loopback:
         old, fresh = peer.replica, self.build(peer.name)
         for what in ("param", "grad", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"):
             stored = old.read(old.names, what)
-            fresh.replica.write({name: x for name, x in stored.items() if what in ("param", "grad") or x.any()}, what)
+            fresh.replica.write(
+                {name: x for name, x in stored.items() if what in ("param", "grad") or x.any()},
+                what,
+            )
         shared, own = peer.outer(), peer.method.personal(old)
         assert not shared.keys() & own.keys()
         fresh.method.resume(fresh.replica, through_disk({**shared, **own}))
@@ -320,7 +332,12 @@ class Loopback:
                 if not self.rests(peer.name, self.tick):
                     self._step(peer)
             self.tick += 1
-            while any([self._close_ready(), *(self._settle(peer) for peer in self._shuffled(self.awake()))]):
+            while any(
+                [
+                    self._close_ready(),
+                    *(self._settle(peer) for peer in self._shuffled(self.awake())),
+                ]
+            ):
                 pass
 
     def replay(self, name: str, key: ExchangeKey) -> list[Exchange]:
@@ -349,12 +366,17 @@ class Loopback:
             last = peer.applied.setdefault(stream, self._newest.get(stream, before))
             keys.append(replace(one.key, round=last + one.stride))
         return min(
-            (key for key in keys if key in self.log and key.stream not in busy), key=lambda k: k.round, default=None
+            (key for key in keys if key in self.log and key.stream not in busy),
+            key=lambda k: k.round,
+            default=None,
         )
 
     def _step(self, peer: LoopbackPeer) -> None:
         old, theta = peer.replica.read(peer.replica.names, "grad"), peer.theta()
-        new = {name: old[name] + self.gradient(peer.name, peer.step, name, x) for name, x in theta.items()}
+        new = {
+            name: old[name] + self.gradient(peer.name, peer.step, name, x)
+            for name, x in theta.items()
+        }
         peer.replica.write(new, "grad")
         peer.method.local_step(peer.replica, peer.progress)
         peer.step += 1
@@ -389,7 +411,11 @@ class Loopback:
                 f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, ... of its stream"
             )
             peer.offered.append((peer.step, exchange))
-            agreed = peer.method.agreed(peer.replica, key.stream) if peer.method.equality == "exact" else {}
+            agreed = (
+                peer.method.agreed(peer.replica, key.stream)
+                if peer.method.equality == "exact"
+                else {}
+            )
             offer = LoopbackOffer(exchange, agreed, peer.now_s)
             self._require_agreement(peer.name, key, offer)
             if key in self.log:
@@ -404,7 +430,9 @@ class Loopback:
             for what in first.keys() | offer.agreed.keys()
             if not equal_bits(first.get(what), offer.agreed.get(what))
         ]
-        assert not differ, f"{name} begins {key} with another state than those before it: {sorted(differ)}"
+        assert not differ, (
+            f"{name} begins {key} with another state than those before it: {sorted(differ)}"
+        )
 
     def _close_ready(self) -> bool:
         ready = [key for key, offers in self._board.items() if offers and self._ready(key, offers)]
@@ -435,10 +463,15 @@ class Loopback:
         one = next(iter(offers.values())).exchange
         early = list(offers)[: one.enough or len(offers)]
         sent = {name: self._sent(offer) for name, offer in offers.items()}
-        ranges = {name: self._ranges(name, one, sent[name]) if name in early else {} for name in sorted(offers)}
+        ranges = {
+            name: self._ranges(name, one, sent[name]) if name in early else {}
+            for name in sorted(offers)
+        }
         inside = [name for name in sorted(offers) if any(ranges[name].values())]
         result = Result("failed", key.round + one.stride)
-        if len(inside) >= max(one.min_participants, 1) and not (self._strikes(key) and self.fails(key.round)):
+        if len(inside) >= max(one.min_participants, 1) and not (
+            self._strikes(key) and self.fails(key.round)
+        ):
             all_in = all(is_whole(ranges[name], sent[name]) for name in offers)
             paired = isinstance(one.group, RandomGroups)
             everybody = paired or {peer.name for peer in self.awake()} <= offers.keys()
@@ -447,13 +480,21 @@ class Loopback:
             )
             weights = tuple(offers[name].exchange.weight for name in inside)
             masks = {
-                name: {what: mask(ranges[name].get(what, []), x) for what, x in sent[name].items()} for name in inside
+                name: {what: mask(ranges[name].get(what, []), x) for what, x in sent[name].items()}
+                for name in inside
             }
-            mean = exact_mean([(weight, sent[name], masks[name]) for weight, name in zip(weights, inside, strict=True)])
+            mean = exact_mean(
+                [
+                    (weight, sent[name], masks[name])
+                    for weight, name in zip(weights, inside, strict=True)
+                ]
+            )
             if one.kind == "mean" and not paired:  # other groups have all payloads
                 mean = self._rig.decoded(one.return_codec, mean, key.round, self.seed)
             gathered = {name: sent[name] for name in inside} if one.kind == "gather" else None
-            result = Result(status, result.next_round, tuple(inside), weights, mean=mean, gathered=gathered)
+            result = Result(
+                status, result.next_round, tuple(inside), weights, mean=mean, gathered=gathered
+            )
         self.log[key] = result
         for name in offers:
             self._answer(name, offers[name], result, ranges[name], sent[name])
@@ -467,7 +508,9 @@ class Loopback:
         nothing."""
         if not self._strikes(one.key):
             return {what: whole(what, x.numel()) for what, x in sent.items()}
-        ranges = {what: self.taken(name, one.key.round)(what, x.numel()) for what, x in sent.items()}
+        ranges = {
+            what: self.taken(name, one.key.round)(what, x.numel()) for what, x in sent.items()
+        }
         divisible = one.kind == "mean" and not one.uniform
         return ranges if divisible or is_whole(ranges, sent) else {}
 

@@ -56,8 +56,12 @@ def refuse_taken_ports(listen: Iterable[str]) -> None:
     """
     for address in listen:
         match address.split("/"):
-            case ["", "ip4" | "ip6" as version, host, "tcp", port, *_] if port.isascii() and port.isdigit():
-                _refuse_taken(socket.AF_INET if version == "ip4" else socket.AF_INET6, host, int(port))
+            case ["", "ip4" | "ip6" as version, host, "tcp", port, *_] if (
+                port.isascii() and port.isdigit()
+            ):
+                _refuse_taken(
+                    socket.AF_INET if version == "ip4" else socket.AF_INET6, host, int(port)
+                )
 
 
 def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
@@ -91,7 +95,11 @@ def _is_old_and_ours(path: Path, now_s: float) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid() and now_s - status.st_mtime > SOCKET_MIN_AGE_S
+    return (
+        stat.S_ISSOCK(status.st_mode)
+        and status.st_uid == os.getuid()
+        and now_s - status.st_mtime > SOCKET_MIN_AGE_S
+    )
 
 
 def _nobody_listens(path: Path) -> bool:

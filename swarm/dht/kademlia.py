@@ -131,7 +131,9 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
             _log.debug("no greeting from %s", peer, exc_info=True)
             return None
         await self.update_routing_table(node_id, peer)
-        return Greeting(clock_ahead_s(sent_s, wall_s(), response.dht_time), bool(response.available))
+        return Greeting(
+            clock_ahead_s(sent_s, wall_s(), response.dht_time), bool(response.available)
+        )
 
     async def ask(self, peer: PeerID, key: bytes) -> LookupReply[PeerID] | None:
         """Return the peer's checked items under a key and its neighbours; None if it is silent."""
@@ -150,7 +152,9 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
 
     def _believe(self, key: bytes, result: dht_pb2.FindResult) -> LookupReply[PeerID]:
         found = unpack_items(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
-        near = list(zip(result.nearest_node_ids[:WIDTH], result.nearest_peer_ids[:WIDTH], strict=True))
+        near = list(
+            zip(result.nearest_node_ids[:WIDTH], result.nearest_peer_ids[:WIDTH], strict=True)
+        )
         # Base58 takes quadratic time.
         if any(len(peer) > MAX_PEER_ID_BYTES for _, peer in near):
             raise BadItem("a neighbour's peer id is too long")
@@ -167,30 +171,52 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         """Store an item here if the rules and the room allow it."""
         return self._allows(key, item) and self.shelf.put(key, item, wall_s())
 
-    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+    async def rpc_ping(
+        self, request: dht_pb2.PingRequest, context: P2PContext
+    ) -> dht_pb2.PingResponse:
         """Answer a peer that introduces itself or checks that we are alive."""
         self._pay(context, 1, 0)
         if len(request.peer.node_id) not in (0, DHTID.HASH_NBYTES):
-            raise RefusedCall(f"a node id has {DHTID.HASH_NBYTES} bytes, got {len(request.peer.node_id)}")
+            raise RefusedCall(
+                f"a node id has {DHTID.HASH_NBYTES} bytes, got {len(request.peer.node_id)}"
+            )
         return await super().rpc_ping(request, context)
 
-    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+    async def rpc_store(
+        self, request: dht_pb2.StoreRequest, context: P2PContext
+    ) -> dht_pb2.StoreResponse:
         """Store single items; refuse regular values, dictionaries and cache entries."""
         self._pay(context, len(request.keys), request.ByteSize())
-        columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+        columns = (
+            request.keys,
+            request.subkeys,
+            request.values,
+            request.expiration_time,
+            request.in_cache,
+        )
         if len(request.keys) > MAX_KEYS_PER_CALL or len({len(column) for column in columns}) != 1:
-            raise RefusedCall(f"a store has at most {MAX_KEYS_PER_CALL} items in columns of equal length")
+            raise RefusedCall(
+                f"a store has at most {MAX_KEYS_PER_CALL} items in columns of equal length"
+            )
         await self._meet(request.peer, context)
         kept = [
-            not in_cache and subkey[:2] == pack_subkey(b"") and self.keep(key, StoredItem(subkey[2:], value, expires_s))
+            not in_cache
+            and subkey[:2] == pack_subkey(b"")
+            and self.keep(key, StoredItem(subkey[2:], value, expires_s))
             for key, subkey, value, expires_s, in_cache in zip(*columns, strict=True)
         ]
         return dht_pb2.StoreResponse(store_ok=kept, peer=self.node_info)
 
-    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+    async def rpc_find(
+        self, request: dht_pb2.FindRequest, context: P2PContext
+    ) -> dht_pb2.FindResponse:
         """Answer a search: our items under each key, and the peers that we know near it."""
-        if len(request.keys) > MAX_KEYS_PER_CALL or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
-            raise RefusedCall(f"a search has at most {MAX_KEYS_PER_CALL} keys of {DHTID.HASH_NBYTES} bytes")
+        if len(request.keys) > MAX_KEYS_PER_CALL or any(
+            len(key) != DHTID.HASH_NBYTES for key in request.keys
+        ):
+            raise RefusedCall(
+                f"a search has at most {MAX_KEYS_PER_CALL} keys of {DHTID.HASH_NBYTES} bytes"
+            )
         found = [self.shelf.items(key, wall_s()) for key in request.keys]
         reply_bytes = sum(len(item.value) + len(item.subkey) for items in found for item in items)
         self._pay(context, len(request.keys), reply_bytes)
@@ -221,7 +247,9 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         if len(peer.node_id) == DHTID.HASH_NBYTES:
             await self.update_routing_table(DHTID.from_bytes(peer.node_id), context.remote_id)
 
-    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+    async def update_routing_table(
+        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
+    ) -> None:
         """Add a peer that answered or called; remove one that did not answer.
 
         A peer has one node id and a node id one peer: otherwise anyone could take or clear
@@ -306,7 +334,9 @@ class DhtDirectory:
             remove_dead_sockets(_SOCKET_FOLDER, wall_s())
             async with asyncio.timeout(timeout_s):
                 daemon = await BoundDaemon.start_patiently(
-                    initial_peers=[address for addresses in doors.values() for address in addresses],
+                    initial_peers=[
+                        address for addresses in doors.values() for address in addresses
+                    ],
                     identity_path=str(identity_path),
                     check_if_identity_free=False,  # it reads RSA keys only; the lock replaces it
                     host_maddrs=None if client_mode else list(listen),
@@ -334,10 +364,16 @@ class DhtDirectory:
 
     async def _join(self, client_mode: bool) -> None:
         with contextlib.suppress(ValueError):  # hivemind raises it if there are none
-            self.addresses = tuple(str(address) for address in await self._daemon.get_visible_maddrs())
+            self.addresses = tuple(
+                str(address) for address in await self._daemon.get_visible_maddrs()
+            )
         if self._doors:
             greetings = await asyncio.gather(*map(self._protocol.greet, self._doors))
-            judge(len(self._doors), [greeting for greeting in greetings if greeting is not None], client_mode)
+            judge(
+                len(self._doors),
+                [greeting for greeting in greetings if greeting is not None],
+                client_mode,
+            )
             await self._walk(self._protocol.node_id.to_bytes(), STORE_TIMEOUT_S)
 
     @property
@@ -397,7 +433,9 @@ class DhtDirectory:
 
     def _only(self, run: str) -> None:
         if run != self._run:
-            raise ValueError(f"this directory was opened for run {self._run}, not for {run}; open another one")
+            raise ValueError(
+                f"this directory was opened for run {self._run}, not for {run}; open another one"
+            )
 
     def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> StoredItem:
         """Sign with a rising expiry, so that the last announcement wins whatever its lifetime."""
@@ -433,7 +471,9 @@ class DhtDirectory:
             async with asyncio.timeout_at(ends_s):
                 while waiting and kept < wanted:
                     batch, waiting = waiting[: wanted - kept], waiting[wanted - kept :]
-                    kept += sum(await asyncio.gather(*(self._store_at(peer, key, item) for peer in batch)))
+                    kept += sum(
+                        await asyncio.gather(*(self._store_at(peer, key, item) for peer in batch))
+                    )
         return kept > 0
 
     async def _store_at(self, peer: PeerID, key: bytes, item: StoredItem) -> bool:
@@ -451,7 +491,9 @@ class DhtDirectory:
                 async with asyncio.timeout_at(ends_s):
                     await self._knock_again()
         friends = table.get_nearest_neighbors(DHTID(target), WIDTH)
-        walk = Walk(target, self._daemon.peer_id, friends, lambda peer: self._protocol.ask(peer, key))
+        walk = Walk(
+            target, self._daemon.peer_id, friends, lambda peer: self._protocol.ask(peer, key)
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(ends_s):
                 await walk.run()
@@ -497,16 +539,22 @@ def _bad_address(address: str, reason: str) -> DirectoryUnreachable:
 
 def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryUnreachable:
     if isinstance(error, TimeoutError):
-        return DirectoryUnreachable(f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?")
+        return DirectoryUnreachable(
+            f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?"
+        )
     if finds_no_door(error):
         return DirectoryUnreachable(
             f"none of the {doors} peers in the invite could be reached; check this machine's network, or ask any member"
             " for a fresh invite"
         )
-    return DirectoryUnreachable(f"the libp2p daemon ended ({error}); is the port to listen on free, the address right?")
+    return DirectoryUnreachable(
+        f"the libp2p daemon ended ({error}); is the port to listen on free, the address right?"
+    )
 
 
-async def _speak(daemon: BoundDaemon, identity: Identity, run: str, client_mode: bool) -> DHTProtocol:
+async def _speak(
+    daemon: BoundDaemon, identity: Identity, run: str, client_mode: bool
+) -> DHTProtocol:
     """Create the protocol; a node id from the key gives a restarted peer its old place back."""
     protocol: DHTProtocol = await DHTProtocol.create(
         daemon,

@@ -60,7 +60,10 @@ class Walk(Generic[LookupPeer]):
         running: dict[asyncio.Task[LookupReply[LookupPeer] | None], tuple[int, LookupPeer]] = {}
         try:
             while True:
-                while len(running) < PARALLEL_CALLS and (contact := self._next(running.values())) is not None:
+                while (
+                    len(running) < PARALLEL_CALLS
+                    and (contact := self._next(running.values())) is not None
+                ):
                     running[asyncio.create_task(self._call(contact[1]))] = contact
                 if not running:
                     return
@@ -84,10 +87,15 @@ class Walk(Generic[LookupPeer]):
         self._asked += 1
         return waiting.pop(0)
 
-    def _wanted(self, stranger: tuple[int, LookupPeer], running: Iterable[tuple[int, LookupPeer]]) -> bool:
+    def _wanted(
+        self, stranger: tuple[int, LookupPeer], running: Iterable[tuple[int, LookupPeer]]
+    ) -> bool:
         """Return whether fewer than `WIDTH` peers that answered, or may yet, are nearer."""
         distance = self._distance(stranger)
-        return sum(self._distance(contact) < distance for contact in (*self._answered, *running)) < WIDTH
+        return (
+            sum(self._distance(contact) < distance for contact in (*self._answered, *running))
+            < WIDTH
+        )
 
     def _take(self, contact: tuple[int, LookupPeer], reply: LookupReply[LookupPeer] | None) -> None:
         if reply is None:
@@ -97,7 +105,8 @@ class Walk(Generic[LookupPeer]):
         fresh = [(node, peer) for node, peer in reply.near[:WIDTH] if peer not in self._seen]
         self._seen.update(peer for _, peer in fresh)
         self._strangers = sorted(
-            {peer: (node, peer) for node, peer in [*self._strangers, *fresh]}.values(), key=self._distance
+            {peer: (node, peer) for node, peer in [*self._strangers, *fresh]}.values(),
+            key=self._distance,
         )
 
     def _distance(self, contact: tuple[int, LookupPeer]) -> int:

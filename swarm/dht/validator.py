@@ -112,8 +112,12 @@ class Rules:
         if len(item.value) > MAX_VALUE_BYTES:
             raise BadItem(f"a value has at most {MAX_VALUE_BYTES} bytes, got {len(item.value)}")
         if not now_s < item.expires_s <= now_s + MAX_RECORD_AGE_S:  # also refuses NaN
-            raise BadItem(f"an item expires within {MAX_RECORD_AGE_S} s, got {item.expires_s - now_s} s")
-        memo = hashlib.sha256(key + item.subkey + struct.pack(">d", item.expires_s) + item.value).digest()
+            raise BadItem(
+                f"an item expires within {MAX_RECORD_AGE_S} s, got {item.expires_s - now_s} s"
+            )
+        memo = hashlib.sha256(
+            key + item.subkey + struct.pack(">d", item.expires_s) + item.value
+        ).digest()
         if memo not in self._verified:
             self._check_signatures(key, item)
             self._remember(memo)

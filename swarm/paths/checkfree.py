@@ -44,7 +44,9 @@ def partners(layers: Sequence[int]) -> dict[int, int]:
             "that could change places; take 4 or 6 or more stages, or no swap"
         )
     if between == 3:
-        raise BadSwap(f"{RULE}: stage 2 of 5 would be in the first and in the last pair; take 4 or 6 or more stages")
+        raise BadSwap(
+            f"{RULE}: stage 2 of 5 would be in the first and in the last pair; take 4 or 6 or more stages"
+        )
     pairs = ((1, 2), (between - 1, between))
     for one, other in pairs:
         if layers[one] != layers[other]:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, Stop, require_order
-from farflock.swarm.paths.timetable import ComputeTimes, Timetable, TransferTimes, constant, timetable
+from farflock.swarm.paths.timetable import (
+    ComputeTimes,
+    Timetable,
+    TransferTimes,
+    constant,
+    timetable,
+)
 
 MAX_MICROBATCHES = 4096  # per horizon
 
@@ -61,14 +67,18 @@ class Instance:
 
     def timetable(self, plan: PathPlan) -> Timetable:
         """Return what the plan would do over these links."""
-        return timetable(plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first)
+        return timetable(
+            plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first
+        )
 
 
 class Draft:
     """The paths of all lanes, `different` per lane, each repeated until the horizon is full."""
 
     def __init__(self, instance: Instance, different: int, chance: random.Random) -> None:
-        assert instance.turns % different == 0, f"{different} paths do not fill {instance.turns} turns"
+        assert instance.turns % different == 0, (
+            f"{different} paths do not fill {instance.turns} turns"
+        )
         self._instance, self._chance = instance, chance
         self.different, self.repeats = different, instance.turns // different
         self.paths = even_paths(instance, different)
@@ -80,7 +90,10 @@ class Draft:
         """Return all lanes' paths over the horizon."""
         many, turns = self.different, range(self._instance.turns)
         lanes = [self.paths[start : start + many] for start in range(0, len(self.paths), many)]
-        return PathPlan(tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes), self._instance.per_step)
+        return PathPlan(
+            tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes),
+            self._instance.per_step,
+        )
 
     def adopt(self, plan: PathPlan) -> None:
         """Take the paths of a plan, and restore their balance at the least delay."""
@@ -108,7 +121,9 @@ class Draft:
         return min(changes, key=self._lengthening_s)
 
     def _lengthening_s(self, change: Change) -> float:
-        return sum(self._hops_s(path) - self._hops_s(self.paths[index]) for index, path in change.items())
+        return sum(
+            self._hops_s(path) - self._hops_s(self.paths[index]) for index, path in change.items()
+        )
 
     def _hops_s(self, path: Path) -> float:
         """Return the seconds of all hops one way, and back to the start if the head is there."""
@@ -150,7 +165,11 @@ class Draft:
         place = self._place(path)
         stop = path[place]
         peer = self._chance.choice(self._instance.serving[stop.stage])
-        return {index: _replaced(path, place, Stop(stop.stage, peer))} if place and peer != stop.peer else {}
+        return (
+            {index: _replaced(path, place, Stop(stop.stage, peer))}
+            if place and peer != stop.peer
+            else {}
+        )
 
     def _trade(self, one: int, other: int) -> Change:
         """Let two microbatches trade a stop each; the visits of stages do not change."""
@@ -158,7 +177,9 @@ class Draft:
         give, take = self._place(here), self._place(there)
         if not give or here[give] == there[take]:
             return {}
-        return self._fitting({one: _replaced(here, give, there[take]), other: _replaced(there, take, here[give])})
+        return self._fitting(
+            {one: _replaced(here, give, there[take]), other: _replaced(there, take, here[give])}
+        )
 
     def _flip(self, index: int) -> Change:
         """Swap two neighbouring stages, or restore the stages' own order."""
@@ -169,7 +190,9 @@ class Draft:
         if len(path) < 3 or not self._instance.swaps:
             return {}
         place = self._chance.randrange(1, len(path) - 1)
-        return self._fitting({index: (*path[:place], path[place + 1], path[place], *path[place + 2 :])})
+        return self._fitting(
+            {index: (*path[:place], path[place + 1], path[place], *path[place + 2 :])}
+        )
 
     def _shift(self, index: int) -> Change:
         """Replace a stage by another one, as far as balance allows."""
@@ -179,14 +202,21 @@ class Draft:
             return {}
         old, new = path[place].stage, self._chance.choice(terms.optional)
         peer = self._chance.choice(self._instance.serving[new])
-        if self._visits[old] - 1 < self._mean - self._slack or self._visits[new] + 1 > self._mean + self._slack:
+        if (
+            self._visits[old] - 1 < self._mean - self._slack
+            or self._visits[new] + 1 > self._mean + self._slack
+        ):
             return {}
         return self._fitting({index: _replaced(path, place, Stop(new, peer))})
 
     def _exchange(self, one: int, other: int) -> Change:
         """Let two microbatches exchange their paths after the first stop."""
         here, there = self.paths[one], self.paths[other]
-        return {one: (here[0], *there[1:]), other: (there[0], *here[1:])} if here[1:] != there[1:] else {}
+        return (
+            {one: (here[0], *there[1:]), other: (there[0], *here[1:])}
+            if here[1:] != there[1:]
+            else {}
+        )
 
     def _place(self, path: Path) -> int:
         """Return a random place but the first; 0 if there is no other."""
@@ -210,7 +240,9 @@ def even_paths(instance: Instance, different: int) -> list[Path]:
     for number in range(len(serving[0]) * different):
         turn = (optional[(number * count + k) % len(optional)] for k in range(count))
         stages = sorted({*terms.needed[1:], *turn})
-        stops = [Stop(stage, serving[stage][visits[stage] % len(serving[stage])]) for stage in stages]
+        stops = [
+            Stop(stage, serving[stage][visits[stage] % len(serving[stage])]) for stage in stages
+        ]
         visits.update(stages)
         paths.append((Stop(0, serving[0][number // different]), *stops))
     return paths

@@ -25,7 +25,9 @@ class PartialPaths(ReorderedPaths):
 
     def __init__(self, policy: PathPolicy, stages: int, visited: int, seed: str) -> None:
         if not min(3, stages) <= visited <= stages:
-            raise BadSkip(f"paths visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}")
+            raise BadSkip(
+                f"paths visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}"
+            )
         super().__init__(policy)
         self._seed = seed
         self._between, self._visited = max(stages - 2, 1), max(visited - 2, 0)
@@ -45,4 +47,6 @@ class PartialPaths(ReorderedPaths):
         ring = list(range(1, self._last))
         random.Random(f"{self._seed}/{microbatch.lane}/{cycle}").shuffle(ring)
         first = place * self._visited
-        return frozenset(ring) - {ring[(first + turn) % self._between] for turn in range(self._visited)}
+        return frozenset(ring) - {
+            ring[(first + turn) % self._between] for turn in range(self._visited)
+        }

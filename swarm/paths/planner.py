@@ -36,13 +36,17 @@ PlanCost = Callable[[PathPlan], float]  # the seconds that a plan takes
 _Stays = tuple[tuple[PeerId, float, float], ...]  # server, seconds held, seconds computed
 
 
-def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: PlanCost | None = None) -> PathPlan:
+def plan_paths(
+    instance: Instance, seed: int, work: int = WORK, judge: PlanCost | None = None
+) -> PathPlan:
     """Return a valid plan that takes little time by `judge`, else by its own timetable.
 
     By that measure it is never worse than the plan that takes stages and servers in turn.
     """
     if work < LEAST_WORK:
-        raise ValueError(f"no plan comes of a work of {work}; allow at least {LEAST_WORK}, usually {WORK}")
+        raise ValueError(
+            f"no plan comes of a work of {work}; allow at least {LEAST_WORK}, usually {WORK}"
+        )
     chance, judged = random.Random(seed), judge or _timed(instance)
     shared, own = Draft(instance, 1, chance), Draft(instance, instance.turns, chance)
     even, part = own.plan(), max(1, int(_SHARED_PART * work))
@@ -139,11 +143,17 @@ class LaneBounds:
                 held_s[peer] += held
                 computed_s[peer] += computed
         # A path's first server holds its microbatch from end to end; other visitors may delay it.
-        lanes_s = [stays[-1][1] + sum([held_s[peer] - held for peer, held, _ in stays]) for stays in known]
+        lanes_s = [
+            stays[-1][1] + sum([held_s[peer] - held for peer, held, _ in stays]) for stays in known
+        ]
         longest_s = max(
-            max(lanes_s) / self._at_once, max(held_s.values()) / self._instance.memory, max(computed_s.values())
+            max(lanes_s) / self._at_once,
+            max(held_s.values()) / self._instance.memory,
+            max(computed_s.values()),
         )
-        return self._instance.turns * (longest_s + _MEAN_SHARE * sum(lanes_s) / len(lanes_s) / self._at_once)
+        return self._instance.turns * (
+            longest_s + _MEAN_SHARE * sum(lanes_s) / len(lanes_s) / self._at_once
+        )
 
     def _learn(self, path: Path) -> _Stays:
         """Return each stop's server, seconds held without waits, seconds computed; last first."""
@@ -157,7 +167,9 @@ class LaneBounds:
         for stop in reversed(path):
             peer = stop.peer
             own_s = (1 + BACKWARD_SHARE) * forward_s[peer]
-            held_s += own_s + (transfer_s[peer][behind] + transfer_s[behind][peer] if behind is not None else 0.0)
+            held_s += own_s + (
+                transfer_s[peer][behind] + transfer_s[behind][peer] if behind is not None else 0.0
+            )
             stays.append((peer, held_s, own_s))
             behind = peer
         self._known[path] = tuple(stays)

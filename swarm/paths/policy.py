@@ -109,7 +109,9 @@ class SwarmPaths:
 
     pinned = False
 
-    def __init__(self, stages: int, chance: random.Random, join_charge: JoinCharge = "median") -> None:
+    def __init__(
+        self, stages: int, chance: random.Random, join_charge: JoinCharge = "median"
+    ) -> None:
         self._order = _all_stages(stages)
         self._balancers = [Balancer(chance, join_charge) for _ in self._order]
         self._seen: StageServers | None = None
@@ -179,7 +181,10 @@ class FixedPaths:
     """A fixed line of servers per microbatch; the first that is not excluded is next."""
 
     def __init__(
-        self, stages: int, line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]], pinned: bool
+        self,
+        stages: int,
+        line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]],
+        pinned: bool,
     ) -> None:
         self._order, self._line, self._pinned = _all_stages(stages), line, pinned
 
@@ -202,7 +207,9 @@ class FixedPaths:
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
     ) -> PeerId | None:
-        return next((peer for peer in self._line(microbatch, stage, serving) if peer not in exclude), None)
+        return next(
+            (peer for peer in self._line(microbatch, stage, serving) if peer not in exclude), None
+        )
 
     def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         pass

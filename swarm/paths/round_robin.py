@@ -61,7 +61,9 @@ class Ema:
     _weight: float = 0.0
     _updated_s: float = -math.inf
 
-    def update(self, samples: float, started_s: float, now_s: float, took_s: float | None = None) -> None:
+    def update(
+        self, samples: float, started_s: float, now_s: float, took_s: float | None = None
+    ) -> None:
         """Add a call of `samples` from `started_s` to now; `took_s` is the server's own report."""
         taken_s = max(0.0, now_s - max(started_s, self._updated_s))
         if took_s is not None:
@@ -123,14 +125,18 @@ class Balancer:
         warmup_tasks: int = 8,
     ) -> None:
         if not 1.0 <= warmup_penalty < math.inf or warmup_tasks < 0:
-            raise ValueError(f"a warm-up counts at least once and not for ever, got {warmup_penalty}, {warmup_tasks}")
+            raise ValueError(
+                f"a warm-up counts at least once and not for ever, got {warmup_penalty}, {warmup_tasks}"
+            )
         self._chance, self._join_charge = chance, join_charge
         self._penalty, self._warmup_tasks = warmup_penalty, warmup_tasks
         self._servers: dict[PeerId, _Server] = {}
         self._bans: dict[PeerId, _Ban] = {}
         self._heap: list[_Entry] = []
 
-    def choose(self, task_size: float, now_s: float, exclude: Collection[PeerId] = ()) -> PeerId | None:
+    def choose(
+        self, task_size: float, now_s: float, exclude: Collection[PeerId] = ()
+    ) -> PeerId | None:
         """Return the server for a task of `task_size` samples, charged at once and for good.
 
         A backward task counts `BACKWARD_SIZE` times. None if all are banned or excluded:
@@ -148,7 +154,12 @@ class Balancer:
         return chosen
 
     def finished(
-        self, peer: PeerId, task_size: float, started_s: float, now_s: float, took_s: float | None = None
+        self,
+        peer: PeerId,
+        task_size: float,
+        started_s: float,
+        now_s: float,
+        took_s: float | None = None,
     ) -> None:
         """Record a successful call, which by the server `took_s`; ignore a peer that left."""
         if (server := self._servers.get(peer)) is not None:
@@ -204,12 +215,18 @@ class Balancer:
     @property
     def next_ban_ends_s(self) -> float | None:
         """The time of the first banned server's return; None if no server is banned."""
-        return min((ban.until_s for peer, ban in self._bans.items() if peer in self._servers), default=None)
+        return min(
+            (ban.until_s for peer, ban in self._bans.items() if peer in self._servers), default=None
+        )
 
     @property
     def charges(self) -> dict[PeerId, float]:
         """Expected seconds of work given so far to each server that may be chosen."""
-        return {peer: server.charge for peer, server in self._servers.items() if server.entry is not None}
+        return {
+            peer: server.charge
+            for peer, server in self._servers.items()
+            if server.entry is not None
+        }
 
     @property
     def rates(self) -> dict[PeerId, float]:
@@ -251,7 +268,9 @@ class Balancer:
     def _rate(self, server: _Server) -> float:
         if server.ema.rate is not None:
             return server.ema.rate
-        known = [rate for other in self._servers.values() if (rate := other.ema.rate or other.announced)]
+        known = [
+            rate for other in self._servers.values() if (rate := other.ema.rate or other.announced)
+        ]
         if not known:
             return INITIAL_RATE
         typical = statistics.median_low(known)
@@ -259,7 +278,11 @@ class Balancer:
 
     def _level(self) -> float:
         """Return the charge of a newcomer."""
-        charges = list(self.charges.values()) or [server.charge for server in self._servers.values()] or [0.0]
+        charges = (
+            list(self.charges.values())
+            or [server.charge for server in self._servers.values()]
+            or [0.0]
+        )
         match self._join_charge:
             case "min":
                 return min(charges)

@@ -134,7 +134,9 @@ class PlanTerms:
     @property
     def needed(self) -> tuple[int, ...]:
         """Stages on every path: the first, and any whose output and input differ in kind."""
-        return tuple(stage for stage, kind in enumerate(self.kinds) if stage == 0 or kind.takes != kind.gives)
+        return tuple(
+            stage for stage, kind in enumerate(self.kinds) if stage == 0 or kind.takes != kind.gives
+        )
 
     @property
     def optional(self) -> tuple[int, ...]:
@@ -165,9 +167,13 @@ def require_paths(plan: PathPlan, serving: Sequence[Collection[PeerId]], terms: 
 def require_order(order: Sequence[int], terms: PlanTerms) -> None:
     """Raise `BadPlan` unless these stages make a path."""
     if not order or order[0] != 0:
-        raise BadPlan("first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds")
+        raise BadPlan(
+            "first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds"
+        )
     if len(set(order)) != len(order):
-        raise BadPlan("one visit", f"a path takes stages {list(order)}", "visit each stage once at most")
+        raise BadPlan(
+            "one visit", f"a path takes stages {list(order)}", "visit each stage once at most"
+        )
     if len(order) != terms.visited:
         skipped, wanted = 1 - len(order) / len(terms.kinds), 1 - terms.visited / len(terms.kinds)
         raise BadPlan(
@@ -186,7 +192,9 @@ def require_order(order: Sequence[int], terms: PlanTerms) -> None:
 
 def _require_swaps(order: Sequence[int], kinds: Sequence[StageKind]) -> None:
     place = {stage: index for index, stage in enumerate(sorted(order))}
-    moved = [abs(place[stage] - index) for index, stage in enumerate(order) if place[stage] != index]
+    moved = [
+        abs(place[stage] - index) for index, stage in enumerate(order) if place[stage] != index
+    ]
     if len(moved) > MAX_DISPLACED or max(moved, default=0) > MAX_DISPLACEMENT:
         raise BadPlan(
             "swap bound",
@@ -255,7 +263,10 @@ def _require_memory(peer: PeerId, works: Sequence[ScheduledPass], memory: int) -
     for work in works:
         first.setdefault(work.microbatch, work.start_s)
         last[work.microbatch] = work.end_s
-    changes = sorted([(at_s, 1) for at_s in first.values()] + [(at_s - _ROUNDING_S, -1) for at_s in last.values()])
+    changes = sorted(
+        [(at_s, 1) for at_s in first.values()]
+        + [(at_s - _ROUNDING_S, -1) for at_s in last.values()]
+    )
     held = 0
     for at_s, change in changes:
         held += change

@@ -34,12 +34,20 @@ class Timetable:
     @property
     def makespan_s(self) -> float:
         """The end of the last microbatch; infinite if some wait for each other's memory."""
-        return max(self.finished_s.values()) if len(self.finished_s) == self.microbatches else float("inf")
+        return (
+            max(self.finished_s.values())
+            if len(self.finished_s) == self.microbatches
+            else float("inf")
+        )
 
     @property
     def mean_s(self) -> float:
         """The mean time at which a microbatch is back; infinite if the makespan is."""
-        return sum(self.finished_s.values()) / self.microbatches if self.makespan_s < float("inf") else float("inf")
+        return (
+            sum(self.finished_s.values()) / self.microbatches
+            if self.makespan_s < float("inf")
+            else float("inf")
+        )
 
 
 def constant(transfer_s: TransferTimes) -> SendTime:
@@ -128,7 +136,13 @@ class _Run:
         server = self._servers[peer]
         if trip := server.next():
             server.is_busy = True
-            share = 1.0 if trip.leg < trip.stops else LOSS_SHARE if trip.leg == trip.stops else BACKWARD_SHARE
+            share = (
+                1.0
+                if trip.leg < trip.stops
+                else LOSS_SHARE
+                if trip.leg == trip.stops
+                else BACKWARD_SHARE
+            )
             end_s = now_s + share * self._forward_s[peer]
             self.works.append(ScheduledPass(peer, trip.microbatch, now_s, end_s))
             self._push(end_s, True, trip)

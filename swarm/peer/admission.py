@@ -119,7 +119,9 @@ class Admission:
         """Forget the requests that a new view fulfils; return the peers that it admitted."""
         joining = self.candidates.joining
         listed = [peer for peer in newest.peers if peer in joining]
-        admitted = [peer for peer in listed if newest.index(peer, joining[peer][0].incarnation) is not None]
+        admitted = [
+            peer for peer in listed if newest.index(peer, joining[peer][0].incarnation) is not None
+        ]
         for peer in admitted:
             del joining[peer]
         self.candidates.leaving.intersection_update(newest.peers)

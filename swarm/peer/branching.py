@@ -61,7 +61,12 @@ class Branching:
         after_s: float,
     ) -> None:
         self._context, self._identity, self._after_s = context, identity, after_s
-        self._membership, self._rounds, self._pairing, self._snapshots = membership, rounds, pairing, snapshots
+        self._membership, self._rounds, self._pairing, self._snapshots = (
+            membership,
+            rounds,
+            pairing,
+            snapshots,
+        )
         self._solitude = Solitude()
         self._petition: Petition | None = None
         self._silent: set[int] = set()  # indices of members that did not sign in time
@@ -126,8 +131,13 @@ class Branching:
         if self._membership.next_view.is_overdue:
             return False
         of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
-        needed = {view.hash: view for view in (chain.newest, of_next_round) if view is not None}.values()
-        return all(is_quorum(self._membership.admission.present(view), len(view.members)) for view in needed)
+        needed = {
+            view.hash: view for view in (chain.newest, of_next_round) if view is not None
+        }.values()
+        return all(
+            is_quorum(self._membership.admission.present(view), len(view.members))
+            for view in needed
+        )
 
     def _floor(self) -> int:
         """Return the first round with which a branch could begin, as far as this peer knows."""
@@ -173,7 +183,9 @@ class Branching:
             self._context.drop("not from a member")
             return
         now_s, (signed, whom, signed_s) = self._context.now(), self._signed
-        elsewhere = signed != view.hash and whom != sender and now_s - signed_s < SIGNATURE_TIMEOUT_S
+        elsewhere = (
+            signed != view.hash and whom != sender and now_s - signed_s < SIGNATURE_TIMEOUT_S
+        )
         if not self._is_due() or self.adrift or elsewhere:
             return
         if view.first_round < self._floor():
@@ -184,7 +196,11 @@ class Branching:
 
     def _take_signature(self, sender: PeerId, message: BranchSign) -> None:
         petition = self._petition
-        if petition is None or petition.view.hash != message.digest or sender not in petition.view.peers:
+        if (
+            petition is None
+            or petition.view.hash != message.digest
+            or sender not in petition.view.peers
+        ):
             return
         raw, domain = views.encode(petition.view), views.branch_domain(self._context.run)
         if message.floor:
@@ -198,7 +214,9 @@ class Branching:
         """Follow a branch off our newest view; but compare the chains first if this peer has rounds
         that it lacks, or is in that view and not long enough without a quorum."""
         views.require_branch(self._context.run, self._context.views.newest, branch)
-        bound = self._context.my_index(self._context.views.newest) is not None and not self._is_due()
+        bound = (
+            self._context.my_index(self._context.views.newest) is not None and not self._is_due()
+        )
         if bound or self._rounds.floor() > branch.view.first_round:
             self._ask(sender)
         else:
@@ -217,7 +235,9 @@ class Branching:
         if self.adrift:
             return self._believed_tokens
         agreed = [self._rounds.tokens(name) for name in self._rounds.names]
-        return max(self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens())
+        return max(
+            self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens()
+        )
 
     def _look_out(self, now_s: float) -> None:
         """Ask some peers that are not with us for their chain, every `PROBE_EVERY_S`.
@@ -252,7 +272,9 @@ class Branching:
         if len(self._sent) >= MAX_SENT:
             self._sent.clear()
         self._sent[place] = now_s
-        self._context.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), missing))
+        self._context.send(
+            peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), missing)
+        )
 
     def _take_lineage(self, sender: PeerId, incarnation: int, message: Lineage) -> None:
         """Compare chains: send a weaker side the views it is missing, or consider leaving ours."""
@@ -276,7 +298,10 @@ class Branching:
             self._consider(sender, incarnation, message, fork)
 
     def _consider(self, sender: PeerId, incarnation: int, message: Lineage, fork: Fork) -> None:
-        other, now_s = branches.other_chain(self._context.views, fork, message.views), self._context.now()
+        other, now_s = (
+            branches.other_chain(self._context.views, fork, message.views),
+            self._context.now(),
+        )
         known = (entry.view for entry in other.views if entry.view.number >= fork.number)
         if all(view.index(sender, incarnation) is None for view in known):
             self._context.drop("not from a member")

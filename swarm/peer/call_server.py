@@ -126,7 +126,9 @@ class CallServer:
         for key, served in list(self._served.items()):
             if served.until_s <= now_s or self._context.life(key[0]) == "dead":
                 self._end(key)
-        for caller in [caller for caller, seen in self._seen.items() if seen.heard_s + FORGET_S <= now_s]:
+        for caller in [
+            caller for caller, seen in self._seen.items() if seen.heard_s + FORGET_S <= now_s
+        ]:
             del self._seen[caller]
 
     async def outcome(
@@ -167,7 +169,9 @@ class CallServer:
             if served.unwanted:
                 return
             sizes = sizes_of(call.payloads)
-            verdict, reply = await self.outcome(key[0], call.request, sizes, lambda: self._fetch(key, served, call))
+            verdict, reply = await self.outcome(
+                key[0], call.request, sizes, lambda: self._fetch(key, served, call)
+            )
             if not served.unwanted:
                 self._answer(key, served, verdict, reply)
         finally:
@@ -187,7 +191,9 @@ class CallServer:
         size = sum(map(len, reply.payloads))
         self._held_bytes += size - served.held_bytes
         served.held_bytes = size
-        served.answer = Answer(key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key))
+        served.answer = Answer(
+            key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key)
+        )
         self._send_answer(key, served)
 
     def _send_answer(self, key: _Key, served: _Served) -> None:

@@ -88,7 +88,9 @@ class Calls:
         require_sendable(request, payloads)
         size = sum(map(len, payloads))
         if size > self._room_bytes:
-            raise ValueError(f"a call carries at most {self._room_bytes} bytes, got {size}; cut the batch")
+            raise ValueError(
+                f"a call carries at most {self._room_bytes} bytes, got {size}; cut the batch"
+            )
         try:
             async with asyncio.timeout(timeout_s):
                 if peer == self._context.me:
@@ -99,7 +101,9 @@ class Calls:
                 finally:
                     self._sending.give(taken)
         except TimeoutError:
-            raise CallFailed("deadline", f"{peer} did not answer, or not deliver, within {timeout_s:.1f} s") from None
+            raise CallFailed(
+                "deadline", f"{peer} did not answer, or not deliver, within {timeout_s:.1f} s"
+            ) from None
 
     def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
         """Handle a message of a call."""
@@ -123,7 +127,12 @@ class Calls:
                 self._send(asked)
 
     async def _ask(
-        self, peer: PeerId, request: bytes, payloads: Sequence[bytes], timeout_s: float, max_reply_bytes: int
+        self,
+        peer: PeerId,
+        request: bytes,
+        payloads: Sequence[bytes],
+        timeout_s: float,
+        max_reply_bytes: int,
     ) -> CallReply:
         if self._context.life(peer) == "dead":
             raise CallFailed("dial", f"{peer} is gone")
@@ -140,22 +149,30 @@ class Calls:
             fetched = await fetch(self._context, peer, answer.payloads, pin, timeout_s)
             if fetched is None:
                 gone = self._context.life(peer) == "dead"
-                raise CallFailed("dial" if gone else "rpc", f"{peer} does not deliver what it answered")
+                raise CallFailed(
+                    "dial" if gone else "rpc", f"{peer} does not deliver what it answered"
+                )
             return CallReply(answer.body, fetched)
         finally:
             del self._asked[number]
             self._context.store.release(pin)
             self._context.send(peer, Heard(number))
 
-    async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> CallReply:
+    async def _ask_myself(
+        self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int
+    ) -> CallReply:
         """Serve it in its own task: a cancelled caller leaves the handler alone, as elsewhere."""
-        done: asyncio.Future[tuple[CallVerdict, CallReply]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[tuple[CallVerdict, CallReply]] = (
+            asyncio.get_running_loop().create_future()
+        )
 
         async def here() -> tuple[bytes, ...]:
             return payloads
 
         async def work() -> None:
-            outcome = await self._serving.outcome(self._context.me, request, tuple(map(len, payloads)), here)
+            outcome = await self._serving.outcome(
+                self._context.me, request, tuple(map(len, payloads)), here
+            )
             if not done.done():
                 done.set_result(outcome)
 
@@ -181,8 +198,12 @@ class Calls:
 def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes: int) -> None:
     """Raise `CallFailed` unless the answer is good and its payloads may be fetched."""
     if verdict == "late":
-        raise CallFailed("deadline", f"{peer} did not get the payloads in time, or has given this call up")
+        raise CallFailed(
+            "deadline", f"{peer} did not get the payloads in time, or has given this call up"
+        )
     if verdict != "ok":
         raise CallFailed("rpc", f"{peer} failed to do what it was asked")
     if size > max_reply_bytes:
-        raise CallFailed("rpc", f"{peer} answers with {size} bytes, {max_reply_bytes} were agreed to")
+        raise CallFailed(
+            "rpc", f"{peer} answers with {size} bytes, {max_reply_bytes} were agreed to"
+        )

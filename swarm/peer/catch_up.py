@@ -61,7 +61,11 @@ class CatchUp:
     def _others(self) -> list[PeerId]:
         """Return the other members of the newest view that are not known to be dead."""
         peers = self._context.views.newest.peers
-        return [peer for peer in peers if peer != self._context.me and self._context.life(peer) != "dead"]
+        return [
+            peer
+            for peer in peers
+            if peer != self._context.me and self._context.life(peer) != "dead"
+        ]
 
     def lost(self, state: StreamState) -> list[Forgotten]:
         """Return others' reports if the next round has left most logs; else an empty list."""
@@ -72,9 +76,17 @@ class CatchUp:
 
         Return the view of a round to be begun here, because its members left without beginning it.
         """
-        numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER)
-        entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
-        decisions = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        numbers = itertools.islice(
+            itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER
+        )
+        entries = (
+            state.entry(number) if query.notes else state.log.get(number) for number in numbers
+        )
+        decisions = [
+            entry.decided
+            for entry in itertools.takewhile(lambda entry: entry is not None, entries)
+            if entry
+        ]
         size_bytes = sum(len(decided.value) for decided in decisions)
         if not self._answers.take(sender.encode(), units(1, size_bytes), self._context.now()):
             self._context.drop("too many questions about the log")
@@ -101,10 +113,16 @@ class CatchUp:
         newest = self._context.views.newest
         if view is newest:
             return False
-        stay = {peer for peer, member in zip(newest.peers, newest.members, strict=True) if member in view.members}
+        stay = {
+            peer
+            for peer, member in zip(newest.peers, newest.members, strict=True)
+            if member in view.members
+        }
         return all(peer not in stay or self._context.gone(view, peer) for peer in peers)
 
-    def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
+    def take_forgotten(
+        self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten
+    ) -> None:
         """Note that a round has left a member's log, and ask the others for it at once."""
         view = self._context.views.newest
         if view.index(sender, incarnation) is None:
@@ -131,7 +149,11 @@ class CatchUp:
                 self._log.give_up(state, newest_of(said) + state.stream.cadence.stride)
         elif not state.log:
             others, now_s = self._others(), self._context.now()
-            if said := self.lost(state) if is_open else state.forgotten.unopposed(state.next, others, now_s):
+            if (
+                said := self.lost(state)
+                if is_open
+                else state.forgotten.unopposed(state.next, others, now_s)
+            ):
                 self._skip_to(state, newest_of(said))
 
     def _skip_to(self, state: StreamState, number: int) -> None:
@@ -139,7 +161,9 @@ class CatchUp:
         state.newest = state.stream.cadence.upto(number - 1)
         state.skipped = True
 
-    def take_decided(self, state: StreamState, view: View, sender: PeerId, incarnation: int, decided: Decided) -> None:
+    def take_decided(
+        self, state: StreamState, view: View, sender: PeerId, incarnation: int, decided: Decided
+    ) -> None:
         """Log a decision made without this peer if it is the next one, and fetch its content."""
         if self._context.views.newest.index(sender, incarnation) is None:
             self._context.drop("not from a member")
@@ -154,7 +178,9 @@ class CatchUp:
             self._context.drop("bad close list")
             return
         nothing = (False,) * state.stream.terms.shards
-        self._log.enter(state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing))
+        self._log.enter(
+            state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing)
+        )
         state.asked_s = 0.0  # ask for the next one at once
         self.fill(state, decided.key)
 
@@ -177,7 +203,9 @@ class CatchUp:
         else:  # it left the log meanwhile: nobody else would release these
             self._context.store.release(key)
 
-    async def _fetch(self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem) -> None:
+    async def _fetch(
+        self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem
+    ) -> None:
         """Ask for one item until it is here, or its round left the log or was given up."""
         fetch = self._context.chunks.fetch
         hopeless_s: float | None = None  # since when no holder is known

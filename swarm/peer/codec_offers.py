@@ -34,7 +34,9 @@ class CodecOffers:
         if view.index(sender, incarnation) is None:
             self._context.drop("codecs of a stranger")
         else:
-            self._announced = {peer: known for peer, known in self._announced.items() if peer in view.peers}
+            self._announced = {
+                peer: known for peer, known in self._announced.items() if peer in view.peers
+            }
             self._announced[sender] = incarnation, message.codecs
 
     def tick(self) -> None:

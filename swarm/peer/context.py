@@ -66,9 +66,13 @@ class PeerContext:
         """Send a message, best effort; return False if the links refused it."""
         return self.links.send(peer, pack(Frame(self.incarnation, message)))
 
-    async def send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float) -> bool:
+    async def send_piece(
+        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float
+    ) -> bool:
         """Send a piece of a chunk as bulk; False if the links refused it or had no room in time."""
-        return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)
+        return await self.links.send_bulk(
+            peer, pack(Frame(self.incarnation, piece, body)), timeout_s
+        )
 
     def life(self, peer: PeerId) -> Liveness:
         """Return the peer's apparent liveness."""
@@ -78,7 +82,9 @@ class PeerContext:
         """True if a member of a view need not be waited for: it is suspect, dead, or in another
         life, in which it knows nothing of what it began."""
         heard = self.lives.get(peer)
-        return self.life(peer) in ("suspect", "dead") or (heard is not None and view.index(peer, heard) is None)
+        return self.life(peer) in ("suspect", "dead") or (
+            heard is not None and view.index(peer, heard) is None
+        )
 
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""

@@ -34,7 +34,9 @@ class LoadReports:
         if view.index(sender, incarnation) is None:
             self._context.drop("load of a stranger")
         elif sender not in self._announced or message.number >= self._announced[sender].number:
-            self._announced = {peer: load for peer, load in self._announced.items() if peer in view.peers}
+            self._announced = {
+                peer: load for peer, load in self._announced.items() if peer in view.peers
+            }
             self._announced[sender] = message
 
     def tick(self) -> None:

@@ -7,7 +7,17 @@ their messages and tells all of them about a new view.
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Join, Leave, PaxosMessage, Ping, Pong, TimeMessage, ViewMessage, ViewQuery, Views
+from farflock.swarm.messages import (
+    Join,
+    Leave,
+    PaxosMessage,
+    Ping,
+    Pong,
+    TimeMessage,
+    ViewMessage,
+    ViewQuery,
+    Views,
+)
 from farflock.swarm.peer.admission import Admission, RecordBook
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.next_view import NextView
@@ -33,7 +43,9 @@ class Membership:
         self.sync = ViewSync(context, self.view_changed)
         self.known = self.sync.known  # set once the views are known
         self.admission = Admission(context, self.book)
-        self.next_view = NextView(context, identity, view_s, self.admission, self.sync, self.view_changed)
+        self.next_view = NextView(
+            context, identity, view_s, self.admission, self.sync, self.view_changed
+        )
         self._pinged_s = -1e9
 
     @property
@@ -49,7 +61,9 @@ class Membership:
 
     def found(self) -> None:
         """Start the run: view 0 has this peer as its only member."""
-        stage = stage_of(unseal(self.book.mine, self._context.run).role) if self.book.mine else EVERY
+        stage = (
+            stage_of(unseal(self.book.mine, self._context.run).role) if self.book.mine else EVERY
+        )
         member = Member(self._context.me, self._context.incarnation, stage)
         genesis = Certified(views.genesis(self._context.run, member))
         self.sync.begin(Chain(self._context.run, [genesis]))
@@ -70,7 +84,9 @@ class Membership:
         newest = self._context.views.newest
         heard = self._context.lives.items()
         # A member listed with another life than was last heard has restarted since.
-        self._context.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
+        self._context.lives = {
+            peer: life for peer, life in heard if newest.index(peer, life) is not None
+        }
         self.next_view.begin_anew()
         for peer in self.admission.settle(newest):
             self.sync.send_views(peer, newest.number - 1)
@@ -90,7 +106,9 @@ class Membership:
             for peer in self.book.others():
                 self._context.send(peer, Ping(now_s))
 
-    def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage) -> None:
+    def receive(
+        self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage
+    ) -> None:
         """Handle a message about membership or time."""
         if self._context.chain is not None and sender in self._context.chain.newest.peers:
             self._context.lives[sender] = incarnation

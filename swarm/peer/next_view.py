@@ -94,7 +94,9 @@ class NextView:
 
     def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
         newest, candidates = self._context.views.newest, self._admission.candidates
-        lives = {peer: self._context.life(peer) for peer in newest.peers if peer != self._context.me}
+        lives = {
+            peer: self._context.life(peer) for peer in newest.peers if peer != self._context.me
+        }
         joining, leaving = candidates.live(now_s), candidates.leaving
         if not joining and not leaving and "dead" not in lives.values():
             return None  # the common case
@@ -212,7 +214,12 @@ class ViewRules(AcceptanceRules):
         begins: Callable[[Floor], Floor],
         leaves: Callable[[], bool],
     ) -> None:
-        self._context, self._identity, self._begins, self._leaves = context, identity, begins, leaves
+        self._context, self._identity, self._begins, self._leaves = (
+            context,
+            identity,
+            begins,
+            leaves,
+        )
         self._checker = views.checker(context.run, view)
         # Above the first round of every removal that was refused: what was refused stays refused
         # when this member leaves.
@@ -230,7 +237,9 @@ class ViewRules(AcceptanceRules):
 
     def least(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
-        return highest(self._context.floor, self._removable) if self._leaves() else self._context.floor
+        return (
+            highest(self._context.floor, self._removable) if self._leaves() else self._context.floor
+        )
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
         """Return the view, beginning late enough for all members that answered."""

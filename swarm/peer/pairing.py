@@ -64,14 +64,20 @@ class Pairing:
         """Swap shards, already in the store, with this round's partner by the stream's deadline."""
         stream, key = self._streams[name], offer.key
         self._rounds[name] = key.round
-        for place in [place for place, early in self._early.items() if place[0] == name and early.offer.key < key]:
+        for place in [
+            place
+            for place, early in self._early.items()
+            if place[0] == name and early.offer.key < key
+        ]:
             del self._early[place]
         view = self._context.views.at(key.round) or self._context.views.newest
         partner, leader = self._partner(view, stream, key)
         if partner is None or self._context.views.blocked(key.round):
             return self._outcome(stream, offer, None)
         self._context.touch(None, key.round)
-        offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
+        offer = Offer(
+            key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state
+        )
         begun_s, deadline_s = self._context.now(), stream.terms.deadline_s
         pair = Pair(key, self._context.me, partner, leader, offer, begun_s, deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
@@ -95,7 +101,9 @@ class Pairing:
         if key.stream not in self._streams:
             self._context.drop("unknown stream")
             return
-        if isinstance(message, PairPropose | PairAccept) and not self._is_member(sender, incarnation, message.offer):
+        if isinstance(message, PairPropose | PairAccept) and not self._is_member(
+            sender, incarnation, message.offer
+        ):
             self._refuse(sender, key)
             return
         pair = self._current.get(key.stream)
@@ -109,7 +117,11 @@ class Pairing:
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """Return the open waits: (exchange, from whom, until when on the local clock)."""
-        return [(pair.key, (pair.partner,), pair.ends_s) for pair in self._current.values() if pair.stage != "done"]
+        return [
+            (pair.key, (pair.partner,), pair.ends_s)
+            for pair in self._current.values()
+            if pair.stage != "done"
+        ]
 
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
         """Return (this round's partner, True if we lead); None if there is none or it is gone."""
@@ -154,9 +166,13 @@ class Pairing:
         """Fetch and check every shard of the partner; a corrupt one ends the exchange."""
         assert pair.theirs is not None
         offer = pair.theirs
-        fits = len(offer.digests) == stream.terms.shards and all(size <= stream.max_shard_bytes for size in offer.sizes)
+        fits = len(offer.digests) == stream.terms.shards and all(
+            size <= stream.max_shard_bytes for size in offer.sizes
+        )
         if not fits or not all(
-            await asyncio.gather(*(self._fetch_shard(stream, pair, s) for s in range(stream.terms.shards)))
+            await asyncio.gather(
+                *(self._fetch_shard(stream, pair, s) for s in range(stream.terms.shards))
+            )
         ):
             pair.lost(self._context.now())
         else:
@@ -176,7 +192,9 @@ class Pairing:
             self._context.store.release(work_pin(pair.key))
             return False
         data = self._context.store.get(digest) or b""
-        intact: bool = await self._context.compute(lambda: stream.check(pair.key.round, shard, data))
+        intact: bool = await self._context.compute(
+            lambda: stream.check(pair.key.round, shard, data)
+        )
         self._context.counters["corrupt payloads"] += not intact
         return intact
 
@@ -208,10 +226,19 @@ class Pairing:
             entry.tokens for entry in offers.values()
         )  # of two estimates of the run's tokens, the larger knows more
         return RoundOutcome(
-            offer.key, status, next_round, tuple(contents), weights, gathered=contents, taken=taken, tokens=tokens
+            offer.key,
+            status,
+            next_round,
+            tuple(contents),
+            weights,
+            gathered=contents,
+            taken=taken,
+            tokens=tokens,
         )
 
-    def _receive_elsewhere(self, sender: PeerId, incarnation: int, key: Key, message: Message) -> None:
+    def _receive_elsewhere(
+        self, sender: PeerId, incarnation: int, key: Key, message: Message
+    ) -> None:
         """Handle a message not for the running pair: keep a proposal ahead of us, refuse one behind
         us, answer for an exchange that is over."""
         over = self._done.get(key)
@@ -220,7 +247,9 @@ class Pairing:
             self._flush(over)
         elif isinstance(message, PairPropose):
             busy = key.stream in self._current
-            if key.round > self._rounds[key.stream] or (key.round == self._rounds[key.stream] and not busy):
+            if key.round > self._rounds[key.stream] or (
+                key.round == self._rounds[key.stream] and not busy
+            ):
                 self._early[key.stream, sender] = message
                 self._note_seen(key.stream, key.round)
             else:

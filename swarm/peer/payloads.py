@@ -7,7 +7,13 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOAD_CHUNKS, MAX_PAYLOADS, Payload
+from farflock.swarm.messages import (
+    MAX_BODY_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_PAYLOAD_CHUNKS,
+    MAX_PAYLOADS,
+    Payload,
+)
 from farflock.swarm.peer.context import PeerContext
 
 MAX_PAYLOAD_BYTES = MAX_PAYLOAD_CHUNKS * MAX_CHUNK_BYTES
@@ -18,7 +24,9 @@ def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
     """Raise `ValueError` for a body or payloads too large for a call or an answer."""
     largest = max(map(len, payloads), default=0)
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"a call's body has at most {MAX_BODY_BYTES} bytes, got {len(body)}; send more as a payload")
+        raise ValueError(
+            f"a call's body has at most {MAX_BODY_BYTES} bytes, got {len(body)}; send more as a payload"
+        )
     if len(payloads) > MAX_PAYLOADS or largest > MAX_PAYLOAD_BYTES:
         raise ValueError(
             f"a call carries at most {MAX_PAYLOADS} payloads of at most {MAX_PAYLOAD_BYTES} bytes each, "
@@ -33,20 +41,33 @@ def sizes_of(payloads: Sequence[Payload]) -> tuple[int, ...]:
 
 def put(context: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
     """Cut payloads into chunks and keep those until `pin` is released."""
-    return tuple(tuple((context.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
+    return tuple(
+        tuple((context.store.put(part, pin), len(part)) for part in _cut(payload))
+        for payload in payloads
+    )
 
 
 async def fetch(
-    context: PeerContext, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
+    context: PeerContext,
+    holder: PeerId,
+    payloads: Sequence[Payload],
+    pin: Hashable,
+    timeout_s: float,
 ) -> tuple[bytes, ...] | None:
     """Fetch whole payloads; None on timeout, a wrong size, or a holder that is dead or lacks them.
 
     Chunks that arrived are pinned in any case: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
-    if not all(await asyncio.gather(*(_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items()))):
+    if not all(
+        await asyncio.gather(
+            *(_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items())
+        )
+    ):
         return None
     whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
-    if [[len(part) for part in parts] for parts in whole] != [[size for _, size in payload] for payload in payloads]:
+    if [[len(part) for part in parts] for parts in whole] != [
+        [size for _, size in payload] for payload in payloads
+    ]:
         return None
     return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
 
@@ -65,4 +86,7 @@ async def _fetch(
 
 
 def _cut(payload: bytes) -> list[bytes]:
-    return [payload[start : start + MAX_CHUNK_BYTES] for start in range(0, len(payload), MAX_CHUNK_BYTES)]
+    return [
+        payload[start : start + MAX_CHUNK_BYTES]
+        for start in range(0, len(payload), MAX_CHUNK_BYTES)
+    ]

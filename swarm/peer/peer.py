@@ -83,7 +83,9 @@ class Peer:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self._tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
-        self.context = PeerContext(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
+        self.context = PeerContext(
+            terms.run, terms.seed, incarnation, links, store, self._spawn, compute
+        )
         self.membership = Membership(self.context, identity, terms.view_s)
         self.rounds = Rounds(self.context)
         self.pairing = Pairing(self.context)
@@ -93,7 +95,13 @@ class Peer:
         self.codec_offers = CodecOffers(self.context)
         self.snapshots = Snapshots(self.context, self._askable)
         self.branching = Branching(
-            self.context, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
+            self.context,
+            identity,
+            self.membership,
+            self.rounds,
+            self.pairing,
+            self.snapshots,
+            terms.branch_after_s,
         )
         self.router = self._make_router()
         self._pair_streams: set[str] = set()
@@ -105,7 +113,8 @@ class Peer:
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
         router.add_exchange(
-            lambda sender, _, said: snapshots.receive(sender, said), *get_args(messages.SnapshotMessage)
+            lambda sender, _, said: snapshots.receive(sender, said),
+            *get_args(messages.SnapshotMessage),
         )
         router.add_exchange(self.pairing.receive, *get_args(messages.PairMessage))
         router.add_exchange(self.loads.receive, messages.Load)
@@ -293,7 +302,9 @@ class Peer:
         members = list(self.membership.records)
         if chain is not None:
             members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
-        return [peer for peer in members if peer != self.me and self.context.life(peer) != "dead"][:8]
+        return [peer for peer in members if peer != self.me and self.context.life(peer) != "dead"][
+            :8
+        ]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -303,7 +314,11 @@ class Peer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the whole peer, loudly, if one of its tasks failed: that is a bug."""
         del self._tasks[task]
-        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and self.failure is None
+        ):
             log.error("a task of peer %s failed", self.me, exc_info=error)
             self.failure = error
             self._owner.cancel()
@@ -354,7 +369,9 @@ class Router:
         else:
             self._receive_in_view(self._rounds.receive, sender, incarnation, vote)
 
-    def _receive_in_view(self, receive: Receive, sender: PeerId, incarnation: int, message: Message) -> None:
+    def _receive_in_view(
+        self, receive: Receive, sender: PeerId, incarnation: int, message: Message
+    ) -> None:
         """Pass on a message; if its view is not current here, find out which side lags."""
         if self._context.chain is None:
             return

@@ -60,7 +60,9 @@ class StreamState:
     seen: int = -1  # the highest round heard of; negative if none
     log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
     # old rounds, before the log
-    annals: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
+    annals: collections.OrderedDict[int, LoggedRound] = field(
+        default_factory=collections.OrderedDict
+    )
     annals_bytes: int = 0
     offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
     asked_s: float = 0.0
@@ -177,7 +179,9 @@ class RoundLog:
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """Return the approximate size of an old round."""
-    return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
+    return len(entry.decided.value) + sum(
+        item.size for item in last_shards(entry.close, state.stream.terms.shards)
+    )
 
 
 def work_pin(key: Key) -> tuple[str, Key]:
@@ -211,4 +215,6 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> R
     if stream.terms.kind == "mean":
         return replace(done, reduced=tuple(contents[shard] for shard in shards))
     places = {group[member]: member * stream.terms.shards for member, _ in close.members}
-    return replace(done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights})
+    return replace(
+        done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights}
+    )

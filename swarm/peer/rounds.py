@@ -33,7 +33,14 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.round_log import LoggedRound, OpenOffer, RoundLog, StreamState, outcome, work_pin
+from farflock.swarm.peer.round_log import (
+    LoggedRound,
+    OpenOffer,
+    RoundLog,
+    StreamState,
+    outcome,
+    work_pin,
+)
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
@@ -56,7 +63,9 @@ class Rounds:
         self.machines: dict[Key, Collective] = {}  # of the open rounds
         self._log = RoundLog(context, self.machines)
         self._catch_up = CatchUp(context, self._log)
-        self._open_rounds = OpenRounds(context, self._streams, self.machines, self._log, self._catch_up)
+        self._open_rounds = OpenRounds(
+            context, self._streams, self.machines, self._log, self._catch_up
+        )
 
     # what the node calls
 
@@ -80,7 +89,9 @@ class Rounds:
                 return RoundOutcome(offer.key, "lost", state.next)
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._context.now() + state.stream.terms.deadline_s
-            placed = state.offers[number] = OpenOffer(offer, ends_s, asyncio.get_running_loop().create_future())
+            placed = state.offers[number] = OpenOffer(
+                offer, ends_s, asyncio.get_running_loop().create_future()
+            )
             self._open_rounds.place_offers(state)
             return await placed.outcome
         finally:
@@ -92,7 +103,11 @@ class Rounds:
         """Return a round's outcome from the log; None unless it is decided and complete."""
         state = self._streams[name]
         entry = state.log.get(number)
-        return outcome(state.stream, number, entry, self._context.store) if entry and entry.complete else None
+        return (
+            outcome(state.stream, number, entry, self._context.store)
+            if entry and entry.complete
+            else None
+        )
 
     def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """Return the last shards of a decided round, or their reduction; empty if the round failed.
@@ -103,7 +118,8 @@ class Rounds:
         if entry is None or not entry.complete:
             return None
         return tuple(
-            self._context.store.get(item.digest) or b"" for item in last_shards(entry.close, state.stream.terms.shards)
+            self._context.store.get(item.digest) or b""
+            for item in last_shards(entry.close, state.stream.terms.shards)
         )
 
     def oldest(self, name: str) -> int:
@@ -132,7 +148,9 @@ class Rounds:
         if self._catch_up.lost(state):
             return True
         machine = self.machines.get(Key(name, state.next))
-        return machine is not None and bool(machine.content.offers) and state.next not in state.offers
+        return (
+            machine is not None and bool(machine.content.offers) and state.next not in state.offers
+        )
 
     def close(self, name: str) -> None:
         """End a stream at this peer, so that it can be opened again with another part in it."""
@@ -154,7 +172,10 @@ class Rounds:
 
     def next_views(self) -> list[View]:
         """Return the views to which the streams' next rounds belong."""
-        nexts = (self._context.views.at(state.next, state.stream.stage) for state in self._streams.values())
+        nexts = (
+            self._context.views.at(state.next, state.stream.stage)
+            for state in self._streams.values()
+        )
         return [view for view in nexts if view is not None]
 
     def floor(self) -> int:
@@ -168,10 +189,15 @@ class Rounds:
         have forgotten a stream's next round, of theirs: otherwise another lagging peer could serve
         us the state we already have."""
         known = self._streams.values()
-        streams = [state for state in known if state.stream.wants == "all" and state.stream.stage == stage]
+        streams = [
+            state for state in known if state.stream.wants == "all" and state.stream.stage == stage
+        ]
         lost = [(state, said) for state in streams if (said := self._catch_up.lost(state))]
         if lost:
-            return max(max(state.next, oldest_of(said) - state.stream.cadence.stride) for state, said in lost)
+            return max(
+                max(state.next, oldest_of(said) - state.stream.cadence.stride)
+                for state, said in lost
+            )
         return min(
             (self.oldest(state.stream.name) - state.stream.cadence.stride for state in streams),
             default=-1,
@@ -183,7 +209,9 @@ class Rounds:
         Open offers of this peer go into the branch's rounds."""
         self._open_rounds.rewind(first_round)
         for state in self._streams.values():
-            assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
+            assert state.whole < first_round, (
+                f"round {state.whole} is in my state; a branch must begin after it"
+            )
             self._log.rewind(state, first_round)
             state.forgotten = LogTruncation()
             if state.newest >= first_round:
@@ -226,11 +254,17 @@ class Rounds:
     def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
         """Return the live peers that can decide a round without us, or still have the decision."""
         view = self._context.views.at(number, stage) or self._context.views.newest
-        return tuple(peer for peer in view.peers if peer != self._context.me and not self._context.gone(view, peer))
+        return tuple(
+            peer
+            for peer in view.peers
+            if peer != self._context.me and not self._context.gone(view, peer)
+        )
 
     # what the peer's loops call
 
-    def receive(self, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage | LogMessage) -> None:
+    def receive(
+        self, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage | LogMessage
+    ) -> None:
         """Route a member's message to the machine of its round, or to `catch_up`."""
         state = self._streams.get(message.key.stream)
         if state is None:
@@ -254,14 +288,19 @@ class Rounds:
         for state in self._streams.values():
             self._open_rounds.place_offers(state)
             if state.forgotten.said:
-                self._catch_up.heed(state, is_open=Key(state.stream.name, state.next) in self.machines)
+                self._catch_up.heed(
+                    state, is_open=Key(state.stream.name, state.next) in self.machines
+                )
             if self._lags(state):
                 self._catch_up.ask(state)
 
     def _lags(self, state: StreamState) -> bool:
         """True if the next round may be decided without this peer hearing of it."""
         number, newest, now_s = state.next, self._context.views.newest, self._context.now()
-        if self._context.my_index(self._context.views.at(number, state.stream.stage) or newest) is None:
+        if (
+            self._context.my_index(self._context.views.at(number, state.stream.stage) or newest)
+            is None
+        ):
             return True
         if state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S:
             return True
@@ -301,7 +340,11 @@ class OpenRounds:
     # events
 
     def receive(
-        self, state: StreamState, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage
+        self,
+        state: StreamState,
+        sender: PeerId,
+        incarnation: int,
+        message: ShardMessage | PaxosMessage,
     ) -> None:
         """Pass a member's message to its round's machine, or answer with the round's decision."""
         view = self.view_of(state, message)
@@ -451,7 +494,9 @@ class OpenRounds:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
             roster, decided = machine.roster, machine.closing.decision.announcement()
-            entry = LoggedRound(machine.close, roster.peers, len(roster.contributors), decided, machine.taken())
+            entry = LoggedRound(
+                machine.close, roster.peers, len(roster.contributors), decided, machine.taken()
+            )
             self._log.enter(state, key.round, entry)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
@@ -486,7 +531,9 @@ class OpenRounds:
         corrupt = not fits
         if there and stream.terms.kind == "gather":
             data, number = self._context.store.get(digest) or b"", machine.key.round
-            corrupt = not await self._context.compute(lambda: stream.check(number, wanted.shard, data))
+            corrupt = not await self._context.compute(
+                lambda: stream.check(number, wanted.shard, data)
+            )
         if not there:
             await asyncio.sleep(STALL_S / 2)
         machine.fetched(self._context.now(), digest, intact=there, corrupt=corrupt)
@@ -494,7 +541,10 @@ class OpenRounds:
 
     async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
         peers, store, number = machine.roster.peers, self._context.store, machine.key.round
-        inputs = [(peers[member], weight, store.get(digest) or b"") for member, weight, digest in wanted.inputs]
+        inputs = [
+            (peers[member], weight, store.get(digest) or b"")
+            for member, weight, digest in wanted.inputs
+        ]
         work = functools.partial(stream.reduce, number, wanted.shard, inputs)
         reduction: Reduction = await self._context.compute(work)
         if self._is_too_late(machine):

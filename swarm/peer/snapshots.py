@@ -75,7 +75,9 @@ class Snapshots:
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, _Download] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # (state's hash, listing)
-        self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
+        self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(
+            maxlen=MAX_DISTRUSTED
+        )
 
     def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
         """Answer queries for this stream's snapshot from now on.
@@ -148,7 +150,9 @@ class Snapshots:
         finally:
             self._downloads.pop(name, None)
 
-    async def _fetch(self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress) -> Snapshot:
+    async def _fetch(
+        self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress
+    ) -> Snapshot:
         while True:
             chain = self._context.chain
             download.offers = {}
@@ -184,11 +188,16 @@ class Snapshots:
         if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
             return None
         try:
-            listing = msgspec.msgpack.decode(self._context.store.get(offer.digest) or b"", type=Listing)
+            listing = msgspec.msgpack.decode(
+                self._context.store.get(offer.digest) or b"", type=Listing
+            )
         except (msgspec.MsgspecError, RecursionError):
             self._context.drop("undecodable snapshot listing")
             return None
-        if download.most_bytes is not None and sum(size for _, size in listing.chunks) > download.most_bytes:
+        if (
+            download.most_bytes is not None
+            and sum(size for _, size in listing.chunks) > download.most_bytes
+        ):
             self._context.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0
@@ -220,7 +229,9 @@ class Snapshots:
                 self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
-            current = msgspec.structs.replace(self._served[name], view=self._context.views.newest.hash)
+            current = msgspec.structs.replace(
+                self._served[name], view=self._context.views.newest.hash
+            )
             for waiting in sorted(askers):
                 self._context.send(waiting, current)
         finally:
@@ -230,25 +241,39 @@ class Snapshots:
         touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
         if name in self._versions:
             return name in self._made and version == self._version(name)
-        return self._context.touched - touched <= KEEP_ROUNDS and self._context.now() - now_s <= KEEP_S
+        return (
+            self._context.touched - touched <= KEEP_ROUNDS and self._context.now() - now_s <= KEEP_S
+        )
 
     def _version(self, name: str) -> int:
         return self._versions[name]() if name in self._versions else 0
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._context.store
-        assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), "a snapshot chunk is too large"
+        assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), (
+            "a snapshot chunk is too large"
+        )
         listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
         listing = msgspec.msgpack.encode(Listing(listed))
         digest = store.put(listing, pin)
         return StateOffer(
-            name, self._context.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
+            name,
+            self._context.views.newest.hash,
+            snapshot.round,
+            snapshot.state,
+            digest,
+            len(listing),
+            snapshot.tokens,
         )
 
 
 def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
     """Return the state announced most often (ties: the newest round) and its holders."""
-    votes = collections.Counter((offer.round, offer.state, offer.digest) for offer in offers.values())
+    votes = collections.Counter(
+        (offer.round, offer.state, offer.digest) for offer in offers.values()
+    )
     best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
-    holders = sorted(peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best)
+    holders = sorted(
+        peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best
+    )
     return offers[holders[0]], holders

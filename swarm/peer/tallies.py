@@ -78,7 +78,9 @@ class Tallies:
     def reports(self, stream: str) -> dict[PeerId, TallyReport]:
         """Return the last reports of the stage's living members, this peer included."""
         book = self._books[stream]
-        return {peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)}
+        return {
+            peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)
+        }
 
     def total(self, stream: str) -> int:
         """Return the sum of the living members' tokens for the stage's next round."""
@@ -103,11 +105,16 @@ class Tallies:
         if book is None or index is None or index not in view.serving(book.stage):
             self._context.drop("tally of somebody else")
             return
-        report, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
+        report, who = (
+            TallyReport(message.over, message.key.round, message.tokens),
+            (sender, incarnation),
+        )
         if report > book.reports.get(who, TallyReport()):
             members = {(member.peer, member.incarnation) for member in view.members}
             members.add(self._me)  # even after it left the view
-            book.reports = {each: numbers for each, numbers in book.reports.items() if each in members}
+            book.reports = {
+                each: numbers for each, numbers in book.reports.items() if each in members
+            }
             book.reports[who] = report
             self.changed.set()
 

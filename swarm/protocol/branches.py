@@ -11,7 +11,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.protocol.views import BadView, Certified, Chain, View, decode_certified, encode, genesis
+from farflock.swarm.protocol.views import (
+    BadView,
+    Certified,
+    Chain,
+    View,
+    decode_certified,
+    encode,
+    genesis,
+)
 
 AWAKE_S = 1.0  # longer gaps between two looks count as this: the peer slept, and saw nobody leave
 PREFIX_BYTES = 8  # of each view's hash in a trail
@@ -82,7 +90,9 @@ def trail(chain: Chain) -> bytes:
 def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
     """Compare our chain with one that ends with view `number`; None if they share no kept view."""
     mine = {entry.view.number: entry.view.hash[:PREFIX_BYTES] for entry in chain.views}
-    prefixes = [their_trail[at : at + PREFIX_BYTES] for at in range(0, len(their_trail), PREFIX_BYTES)]
+    prefixes = [
+        their_trail[at : at + PREFIX_BYTES] for at in range(0, len(their_trail), PREFIX_BYTES)
+    ]
     theirs = dict(enumerate(prefixes, start=number - len(prefixes) + 1))
     oldest = chain.views[0].view.number
     common = max((view for view, prefix in mine.items() if theirs.get(view) == prefix), default=-1)
@@ -140,7 +150,9 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
 def first_parting(other: Chain, fork: Fork) -> int | None:
     """Return a branch's least first round after the fork, or None; earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
-    parted = [entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark]
+    parted = [
+        entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark
+    ]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)
 
 
@@ -148,7 +160,9 @@ def _after(chain: Chain, fork: Fork) -> list[Certified]:
     return [entry for entry in chain.views if entry.view.number > fork.number]
 
 
-def elsewhere(chain: Chain, known: Collection[PeerId], me: PeerId, member: bool) -> tuple[PeerId, ...]:
+def elsewhere(
+    chain: Chain, known: Collection[PeerId], me: PeerId, member: bool
+) -> tuple[PeerId, ...]:
     """Return the peers, known or in any kept view, that may be on another chain."""
     with_me = {me, *(chain.newest.peers if member else ())}
     ever = {peer for entry in chain.views for peer in entry.view.peers}

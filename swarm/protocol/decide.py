@@ -215,7 +215,9 @@ class Decision:
         match message:
             case Prepare(ballot=ballot) if ballot[1] == sender and ballot[0] > 0:
                 return self._prepare(sender, ballot)
-            case Propose(ballot=ballot, value=value) if ballot[1] == sender and self._may_use(ballot):
+            case Propose(ballot=ballot, value=value) if ballot[1] == sender and self._may_use(
+                ballot
+            ):
                 return self._accept(sender, ballot, value)
             case Promise(ballot=ballot) if ballot == mine and state == "preparing":
                 return self._promise(sender, message)
@@ -236,7 +238,9 @@ class Decision:
         if proposer.state == "proposing":
             message: Message = Propose(self.key, self.view, proposer.ballot, proposer.value)
             return self._to_others(message, except_for=proposer.accepts)
-        return self._to_others(Prepare(self.key, self.view, proposer.ballot), except_for=proposer.promises)
+        return self._to_others(
+            Prepare(self.key, self.view, proposer.ballot), except_for=proposer.promises
+        )
 
     def resume(self) -> Sends:
         """Retry to accept the last proposal that was not `ready`."""
@@ -261,7 +265,9 @@ class Decision:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
-        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least()))
+        return self._deliver(
+            sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least())
+        )
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
@@ -270,7 +276,9 @@ class Decision:
             return []
         floor = self.rules.floor(value)
         if floor:
-            return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
+            return self._deliver(
+                sender, Rejected(self.key, self.view, ballot, self.promised, floor)
+            )
         if not self._ready(value):
             self._withheld = sender, ballot, value
             return []
@@ -281,19 +289,27 @@ class Decision:
     # the proposer
 
     def _promise(self, sender: int, promise: Promise) -> Sends:
-        earlier = (promise.accepted, promise.value) if promise.accepted and promise.value is not None else None
+        earlier = (
+            (promise.accepted, promise.value)
+            if promise.accepted and promise.value is not None
+            else None
+        )
         proposer = self.proposer
         proposer.promises[sender] = earlier
         self.known_floor = highest(self.known_floor, promise.floor)
         if not is_quorum(proposer.promises.keys(), self.size):
             return []
         bound = proposer.bound_to(self.size)
-        proposer.put(self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound)
+        proposer.put(
+            self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound
+        )
         return self._second_phase()
 
     def _second_phase(self) -> Sends:
         assert self.proposer.ballot is not None
-        return self._broadcast(Propose(self.key, self.view, self.proposer.ballot, self.proposer.value))
+        return self._broadcast(
+            Propose(self.key, self.view, self.proposer.ballot, self.proposer.value)
+        )
 
     def _accepted(self, sender: int, ballot: Ballot, proof: bytes) -> Sends:
         proposer = self.proposer

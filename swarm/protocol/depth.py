@@ -55,7 +55,9 @@ class PipelineTimes:
 
     def __post_init__(self) -> None:
         if not self.stages or len(self.hops) != len(self.stages) - 1:
-            raise ValueError(f"a pipeline has one hop fewer than stages, got {len(self.stages)} and {len(self.hops)}")
+            raise ValueError(
+                f"a pipeline has one hop fewer than stages, got {len(self.stages)} and {len(self.hops)}"
+            )
 
     def round_trip_s(self, stage: int = 0) -> float:
         """R_s: the time from a microbatch's start at a stage to the end of its backward there."""
@@ -65,18 +67,24 @@ class PipelineTimes:
     @property
     def bottleneck_s(self) -> float:
         """The least time between two microbatches: that of the slowest stage or wire."""
-        return max(*(times.total_s for times in self.stages), *(hop.wire_s for hop in self.hops), 0.0)
+        return max(
+            *(times.total_s for times in self.stages), *(hop.wire_s for hop in self.hops), 0.0
+        )
 
     def wanted_depth(self, stage: int = 0) -> int:
         """K*: the fewest microbatches in flight from this stage on that keep it from waiting."""
         if not self.bottleneck_s:
-            raise ValueError("no stage and no wire takes any time, so no number of microbatches keeps one busy")
+            raise ValueError(
+                "no stage and no wire takes any time, so no number of microbatches keeps one busy"
+            )
         return max(1, math.ceil(self.round_trip_s(stage) / self.bottleneck_s - _ROUNDING))
 
     def depth(self, stage: int, memory: int) -> int:
         """K_s: `wanted_depth`, capped by the `memory` microbatches that a server can keep."""
         if memory < 1:
-            raise ValueError(f"a server of stage {stage} must have room for a microbatch, got {memory}")
+            raise ValueError(
+                f"a server of stage {stage} must have room for a microbatch, got {memory}"
+            )
         return min(memory, self.wanted_depth(stage))
 
     def step_bound_s(self, microbatches: int, in_flight: int) -> float:
@@ -86,12 +94,15 @@ class PipelineTimes:
         microbatches one way, on a round trip that it is part of; a stage computes on all of them,
         between the first way to it and the last way back from it."""
         if microbatches < 1 or in_flight < 1:
-            raise ValueError(f"a step has microbatches, some of them in flight, got {microbatches} and {in_flight}")
+            raise ValueError(
+                f"a step has microbatches, some of them in flight, got {microbatches} and {in_flight}"
+            )
         trip_s = self.round_trip_s()
         waits = [math.ceil(microbatches / in_flight) * trip_s]
         waits += [trip_s + (microbatches - 1) * hop.wire_s for hop in self.hops]
         waits += [
-            trip_s - self.round_trip_s(stage) + microbatches * times.total_s for stage, times in enumerate(self.stages)
+            trip_s - self.round_trip_s(stage) + microbatches * times.total_s
+            for stage, times in enumerate(self.stages)
         ]
         return max(waits)
 
@@ -114,12 +125,16 @@ class Depth:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"at least {self.least} and at most {self.most} microbatches in flight: that is no range")
+            raise ValueError(
+                f"at least {self.least} and at most {self.most} microbatches in flight: that is no range"
+            )
         self.wanted = self.least
 
     def came_back(self, now_s: float, trip_s: float) -> None:
         """Note a microbatch that came back at `now_s` after `trip_s` without queueing."""
-        self._trip_s = trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
+        self._trip_s = (
+            trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
+        )
         self._ends_s.append(now_s)
         while len(self._ends_s) > max(LEAST_ENDS, self.wanted) + 1:
             self._ends_s.popleft()

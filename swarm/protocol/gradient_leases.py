@@ -44,7 +44,9 @@ class GradientLeases:
     places: int
     lease_s: float
     _slots: dict[GradientKey, _Slot] = field(default_factory=dict)
-    _committed: collections.OrderedDict[GradientKey, None] = field(default_factory=collections.OrderedDict)
+    _committed: collections.OrderedDict[GradientKey, None] = field(
+        default_factory=collections.OrderedDict
+    )
     _refused: collections.OrderedDict[GradientKey, int] = field(
         default_factory=collections.OrderedDict
     )  # the last refused attempt
@@ -97,10 +99,16 @@ class GradientLeases:
 
     def expire(self, now_s: float) -> None:
         """Drop gradients that were not confirmed in time."""
-        for key in [key for key, slot in self._slots.items() if slot.phase == "staged" and slot.until_s <= now_s]:
+        for key in [
+            key
+            for key, slot in self._slots.items()
+            if slot.phase == "staged" and slot.until_s <= now_s
+        ]:
             del self._slots[key]
 
-    def offer(self, number: int, made_of: Collection[GradientKey] | None = None) -> list[GradientKey]:
+    def offer(
+        self, number: int, made_of: Collection[GradientKey] | None = None
+    ) -> list[GradientKey]:
         """Offer a round the merged gradients of `made_of` (None: all); return their keys."""
         merged = {key for key, slot in self._slots.items() if slot.phase == "merged"}
         keys = sorted(merged if made_of is None else merged.intersection(made_of))
@@ -113,7 +121,11 @@ class GradientLeases:
         """Commit the keys in a round's close list; return those offered to it but not named.
 
         They wait for the next round again, and so must their gradients."""
-        offered = [key for key, slot in self._slots.items() if slot.phase == "offered" and slot.round == number]
+        offered = [
+            key
+            for key, slot in self._slots.items()
+            if slot.phase == "offered" and slot.round == number
+        ]
         for key in committed:
             if self._slots.pop(key, None) is not None:
                 self._remember(key)

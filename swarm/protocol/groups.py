@@ -14,9 +14,17 @@ T = TypeVar("T")
 def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
     """Return the members in this exchange's seeded order, which gives proposers and groups."""
     salt = b"\x00".join(
-        (str(seed).encode(), view, key.stream.encode(), str(key.round).encode(), str(key.attempt).encode())
+        (
+            str(seed).encode(),
+            view,
+            key.stream.encode(),
+            str(key.round).encode(),
+            str(key.attempt).encode(),
+        )
     )
-    return tuple(sorted(members, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest()))
+    return tuple(
+        sorted(members, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest())
+    )
 
 
 def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId, ...]:
@@ -25,7 +33,9 @@ def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId,
     return order(members, seed, b"", Key(stream, 0))
 
 
-def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
+def group_of(
+    me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: bytes, key: Key
+) -> tuple[PeerId, ...]:
     """Return this round's random group of `me`, in seeded order: disjoint groups of `size` cover
     all members; the last may be smaller, so with pairs an odd member stays alone."""
     ordered = order(members, seed, view, key)

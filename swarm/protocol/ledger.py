@@ -58,7 +58,9 @@ class Ledger:
     def send(self, place: StageVisit, peer: PeerId) -> int:
         """Note a backward request to this peer; return the attempt that the request carries."""
         entry = self._entries[place]
-        assert entry.phase in ("open", "sent"), f"{place} is {entry.phase} at {entry.peer}, and is asked for again"
+        assert entry.phase in ("open", "sent"), (
+            f"{place} is {entry.phase} at {entry.peer}, and is asked for again"
+        )
         entry.phase, entry.peer, entry.attempt = "sent", peer, entry.attempt + 1
         return entry.attempt
 
@@ -127,7 +129,11 @@ class Ledger:
 
     def finish(self) -> list[int]:
         """Forget and return microbatches committed at every stage; their tensors may go too."""
-        rest = {microbatch for (microbatch, _), entry in self._entries.items() if entry.phase != "committed"}
+        rest = {
+            microbatch
+            for (microbatch, _), entry in self._entries.items()
+            if entry.phase != "committed"
+        }
         done = sorted({microbatch for microbatch, _ in self._entries} - rest)
         self._entries = {place: entry for place, entry in self._entries.items() if place[0] in rest}
         return done

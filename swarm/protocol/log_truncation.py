@@ -22,12 +22,16 @@ class LogTruncation:
     since_s: float = 0.0  # of the first report
     said: dict[PeerId, Forgotten] = field(default_factory=dict)
 
-    def note(self, sender: PeerId, message: Forgotten, members: Collection[PeerId], now_s: float) -> bool:
+    def note(
+        self, sender: PeerId, message: Forgotten, members: Collection[PeerId], now_s: float
+    ) -> bool:
         """Note a member's report, drop those of former members, and return True if it is new."""
         if message.key.round != self.round:
             self.round, self.since_s, self.said = message.key.round, now_s, {}
         known = sender in self.said
-        self.said = {peer: each for peer, each in self.said.items() if peer in members} | {sender: message}
+        self.said = {peer: each for peer, each in self.said.items() if peer in members} | {
+            sender: message
+        }
         return not known
 
     def by(self, number: int, peer: PeerId) -> Forgotten | None:
@@ -42,7 +46,11 @@ class LogTruncation:
     def unopposed(self, number: int, living: Sequence[PeerId], now_s: float) -> list[Forgotten]:
         """Return the reports about the round if most made one, or the others had time to answer."""
         patient = now_s - self.since_s >= ANSWER_TIMEOUT_S
-        return [word for peer in living if (word := self.by(number, peer))] if patient else self.agreed(number, living)
+        return (
+            [word for peer in living if (word := self.by(number, peer))]
+            if patient
+            else self.agreed(number, living)
+        )
 
 
 def newest_of(said: Sequence[Forgotten]) -> int:

@@ -139,7 +139,9 @@ class Pair:
     def joint_digest(self) -> bytes:
         """One hash of both payloads: equal on both sides, or nothing is applied."""
         assert self.theirs is not None, f"{self.key}: no partner's offer yet"
-        both = sorted(((self.me, self.offer), (self.partner, self.theirs)), key=lambda side: side[0])
+        both = sorted(
+            ((self.me, self.offer), (self.partner, self.theirs)), key=lambda side: side[0]
+        )
         text = b"".join(peer.encode() + b"\x00" + b"".join(offer.digests) for peer, offer in both)
         return hashlib.sha256(text).digest()
 

@@ -31,8 +31,14 @@ class ServerLoad:
     resident_s: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.queue < math.inf and 0 < self.rate < math.inf and self.memory_bytes >= 0 <= self.resident_s):
-            raise ValueError(f"a server has a finite queue >= 0, rate > 0, memory >= 0 and residence >= 0, got {self}")
+        if not (
+            0 <= self.queue < math.inf
+            and 0 < self.rate < math.inf
+            and self.memory_bytes >= 0 <= self.resident_s
+        ):
+            raise ValueError(
+                f"a server has a finite queue >= 0, rate > 0, memory >= 0 and residence >= 0, got {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,9 @@ def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move
             return None
         movers = _movers(snapshot, rule, source, target, rates)
         if (
-            mover := min(movers, key=lambda server: (_load([server], rule.load), server.peer), default=None)
+            mover := min(
+                movers, key=lambda server: (_load([server], rule.load), server.peer), default=None
+            )
         ) is not None:
             return Move(snapshot.number, mover.peer, source, target)
     return None

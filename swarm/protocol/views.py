@@ -23,7 +23,16 @@ import msgspec
 
 from farflock.swarm.identity import verify
 from farflock.swarm.links import Liveness, PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_STAGES, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+from farflock.swarm.messages import (
+    MAX_MEMBERS,
+    MAX_STAGES,
+    MAX_TRAIL,
+    MAX_VALUE_BYTES,
+    Count,
+    Decided,
+    Digest,
+    Key,
+)
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest, reaches
 from farflock.swarm.protocol.decide import is_certified
@@ -89,11 +98,17 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def serving(self, stage: int | None) -> tuple[int, ...]:
         """Return the indices of the members that serve a stage (None: the whole model, all)."""
         wanted = {stage, EVERY}
-        return tuple(index for index, member in enumerate(self.members) if stage is None or member.stage in wanted)
+        return tuple(
+            index
+            for index, member in enumerate(self.members)
+            if stage is None or member.stage in wanted
+        )
 
     @functools.cached_property
     def _places(self) -> dict[PeerId, tuple[int, int]]:
-        return {member.peer: (index, member.incarnation) for index, member in enumerate(self.members)}
+        return {
+            member.peer: (index, member.incarnation) for index, member in enumerate(self.members)
+        }
 
 
 class Certified(msgspec.Struct, frozen=True, array_like=True):
@@ -133,7 +148,9 @@ def lifted(raw: bytes, floor: Floor) -> bytes:
     """Return the proposal, changed to begin at these rounds at the earliest."""
     view = decode_view(raw)
     first_round, *stage_rounds = highest(view.begins, floor)
-    return encode(msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds)))
+    return encode(
+        msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds))
+    )
 
 
 def decode_certified(raw: bytes) -> Certified:
@@ -163,7 +180,9 @@ def signature_domain(run: str) -> bytes:
 
 def checker(run: str, view: View) -> Callable[[int, bytes, bytes], bool]:
     """Return a function that verifies signatures of `view`'s members on the next view."""
-    return lambda member, text, proof: verify(view.members[member].peer, signature_domain(run), text, proof)
+    return lambda member, text, proof: verify(
+        view.members[member].peer, signature_domain(run), text, proof
+    )
 
 
 def branch_domain(run: str) -> bytes:
@@ -177,7 +196,9 @@ def require_branch_shape(parent: View, view: View) -> None:
     if view.number != parent.number + 1 or view.previous != parent.branch_mark:
         raise BadView(f"view {view.number} is no branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
-        raise BadView(f"a branch of view {parent.number} has members that the view has not, or in another order")
+        raise BadView(
+            f"a branch of view {parent.number} has members that the view has not, or in another order"
+        )
 
 
 def require_branch(run: str, parent: View, certified: Certified) -> None:
@@ -187,8 +208,12 @@ def require_branch(run: str, parent: View, certified: Certified) -> None:
     signers = tuple(parent.members.index(member) for member in view.members)
     text, domain = encode(view), branch_domain(run)
     if certified.ballot != (0, 0) or tuple(index for index, _ in certified.proofs) != signers:
-        raise BadView(f"a branch of view {parent.number} needs one signature of each of its members, in their order")
-    if not all(verify(parent.members[index].peer, domain, text, proof) for index, proof in certified.proofs):
+        raise BadView(
+            f"a branch of view {parent.number} needs one signature of each of its members, in their order"
+        )
+    if not all(
+        verify(parent.members[index].peer, domain, text, proof) for index, proof in certified.proofs
+    ):
         raise BadView(f"a signature under a branch of view {parent.number} is false")
 
 
@@ -217,17 +242,30 @@ class Chain:
 
     def by_hash(self, digest: bytes) -> View | None:
         """Return the known view of this hash, or None."""
-        return next((entry.view for entry in reversed(self.views) if entry.view.hash == digest), None)
+        return next(
+            (entry.view for entry in reversed(self.views) if entry.view.hash == digest), None
+        )
 
     @property
     def branch(self) -> View | None:
         """The last branch among the kept views, which this peer is on; None on the main chain."""
         pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
-        return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
+        return next(
+            (
+                entry.view
+                for before, entry in pairs
+                if entry.view.previous == before.view.branch_mark
+            ),
+            None,
+        )
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """True if taking part in this round must wait for the next view's decision."""
-        if stage is not None and self.held is not None and round_number >= axes.at(self.held, stage):
+        if (
+            stage is not None
+            and self.held is not None
+            and round_number >= axes.at(self.held, stage)
+        ):
             # else we would refuse a view that others accept, and neither it nor the round could be
             # decided
             return True
@@ -266,9 +304,13 @@ class Chain:
     def _require_decided(self, certified: Certified) -> None:
         view, newest = certified.view, self.newest
         self._require_successor(view)
-        decided = Decided(view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs)
+        decided = Decided(
+            view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs
+        )
         if not is_certified(decided, len(newest.members), checker(self.run, newest)):
-            raise BadView(f"view {view.number} lacks the signatures of a quorum of view {newest.number}")
+            raise BadView(
+                f"view {view.number} lacks the signatures of a quorum of view {newest.number}"
+            )
 
     def _require_successor(self, view: View) -> None:
         newest = self.newest
@@ -276,7 +318,9 @@ class Chain:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
         # at the same round it replaces a view that never held
         if not reaches(view.begins, newest.begins):
-            raise BadView(f"view {view.number} begins at rounds {view.begins}, before {newest.begins}")
+            raise BadView(
+                f"view {view.number} begins at rounds {view.begins}, before {newest.begins}"
+            )
 
 
 @dataclass(slots=True)
@@ -308,7 +352,10 @@ class Candidates:
 
 
 def next_members(
-    view: View, lives: Mapping[PeerId, Liveness], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
+    view: View,
+    lives: Mapping[PeerId, Liveness],
+    joining: Mapping[PeerId, Member],
+    leaving: Collection[PeerId],
 ) -> tuple[Member, ...] | None:
     """Return the next view's members, or None if nothing changes: the dead and the leaving go,
     restarted ones move to the end in their new life, joiners follow in the order of their ids."""
@@ -320,6 +367,8 @@ def next_members(
         and joining.get(member.peer, member) == member
     )
     present = {member.peer for member in staying}
-    coming = tuple(joining[peer] for peer in sorted(joining) if peer not in present and peer not in leaving)
+    coming = tuple(
+        joining[peer] for peer in sorted(joining) if peer not in present and peer not in leaving
+    )
     members = (staying + coming)[:MAX_MEMBERS]
     return None if members == view.members or not members else members

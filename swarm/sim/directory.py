@@ -40,7 +40,9 @@ class MemoryTable:
     `fired` counts lost stores and stale entries read.
     """
 
-    def __init__(self, run: str, seed: int, now: Callable[[], float], faults: DirectoryFaults | None = None) -> None:
+    def __init__(
+        self, run: str, seed: int, now: Callable[[], float], faults: DirectoryFaults | None = None
+    ) -> None:
         self.run, self.faults = run, faults or DirectoryFaults()
         self.fired: collections.Counter[str] = collections.Counter()
         self._seed, self._now = seed, now
@@ -104,7 +106,11 @@ class MemoryTable:
         ]
 
     def _connected(self, one: PeerId, other: PeerId) -> bool:
-        return one == other or not self._islands or any({one, other} <= island for island in self._islands)
+        return (
+            one == other
+            or not self._islands
+            or any({one, other} <= island for island in self._islands)
+        )
 
 
 class MemoryDirectory:
@@ -149,7 +155,9 @@ class MemoryDirectory:
 
     def _only(self, run: str) -> None:
         if run != self._table.run:
-            raise ValueError(f"this directory was opened for run {self._table.run}, not for {run}; open another one")
+            raise ValueError(
+                f"this directory was opened for run {self._table.run}, not for {run}; open another one"
+            )
 
     def _put(self, shelf: TableName, payload: bytes, lifetime_s: float) -> bool:
         return self._table.is_open(self) and self._table.put(shelf, self.me, payload, lifetime_s)

@@ -139,9 +139,16 @@ class SimNetwork:
 
     def reachable(self, one: PeerId, other: PeerId) -> bool:
         """Return whether frames arrive now; a stopped peer counts, since its frames are kept."""
-        if other not in self._lines or one in self._killed or other in self._killed or (one, other) in self._cuts:
+        if (
+            other not in self._lines
+            or one in self._killed
+            or other in self._killed
+            or (one, other) in self._cuts
+        ):
             return False
-        return not self._islands or any(one in island and other in island for island in self._islands)
+        return not self._islands or any(
+            one in island and other in island for island in self._islands
+        )
 
     def stopped(self, peer: PeerId) -> bool:
         """Return whether a peer is frozen."""
@@ -245,7 +252,9 @@ class SimLinks:
     def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
         """Send a frame that leaves this peer's line at `leaves_s`, subject to faults."""
         if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+            raise ValueError(
+                f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
+            )
         network = self._network
         if not network.reachable(self._me, peer):
             self.dropped["unreachable"] += 1
@@ -266,13 +275,21 @@ class SimLinks:
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
         """Return the copies of a frame that arrive, each with its delay after leaving."""
-        network, faults, draw = self._network, self._network.faults, self._network.random(self._me, peer)
+        network, faults, draw = (
+            self._network,
+            self._network.faults,
+            self._network.random(self._me, peer),
+        )
         there = network.model(peer)
         if draw.random() < 1 - (1 - self._model.loss) * (1 - there.loss) * (1 - faults.loss):
             network.fired["loss"] += 1
             network.bytes["lost"] += len(frame)
             return []
-        late_s = self._model.latency_s + there.latency_s + draw.uniform(0, self._model.jitter_s + there.jitter_s)
+        late_s = (
+            self._model.latency_s
+            + there.latency_s
+            + draw.uniform(0, self._model.jitter_s + there.jitter_s)
+        )
         if faults.reorder and draw.random() < faults.reorder:
             network.fired["reorder"] += 1
             late_s += draw.uniform(0, faults.delay_s)
@@ -296,7 +313,9 @@ class SimLinks:
             network.flying_bytes -= len(frame)
             network.bytes["cut"] += len(frame)
             return
-        there._down_free_s = max(there._down_free_s, now_s) + len(frame) / there._model.down_bytes_per_s
+        there._down_free_s = (
+            max(there._down_free_s, now_s) + len(frame) / there._model.down_bytes_per_s
+        )
         if there._down_free_s - now_s < GRAIN_S:
             there._land(self._me, frame)
         else:
@@ -309,7 +328,9 @@ class SimLinks:
     def _deliver(self, sender: PeerId, frame: bytes) -> None:
         network = self._network
         if network.stopped(self._me) or network.stopped(sender):
-            held = self._held.setdefault(self._me if network.stopped(self._me) else sender, collections.deque())
+            held = self._held.setdefault(
+                self._me if network.stopped(self._me) else sender, collections.deque()
+            )
             if len(held) < HELD_FRAMES:
                 held.append((sender, frame))
                 network.bytes["held"] += len(frame)

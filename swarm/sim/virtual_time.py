@@ -29,12 +29,16 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock("every task waits and no timer is set; the wait without a deadline is the fault")
+            raise Deadlock(
+                "every task waits and no timer is set; the wait without a deadline is the fault"
+            )
         before_s = self.now_s
         self.now_s += max(timeout, 0.0)
         self._standing = self._standing + 1 if self.now_s == before_s else 0
         if self._standing > STANDSTILL:
-            raise Deadlock(f"{STANDSTILL} turns of the loop and the clock still shows {self.now_s} s: a task spins")
+            raise Deadlock(
+                f"{STANDSTILL} turns of the loop and the clock still shows {self.now_s} s: a task spins"
+            )
         return []
 
 

@@ -219,7 +219,9 @@ class Tunnel:
         self._say(session, _PING, self._pings)
 
     def _say(self, session: _Session, kind: int, number: int) -> None:
-        self.outgoing.append(_SEALED + session.seal.seal(bytes([kind]) + _NUMBER.pack(number), CONTROL))
+        self.outgoing.append(
+            _SEALED + session.seal.seal(bytes([kind]) + _NUMBER.pack(number), CONTROL)
+        )
 
     def _confirm(self, session: _Session, least_bytes: int) -> None:
         position = session.window.due(least_bytes)
@@ -288,7 +290,9 @@ class Tunnel:
         except BadSeal:
             return False
 
-    def _take_inner(self, session: _Session, lane: int, data: bytes, now_s: float) -> tuple[int, bytes] | None:
+    def _take_inner(
+        self, session: _Session, lane: int, data: bytes, now_s: float
+    ) -> tuple[int, bytes] | None:
         kind = data[0] if data else -1
         if kind == _CONTROL and lane == CONTROL:
             return CONTROL, data[1:]

@@ -95,7 +95,11 @@ class ZmqLinks:
         return self._identity.peer
 
     def record(
-        self, *, role: str | None = None, speed: float | None = None, relays: Iterable[PeerId] | None = None
+        self,
+        *,
+        role: str | None = None,
+        speed: float | None = None,
+        relays: Iterable[PeerId] | None = None,
     ) -> bytes:
         """Return my record, signed with the next sequence number and updated by the arguments."""
         self._record = msgspec.structs.replace(
@@ -134,13 +138,19 @@ class ZmqLinks:
     def _reach(self, peer: PeerId, frame: bytes) -> Partner | None:
         """Return the partner to queue a frame for; None if no transport to it can be hoped for."""
         if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {len(frame)}; cut it")
+            raise ValueError(
+                f"a frame has at most {MAX_FRAME_BYTES} bytes, got {len(frame)}; cut it"
+            )
         now_s = self._loop.time()
         known = peer in self._table.partners
         partner = None if self._closed else self._table.want(peer, now_s)
         if partner and not known:
             self._upkeep.tend(partner, now_s)  # dial at once
-        if partner and partner.road() == "none" and partner.life(now_s, self._suspect_after_s) == "dead":
+        if (
+            partner
+            and partner.road() == "none"
+            and partner.life(now_s, self._suspect_after_s) == "dead"
+        ):
             partner = None
         if partner is None:
             self.counters["no road"] += 1
@@ -183,7 +193,9 @@ class ZmqLinks:
 
     def total_bytes(self) -> tuple[int, int]:
         """Return the bytes sent and received so far, over all peers and transports."""
-        roads = [road for partner in self._table.partners.values() for road in partner.traffic.values()]
+        roads = [
+            road for partner in self._table.partners.values() for road in partner.traffic.values()
+        ]
         roads.append(self._table.past)
         return sum(road.sent for road in roads), sum(road.received for road in roads)
 

@@ -70,7 +70,10 @@ class Outbox:
         """Queue a frame; return False if it exceeds this peer's limit or the total."""
         cost = len(frame) + FRAME_COST_BYTES
         pool = self._pool
-        if self._used[lane] + cost > _PEER_LIMITS[lane] or pool.used[lane] + cost > pool.limits[lane]:
+        if (
+            self._used[lane] + cost > _PEER_LIMITS[lane]
+            or pool.used[lane] + cost > pool.limits[lane]
+        ):
             return False
         self._used[lane] += cost
         pool.used[lane] += cost
@@ -104,7 +107,11 @@ class Outbox:
 
     def clear(self) -> int:
         """Drop all frames, and those of waiting callers (who get False); return how many."""
-        mine = [waiter for waiter in self._pool.waiters if waiter.outbox is self and not waiter.queued.done()]
+        mine = [
+            waiter
+            for waiter in self._pool.waiters
+            if waiter.outbox is self and not waiter.queued.done()
+        ]
         for waiter in mine:
             waiter.queued.set_result(False)
         dropped = len(mine)
@@ -125,7 +132,10 @@ class Inbox:
     """Received frames of all peers; a writer stops reading its sockets while it is `full`."""
 
     def __init__(self) -> None:
-        self._queues: tuple[deque[tuple[PeerId, bytes]], deque[tuple[PeerId, bytes]]] = (deque(), deque())
+        self._queues: tuple[deque[tuple[PeerId, bytes]], deque[tuple[PeerId, bytes]]] = (
+            deque(),
+            deque(),
+        )
         self._used = [0, 0]
         self._arrived = asyncio.Event()
         self._closed = False

@@ -219,7 +219,11 @@ class PartnerTable:
         """Keep a verified record; return False if it is refused or not newer."""
         peer = record.peer
         known = self.known.get(peer)
-        if peer == self.me or peer in self.gate.refused or not newer(record, known[0] if known else None):
+        if (
+            peer == self.me
+            or peer in self.gate.refused
+            or not newer(record, known[0] if known else None)
+        ):
             return False
         if known is None and len(self.known) >= MAX_KNOWN:
             self._forget_expired(now_s)

@@ -26,7 +26,9 @@ from farflock.swarm.zmq.socket import ZmqSocket
 class Receiver:
     """The `Events` of all sockets: passes them on, and takes frames from proven connections."""
 
-    def __init__(self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays) -> None:
+    def __init__(
+        self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays
+    ) -> None:
         self.inbox = Inbox()
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.zmq.forward import HELLOS_PER_S, Meter, Tunnel, is_hello, pack_forward, unpack_forward
+from farflock.swarm.zmq.forward import (
+    HELLOS_PER_S,
+    Meter,
+    Tunnel,
+    is_hello,
+    pack_forward,
+    unpack_forward,
+)
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
@@ -25,7 +32,12 @@ class Relays:
     """All tunnels of one peer, and its service as a relay."""
 
     def __init__(
-        self, identity: Identity, run: str, table: PartnerTable, relay: bool, forward_bytes_per_s: float
+        self,
+        identity: Identity,
+        run: str,
+        table: PartnerTable,
+        relay: bool,
+        forward_bytes_per_s: float,
     ) -> None:
         self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
         self._identity, self._run, self._table, self._relay = identity, run, table, relay
@@ -38,7 +50,9 @@ class Relays:
         if reason:
             self._table.counters[reason] += 1
 
-    def _forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> str | None:
+    def _forward(
+        self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float
+    ) -> str | None:
         """Forward the frame; return the reason if it was dropped."""
         try:
             peer, payload = unpack_forward(body)
@@ -90,8 +104,14 @@ class Relays:
 
     def _answer(self, relay: PeerId, sender: PeerId, payload: memoryview, now_s: float) -> Tunnel:
         """Return a new tunnel for a peer that begins one; keep it only if its hello is valid."""
-        unconfirmed = sum(bool(p.tunnel and not p.tunnel.confirmed) for p in self._table.partners.values())
-        if not is_hello(payload) or unconfirmed >= MAX_UNCONFIRMED or not self._hellos.take(relay, 1, now_s):
+        unconfirmed = sum(
+            bool(p.tunnel and not p.tunnel.confirmed) for p in self._table.partners.values()
+        )
+        if (
+            not is_hello(payload)
+            or unconfirmed >= MAX_UNCONFIRMED
+            or not self._hellos.take(relay, 1, now_s)
+        ):
             raise BadSeal("a sealed frame without a session, or too many hellos")
         return Tunnel(self._identity, sender, self._run)
 
@@ -135,7 +155,9 @@ class Relays:
         named = [*(partner.record.relays if partner.record else ()), *self.relays]
         for peer in named:
             self._table.want(peer, now_s)
-        others = [peer for peer, other in partners.items() if other.best(CONTROL) and peer not in named]
+        others = [
+            peer for peer, other in partners.items() if other.best(CONTROL) and peer not in named
+        ]
         for peer in dict.fromkeys([*named, *others[:MAX_GUESSES]]):
             if peer != partner.peer and peer in partners and partners[peer].best(CONTROL):
                 yield peer

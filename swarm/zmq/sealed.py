@@ -81,7 +81,9 @@ class Sealed:
     Send it `hello()` and pass its hellos to `meet`; once `ready`, frames can be sealed and opened.
     """
 
-    def __init__(self, identity: Identity, partner: PeerId, run: str, ephemeral: X25519PrivateKey) -> None:
+    def __init__(
+        self, identity: Identity, partner: PeerId, run: str, ephemeral: X25519PrivateKey
+    ) -> None:
         self._identity = identity
         self._partner = partner
         self._run = run
@@ -144,7 +146,9 @@ class Sealed:
         try:
             data = self._rx.decrypt(_nonce(head), frame[_HEAD.size :], None)
         except InvalidTag:
-            raise BadSeal(f"frame {counter} of lane {lane} is not what {self._partner} sealed") from None
+            raise BadSeal(
+                f"frame {counter} of lane {lane} is not what {self._partner} sealed"
+            ) from None
         self._seen[lane].mark(counter)
         return lane, data
 

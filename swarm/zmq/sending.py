@@ -65,7 +65,9 @@ class Sender:
         partner.count("direct", sent=len(FRAME) + len(frame))
         return True
 
-    def _write_forwarded(self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None) -> bool:
+    def _write_forwarded(
+        self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None
+    ) -> bool:
         relay = self._detours.route(partner, lane)
         if relay is None or only not in (None, relay.port):
             return False

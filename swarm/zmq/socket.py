@@ -74,7 +74,11 @@ def multiaddress(host: str, port: int) -> str:
 
 
 def configure(
-    zmq_socket: zmq.Socket[bytes], lane: int, key: X25519PrivateKey, server: bytes | None, suspect_after_s: float
+    zmq_socket: zmq.Socket[bytes],
+    lane: int,
+    key: X25519PrivateKey,
+    server: bytes | None,
+    suspect_after_s: float,
 ) -> None:
     """Set a socket's options before it binds (`server` None) or dials `server`, a CURVE key.
 
@@ -179,7 +183,9 @@ class Events(Protocol):
 class ZmqSocket:
     """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one lane."""
 
-    def __init__(self, context: ZmqContext, lane: int, owner: PeerId | None, events: Events) -> None:
+    def __init__(
+        self, context: ZmqContext, lane: int, owner: PeerId | None, events: Events
+    ) -> None:
         self.lane = lane
         self.owner = owner
         self.connections: dict[int, Connection] = {}

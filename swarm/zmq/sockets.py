@@ -18,7 +18,9 @@ MAX_SOCKETS = 8192  # per ZMQ context: more than the limits on dials and connect
 class Sockets:
     """Makes and closes the sockets, which report to `events`."""
 
-    def __init__(self, table: PartnerTable, key: X25519PrivateKey, events: Events, suspect_after_s: float) -> None:
+    def __init__(
+        self, table: PartnerTable, key: X25519PrivateKey, events: Events, suspect_after_s: float
+    ) -> None:
         self.routers: list[ZmqSocket] = []
         self._table, self._key, self._events = table, key, events
         self._suspect_after_s = suspect_after_s
@@ -33,8 +35,13 @@ class Sockets:
         """
         host, _, wanted = address.removeprefix("tcp://").rpartition(":")
         if not advertise and ipaddress.ip_address(host.strip("[]")).is_unspecified:
-            raise ValueError(f"{address} is no address that others could dial; name those to publish in `advertise`")
-        bound = [self._bind(lane, f"tcp://{host}:{int(wanted) + lane if int(wanted) else 0}") for lane in LANES]
+            raise ValueError(
+                f"{address} is no address that others could dial; name those to publish in `advertise`"
+            )
+        bound = [
+            self._bind(lane, f"tcp://{host}:{int(wanted) + lane if int(wanted) else 0}")
+            for lane in LANES
+        ]
         return tuple(multiaddress(name, port) for name in advertise or (host,) for port in bound)
 
     def _bind(self, lane: int, endpoint: str) -> int:

@@ -34,7 +34,9 @@ class Gate:
         """Return the record in a first frame; `BadRecord` unless it binds `key` to its signer."""
         record = unseal(blob, self._run)
         if record.curve != key:
-            raise BadRecord(f"the record of {record.peer} names another CURVE key than the connection uses")
+            raise BadRecord(
+                f"the record of {record.peer} names another CURVE key than the connection uses"
+            )
         if record.peer in self.refused:
             self.ban(key)
             raise BadRecord(f"{record.peer} is refused here")

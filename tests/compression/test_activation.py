@@ -11,23 +11,47 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farflock.compression.activation import ActivationContext, CodecOffer, Flat, Incompatible, Masked, agree
-from farflock.compression.activation_catalog import ACTIVATIONS, activation_codec, alternatives, known_of, most_bytes
+from farflock.compression.activation import (
+    ActivationContext,
+    CodecOffer,
+    Flat,
+    Incompatible,
+    Masked,
+    agree,
+)
+from farflock.compression.activation_catalog import (
+    ACTIVATIONS,
+    activation_codec,
+    alternatives,
+    known_of,
+    most_bytes,
+)
 from farflock.compression.aqsgd import ResyncNeeded
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 from farflock.compression.subspace import Basis
 
 WIDTH, VOCABULARY = 48, 97
-NAMES = [*ACTIVATIONS, "int4,int4", "topk:3/10,topk:5/10", "topk:3/10", "hadamard4:8,fp16", "aqsgd4,hadamard8"]
+NAMES = [
+    *ACTIVATIONS,
+    "int4,int4",
+    "topk:3/10,topk:5/10",
+    "topk:3/10",
+    "hadamard4:8,fp16",
+    "aqsgd4,hadamard8",
+]
 NAMES = [name.replace("subspace:40", "subspace:8") for name in [*NAMES, "subspace:40+fp32,int8"]]
 SHAPES = [(2, 5, WIDTH), (1, 1, WIDTH), (3, 7, WIDTH), (0, 4, WIDTH), (2, 0, WIDTH)]
 KINDS = ("usual", "any", "huge", "denormal", "half", "rare", "zeros", "largest")
 REFUSALS = (CorruptPayload, Incompatible, ResyncNeeded)
 
-pytestmark = pytest.mark.usefixtures("oracle")  # the kernel has its bits (test_native.py); hostile bytes go to both
+pytestmark = pytest.mark.usefixtures(
+    "oracle"
+)  # the kernel has its bits (test_native.py); hostile bytes go to both
 each_codec = pytest.mark.parametrize("name", NAMES)
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +69,13 @@ def ends(basis):
 def forward_of(shape, **more):
     batch, length, _ = shape
     tokens = (torch.arange(batch * length) * 31 % VOCABULARY).view(batch, length)
-    usual = {"samples": tuple(range(100, 100 + batch)), "tokens": tokens, "edge": "a>b", "epoch": 3, "run_seed": 4}
+    usual = {
+        "samples": tuple(range(100, 100 + batch)),
+        "tokens": tokens,
+        "edge": "a>b",
+        "epoch": 3,
+        "run_seed": 4,
+    }
     return ActivationContext(shape, **{**usual, **more})
 
 
@@ -112,7 +142,13 @@ LOOSE = {
     "fp4": 0.2,
     "topk:410/4096": 0.99,
 }
-LOOSE |= {"hadamard8": 0.01, "hadamard4": 0.12, "aqsgd4": 2.0**-11, "aqsgd8": 2.0**-11, "subspace:8+bf16": 2.0**-8}
+LOOSE |= {
+    "hadamard8": 0.01,
+    "hadamard4": 0.12,
+    "aqsgd4": 2.0**-11,
+    "aqsgd8": 2.0**-11,
+    "subspace:8+bf16": 2.0**-8,
+}
 
 
 @pytest.mark.parametrize("name", LOOSE)
@@ -125,20 +161,27 @@ def test_usual_activations_come_back_closely(ends, activation, name):
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "int8", "int4", "fp4", "topk:3/10"])
-def test_a_memoryless_activation_is_what_its_flat_codec_makes_of_the_values(ends, values, bits, name):
+def test_a_memoryless_activation_is_what_its_flat_codec_makes_of_the_values(
+    ends, values, bits, name
+):
     ctx = forward_of((2, 5, WIDTH))
     sender, receiver = ends(f"{name},int8:64")
     x = values("usual", ctx.count).view(ctx.shape)
-    assert torch.equal(bits(receiver.decode(written(sender.encode, x, ctx), ctx)), bits(twin(name, x, ctx)))
+    assert torch.equal(
+        bits(receiver.decode(written(sender.encode, x, ctx), ctx)), bits(twin(name, x, ctx))
+    )
     ctx = backward_of(ctx, x)
     assert torch.equal(
-        bits(receiver.decode_grad(written(sender.encode_grad, x, ctx), ctx)), bits(twin("int8:64", x, ctx))
+        bits(receiver.decode_grad(written(sender.encode_grad, x, ctx), ctx)),
+        bits(twin("int8:64", x, ctx)),
     )
 
 
 @each_codec
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_every_dtype_of_a_stage_is_served_and_nothing_becomes_infinite_in_it(ends, activation, name, dtype):
+def test_every_dtype_of_a_stage_is_served_and_nothing_becomes_infinite_in_it(
+    ends, activation, name, dtype
+):
     ctx = forward_of((2, 5, WIDTH), dtype=dtype)
     sender, receiver = ends(name)
     kind = "half" if dtype == torch.bfloat16 else "usual"
@@ -212,7 +255,9 @@ def test_what_is_not_contiguous_is_sent_as_it_reads(ends, activation, name):
 @each_codec
 @few
 @given(data=st.data())
-def test_any_bytes_at_all_are_finite_values_or_refused_and_leave_no_trace(ends, activation, name, data):
+def test_any_bytes_at_all_are_finite_values_or_refused_and_leave_no_trace(
+    ends, activation, name, data
+):
     ctx = forward_of((2, 3, WIDTH))
     sender, receiver = ends(name)
     x = activation(name, ctx, data.draw(st.sampled_from(KINDS)))
@@ -222,7 +267,10 @@ def test_any_bytes_at_all_are_finite_values_or_refused_and_leave_no_trace(ends, 
     if data.draw(st.booleans()):  # what a pinned end remembers, so that differences are read too
         receiver.decode(good, ctx)
         good = written(sender.encode, x, ctx)
-    for read, payload, at in ((receiver.decode, good, ctx), (receiver.decode_grad, good_grad, back)):
+    for read, payload, at in (
+        (receiver.decode, good, ctx),
+        (receiver.decode_grad, good_grad, back),
+    ):
         bad = bytearray(payload)
         for _ in range(data.draw(st.integers(1, 3))):
             bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
@@ -247,7 +295,10 @@ def test_every_truncation_and_extension_is_refused(ends, activation, name):
     back = backward_of(ctx, x)
     payload, grad = written(sender.encode, x, ctx), written(sender.encode_grad, x, back)
     for read, good, at in ((receiver.decode, payload, ctx), (receiver.decode_grad, grad, back)):
-        for wrong in (*(good[:stop] for stop in range(0, len(good), 7)), *(good + bytes(n) for n in (1, 2, 8, 500))):
+        for wrong in (
+            *(good[:stop] for stop in range(0, len(good), 7)),
+            *(good + bytes(n) for n in (1, 2, 8, 500)),
+        ):
             with pytest.raises(CorruptPayload):
                 read(wrong, at)
 
@@ -261,7 +312,10 @@ class Taken(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.seen:
+        if (
+            isinstance(result, torch.Tensor)
+            and result.untyped_storage().data_ptr() not in self.seen
+        ):
             self.seen[result.untyped_storage().data_ptr()] = result
             self.bytes += result.untyped_storage().nbytes()
         return result
@@ -270,7 +324,9 @@ class Taken(TorchDispatchMode):
 def memory_taken(action):
     """Bytes of tensors, and peak of Python's own memory, while `action` runs; a refusal counts as an end."""
     with Taken():
-        torch.empty(1)  # what torch imports when it is watched for the first time is no codec's memory
+        torch.empty(
+            1
+        )  # what torch imports when it is watched for the first time is no codec's memory
     tracemalloc.start()
     with Taken() as taken, contextlib.suppress(*REFUSALS):
         action()
@@ -302,7 +358,9 @@ def test_reading_takes_a_small_multiple_of_what_is_read(ends, activation, name):
 
 
 @each_codec
-def test_writing_and_reading_are_deterministic_and_leave_their_arguments_alone(ends, activation, name):
+def test_writing_and_reading_are_deterministic_and_leave_their_arguments_alone(
+    ends, activation, name
+):
     ctx = forward_of((2, 5, WIDTH))
     sender, receiver = ends(name)
     x = activation(name, ctx)
@@ -334,7 +392,9 @@ def test_the_gradient_under_the_mask_is_the_gradient_of_what_was_computed(values
     back = c.decode_grad(payload, ctx)
     assert bool(back.any())
     assert not back[arrived == 0].any()
-    torch.testing.assert_close(back[arrived != 0], grad[arrived != 0], rtol=0, atol=float(grad.abs().amax()) / 253)
+    torch.testing.assert_close(
+        back[arrived != 0], grad[arrived != 0], rtol=0, atol=float(grad.abs().amax()) / 253
+    )
 
 
 def test_a_mask_that_nobody_gives_is_asked_for():
@@ -353,7 +413,10 @@ def test_a_gradient_with_a_top_k_of_its_own_keeps_its_own_largest(values):
 
 @pytest.mark.parametrize("name", ["ecsq:100", "topk2:64/4096", "bf16+zstd", "lowrank:4"])
 def test_codecs_whose_payloads_vary_in_length_are_refused_by_name(name):
-    for build in (lambda: Flat(codec(name), codec("int8")), lambda: activation_codec(f"int8,{name}")):
+    for build in (
+        lambda: Flat(codec(name), codec("int8")),
+        lambda: activation_codec(f"int8,{name}"),
+    ):
         with pytest.raises(ValueError, match=re.escape(name) + ".*choose one of"):
             build()
 
@@ -393,7 +456,17 @@ def test_an_unknown_name_is_refused_with_the_nearest(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    ["raw,int8", "int8,raw", "int8,mask,", "int8,", "hadamard4:48", "hadamard5", "subspace:0", "subspace:x", "aqsgd4,"],
+    [
+        "raw,int8",
+        "int8,raw",
+        "int8,mask,",
+        "int8,",
+        "hadamard4:48",
+        "hadamard5",
+        "subspace:0",
+        "subspace:x",
+        "aqsgd4,",
+    ],
 )
 def test_what_cannot_be_built_is_a_value_error(basis, spec):
     with pytest.raises(ValueError, match=r"\w"):
@@ -402,12 +475,15 @@ def test_what_cannot_be_built_is_a_value_error(basis, spec):
 
 def test_a_subspace_without_its_basis_says_what_to_fetch(basis):
     for given_ in (None, basis):
-        with pytest.raises(ValueError, match=r"needs the run's basis of rank 9.*fetch it by the digest"):
+        with pytest.raises(
+            ValueError, match=r"needs the run's basis of rank 9.*fetch it by the digest"
+        ):
             activation_codec("subspace:9", basis=given_)
 
 
 @given(
-    st.text(max_size=30) | st.from_regex(r"(int[48]|topk|hadamard[48]|aqsgd[48]|raw)[:0-9/,a-z]{0,12}", fullmatch=True)
+    st.text(max_size=30)
+    | st.from_regex(r"(int[48]|topk|hadamard[48]|aqsgd[48]|raw)[:0-9/,a-z]{0,12}", fullmatch=True)
 )
 def test_any_text_is_a_codec_or_a_value_error(spec):
     with contextlib.suppress(ValueError):
@@ -416,7 +492,9 @@ def test_any_text_is_a_codec_or_a_value_error(spec):
 
 
 def test_scopes_say_what_routes_must_grant(ends):
-    assert {name: ends(name)[0].scope for name in ("int8", "topk:3/10", "raw", "aqsgd4", "subspace:8")} == {
+    assert {
+        name: ends(name)[0].scope for name in ("int8", "topk:3/10", "raw", "aqsgd4", "subspace:8")
+    } == {
         "int8": "memoryless",
         "topk:3/10": "memoryless",
         "raw": "memoryless",
@@ -461,8 +539,14 @@ def test_the_first_of_mine_that_is_theirs_too_is_taken():
     ("theirs", "words"),
     [
         ([], "subspace:8 is not known there"),
-        ([CodecOffer("subspace:8", 3, b"a")], r"at version 2 here and \[3\] there: update the older one"),
-        ([CodecOffer("subspace:8", 2, b"b")], "version 2 has digest 61 here and another there: fetch it again"),
+        (
+            [CodecOffer("subspace:8", 3, b"a")],
+            r"at version 2 here and \[3\] there: update the older one",
+        ),
+        (
+            [CodecOffer("subspace:8", 2, b"b")],
+            "version 2 has digest 61 here and another there: fetch it again",
+        ),
     ],
 )
 def test_without_a_common_offer_the_edge_is_refused_by_name_with_the_remedy(theirs, words):

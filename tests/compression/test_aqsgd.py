@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext
-from farflock.compression.aqsgd import HELD, AqSgd, Cache, CacheEntry, ResyncNeeded, SampleDelta, whole, written
+from farflock.compression.aqsgd import (
+    HELD,
+    AqSgd,
+    Cache,
+    CacheEntry,
+    ResyncNeeded,
+    SampleDelta,
+    whole,
+    written,
+)
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 
@@ -63,8 +72,14 @@ def test_the_first_visit_is_fp16_and_later_ones_are_differences_in_four_bits():
 
 
 @pytest.mark.parametrize("difference", ["int4", "int8"])
-def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_what_is_used(difference):
-    sender, receiver, ctx = end(difference=codec(difference)), end(difference=codec(difference)), context(7, 8)
+def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_what_is_used(
+    difference,
+):
+    sender, receiver, ctx = (
+        end(difference=codec(difference)),
+        end(difference=codec(difference)),
+        context(7, 8),
+    )
     x = normal(0, 7, 8)
     for visit in range(30):
         x = x + 0.05 * normal(visit + 1, 7, 8)
@@ -156,7 +171,9 @@ def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_send
     assert end().tag(1) == bytes(8) != sender.tag(1) == second.after
     receiver = end()
     for kept in (False, True):
-        assert torch.equal(receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float())
+        assert torch.equal(
+            receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float()
+        )
         assert len(receiver._cache) == kept
 
 
@@ -197,7 +214,20 @@ def test_arithmetic_that_went_wrong_is_noticed_by_the_tag_of_the_result():
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["send", "send", "send", "send", "lose", "double", "hold", "release", "sender", "receiver"]),
+        st.sampled_from(
+            [
+                "send",
+                "send",
+                "send",
+                "send",
+                "lose",
+                "double",
+                "hold",
+                "release",
+                "sender",
+                "receiver",
+            ]
+        ),
         st.lists(st.integers(0, 5), min_size=1, max_size=3),
     ),
     max_size=60,
@@ -229,10 +259,16 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
                 if needed:
                     sender.forget(needed)
                     message, meant = meaning(sender, x, ctx)
-                    assert not attempt(receiver, message, ctx, meant), "a whole sample was asked for again"
+                    assert not attempt(receiver, message, ctx, meant), (
+                        "a whole sample was asked for again"
+                    )
         for one in (sender, receiver):
             assert len(one._cache) <= room
-            assert one.held_bytes == sum(entry.values.nbytes for entry in one._cache._held.values()) <= 10 * EACH
+            assert (
+                one.held_bytes
+                == sum(entry.values.nbytes for entry in one._cache._held.values())
+                <= 10 * EACH
+            )
 
 
 def meaning(sender, x, ctx):
@@ -244,13 +280,20 @@ def meaning(sender, x, ctx):
         if values is not None:
             entry = sender._cache.get(sample)
             half = values.half()
-            shadow._cache.put(sample, half, entry.tag if entry and torch.equal(entry.values, half) else tag_of(half))
+            shadow._cache.put(
+                sample,
+                half,
+                entry.tag if entry and torch.equal(entry.values, half) else tag_of(half),
+            )
     return message, shadow.decode(message, ctx)
 
 
 def tag_of(half):
     """The tag of the page: BLAKE2b with 8 bytes of L, D and the values."""
-    raw = struct.pack("<II", *half.shape) + half.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = (
+        struct.pack("<II", *half.shape)
+        + half.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    )
     return hashlib.blake2b(raw, digest_size=8).digest()
 
 
@@ -356,7 +399,10 @@ def test_values_that_are_not_finite_are_not_sent_and_nothing_is_remembered_of_th
 
 def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
     one = end()
-    with pytest.raises(ValueError, match=r"remembers the samples of edge 'a>b' and cannot serve 'a>c': pin the route"):
+    with pytest.raises(
+        ValueError,
+        match=r"remembers the samples of edge 'a>b' and cannot serve 'a>c': pin the route",
+    ):
         one.encode(normal(0, 1), context(1, edge="a>c"), bytearray())
     with pytest.raises(ValueError, match="needs the id of each of the 1 samples"):
         one.encode(normal(0, 1), dataclasses.replace(context(1), samples=()), bytearray())
@@ -369,7 +415,14 @@ def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
 def test_bounds_are_part_of_the_digest():
     assert end().digest == end().digest
     assert (
-        len({end(max_samples=5).digest, end(max_samples=6).digest, end(max_samples=5, max_cache_bytes=9).digest}) == 3
+        len(
+            {
+                end(max_samples=5).digest,
+                end(max_samples=6).digest,
+                end(max_samples=5, max_cache_bytes=9).digest,
+            }
+        )
+        == 3
     )
 
 

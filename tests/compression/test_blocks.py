@@ -28,7 +28,15 @@ def test_scales_outside_the_limits_are_refused(top):
     good = [0, MIN_SCALE_BITS, 0x3F800000, MAX_SCALE_BITS[top]]
     assert len(require_scales(torch.tensor(good, dtype=torch.int32).view(torch.float32), top)) == 4
     minus_zero, minus_one, nan, infinity = -(2**31), -0x40800000, 0x7FC00000, 0x7F800000
-    for bad in (1, MIN_SCALE_BITS - 1, MAX_SCALE_BITS[top] + 1, infinity, nan, minus_zero, minus_one):
+    for bad in (
+        1,
+        MIN_SCALE_BITS - 1,
+        MAX_SCALE_BITS[top] + 1,
+        infinity,
+        nan,
+        minus_zero,
+        minus_one,
+    ):
         with pytest.raises(CorruptPayload, match="1 of 5 scales"):
             require_scales(torch.tensor([*good, bad], dtype=torch.int32).view(torch.float32), top)
 

@@ -69,7 +69,9 @@ def test_a_default_number_is_left_out_of_the_name():
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_one(spec, nearest):
-    with pytest.raises(ValueError, match=f"{spec!r} is not known; did you mean '{nearest.replace('+', '.')}'"):
+    with pytest.raises(
+        ValueError, match=f"{spec!r} is not known; did you mean '{nearest.replace('+', '.')}'"
+    ):
         codec(spec)
 
 
@@ -85,7 +87,17 @@ MALFORMED = [
         "topk:64/",
         "topk:64/4096/2",
     ),
-    *("int8:", "int8:-1", "int8: 8", "int8:08", "int8:1_0", "int8:٣", "int8:8\n", "int8:" + "9" * 5000, "x" * 100_000),
+    *(
+        "int8:",
+        "int8:-1",
+        "int8: 8",
+        "int8:08",
+        "int8:1_0",
+        "int8:٣",
+        "int8:8\n",
+        "int8:" + "9" * 5000,
+        "x" * 100_000,
+    ),
 ]
 
 
@@ -128,7 +140,8 @@ def test_a_half_precision_that_does_not_exist_is_refused():
 
 
 @given(
-    st.text(max_size=30) | st.from_regex(r"(int[48]|topk2?|fp4|sign|ecsq|lowrank):[0-9/]{1,9}(\+zstd)?", fullmatch=True)
+    st.text(max_size=30)
+    | st.from_regex(r"(int[48]|topk2?|fp4|sign|ecsq|lowrank):[0-9/]{1,9}(\+zstd)?", fullmatch=True)
 )
 def test_any_text_is_a_codec_or_a_value_error(spec):
     try:
@@ -141,4 +154,6 @@ def test_any_text_is_a_codec_or_a_value_error(spec):
 def test_only_what_drops_values_is_biased():
     dropping = ("sign", "topk:64/4096", "topk2:64/4096", "ecsq:100", "lowrank:4", "topk:8/512+zstd")
     assert all(codec(name).biased for name in dropping)
-    assert not any(codec(name).biased for name in ("fp32", "fp16", "bf16", "int8", "int4", "fp4", "bf16+zstd"))
+    assert not any(
+        codec(name).biased for name in ("fp32", "fp16", "bf16", "int8", "int4", "fp4", "bf16+zstd")
+    )

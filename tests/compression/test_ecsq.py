@@ -67,24 +67,34 @@ def test_codes_are_those_of_a_slow_twin(values, rate, count):
 
 @pytest.mark.parametrize("kind", ["usual", "half", "rare", "ties", "largest"])
 @pytest.mark.parametrize("rate", [1, 31, 94, 190, 250])
-def test_the_step_is_the_smallest_that_is_sure_to_keep_the_rate_up_to_the_largest_magnitude(values, kind, rate):
+def test_the_step_is_the_smallest_that_is_sure_to_keep_the_rate_up_to_the_largest_magnitude(
+    values, kind, rate
+):
     x = values(kind, COUNT).clamp(-(2.0**127), 2.0**127)
     step, peak = step_of(encoded(Ecsq(rate), x)), float(x.abs().max())
     if sure_bits(codes_of(x, step)) > COUNT * rate / 100:
-        assert step == pytest.approx(peak, rel=2.0**-8)  # nothing but the largest would have been too much
+        assert step == pytest.approx(
+            peak, rel=2.0**-8
+        )  # nothing but the largest would have been too much
     elif step > peak / 1000:
-        assert sure_bits(codes_of(x, 0.97 * step)) > COUNT * rate / 100  # magnitudes are told apart to 1/128
+        assert (
+            sure_bits(codes_of(x, 0.97 * step)) > COUNT * rate / 100
+        )  # magnitudes are told apart to 1/128
 
 
 @given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=60), st.integers(1, 250)
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=60),
+    st.integers(1, 250),
 )
 def test_any_values_keep_the_rate_or_two_bits_and_the_largest_travels(numbers, rate):
     x = torch.tensor(numbers, dtype=torch.float32)
     payload = encoded(Ecsq(rate), x)
     assert len(payload) <= 21 + math.ceil(len(x) * max(rate, 200) / 800)
     back, peak = decoded(Ecsq(rate), payload, len(x)), float(x.abs().max())
-    assert float((back - x.clamp(-(2.0**127), 2.0**127)).abs().max()) <= 0.6876 * step_of(payload) + 2.0**-126
+    assert (
+        float((back - x.clamp(-(2.0**127), 2.0**127)).abs().max())
+        <= 0.6876 * step_of(payload) + 2.0**-126
+    )
     assert bool(back.any()) == (peak >= 2.0**-126)
 
 
@@ -99,7 +109,11 @@ def test_values_of_one_magnitude_arrive_as_they_are_and_not_as_nothing(rate):
 def noise(kind, count=262_144):
     chance = torch.Generator().manual_seed(3)
     normal = torch.randn(count, generator=chance)
-    return normal if kind == "normal" else normal * torch.rand(count, generator=chance).log().neg().sqrt()
+    return (
+        normal
+        if kind == "normal"
+        else normal * torch.rand(count, generator=chance).log().neg().sqrt()
+    )
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace"])
@@ -117,7 +131,9 @@ def test_bits_are_within_6_percent_of_the_codes_order_0_entropy_and_10_below_the
 def test_a_bit_a_value_loses_less_than_signs_do():
     x = noise("laplace")
     error = (through(Ecsq(), x) - x).square().sum() / x.square().sum()
-    assert float(error) < 0.31 < 0.5  # the best sign and scale loses a half of Laplace values' energy
+    assert (
+        float(error) < 0.31 < 0.5
+    )  # the best sign and scale loses a half of Laplace values' energy
 
 
 def test_what_is_far_from_the_rest_arrives_within_the_bound(values):
@@ -154,7 +170,10 @@ def payload_of(places, codes, step=ONE, many=None, few=None):
     """A payload with these codes at these places."""
     beyond = [i for i, code in enumerate(codes) if abs(code) > 1]
     out = bytearray(
-        step + struct.pack("<II", len(codes) if many is None else many, len(beyond) if few is None else few)
+        step
+        + struct.pack(
+            "<II", len(codes) if many is None else many, len(beyond) if few is None else few
+        )
     )
     signs = sum((code < 0) << i for i, code in enumerate(codes))
     out += signs.to_bytes(-(-len(codes) // 8), "little")

@@ -18,7 +18,10 @@ def rational(left, right):
     """The slow twin."""
     columns = list(zip(*right.tolist(), strict=True))
     return [
-        [sum((Fraction(a) * Fraction(b) for a, b in zip(row, column, strict=True)), Fraction()) for column in columns]
+        [
+            sum((Fraction(a) * Fraction(b) for a, b in zip(row, column, strict=True)), Fraction())
+            for column in columns
+        ]
         for row in left.tolist()
     ]
 
@@ -54,20 +57,30 @@ def test_in_any_order_the_bits_are_the_same_as_those_of_ordinary_products_are_no
 )
 @settings(max_examples=60, deadline=None)
 def test_any_numbers_in_any_order_of_rows_of_any_size(inner, seed, values):
-    left = torch.tensor(values, dtype=torch.float64).view(-1, inner) if 12 % inner == 0 else torch.ones(2, inner)
+    left = (
+        torch.tensor(values, dtype=torch.float64).view(-1, inner)
+        if 12 % inner == 0
+        else torch.ones(2, inner)
+    )
     right = normal(inner, 2, seed=seed)
     order = torch.randperm(inner, generator=torch.Generator().manual_seed(seed))
     found = product(left, right)
     assert torch.equal(found, product(left[:, order], right[order]))
-    assert off(found, rational(left, right)) <= 2.0**-44 * inner * float(left.abs().amax() * right.abs().amax())
+    assert off(found, rational(left, right)) <= 2.0**-44 * inner * float(
+        left.abs().amax() * right.abs().amax()
+    )
 
 
 def test_zeros_tiny_numbers_and_no_rows():
     assert not product(torch.zeros(2, 3), normal(3, 2)).any()
     assert product(torch.empty(0, 3), normal(3, 2)).shape == (0, 2)
-    assert not product(torch.full((1, 1), 1e-300, dtype=torch.float64), normal(1, 1)).any(), "below what is told apart"
+    assert not product(torch.full((1, 1), 1e-300, dtype=torch.float64), normal(1, 1)).any(), (
+        "below what is told apart"
+    )
     small = torch.full((1, 1), 1e-30)
-    torch.testing.assert_close(product(small, small), (small.double() * small.double()), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        product(small, small), (small.double() * small.double()), rtol=1e-15, atol=0
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

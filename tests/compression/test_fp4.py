@@ -96,7 +96,12 @@ def test_an_odd_count_ends_with_code_zero_and_no_other_filler_is_taken():
 
 
 def test_a_scale_whose_64_fold_is_infinite_is_refused():
-    for bits, good in ((0x7C7FFFFF, True), (0x7C800000, False), (0x007FFFFF, False), (0x80000000, False)):
+    for bits, good in (
+        (0x7C7FFFFF, True),
+        (0x7C800000, False),
+        (0x007FFFFF, False),
+        (0x80000000, False),
+    ):
         payload = struct.pack("<I", bits) + b"\x07"
         if good:
             assert float(decoded(Fp4(), payload, 1)) == float(torch.finfo(torch.float32).max)

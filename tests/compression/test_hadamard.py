@@ -17,9 +17,23 @@ from farflock.compression.codec import Context, CorruptPayload, UnencodableTenso
 from farflock.compression.hadamard import Hadamard, butterflies, signs
 
 pytestmark = pytest.mark.usefixtures("version")
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 CODECS = [Hadamard(4), Hadamard(8), Hadamard(4, 2), Hadamard(8, 8), Hadamard(4, 1024)]
-KINDS = ("usual", "any", "huge", "denormal", "tiny", "half", "ties", "rare", "zeros", "minus_zeros", "largest")
+KINDS = (
+    "usual",
+    "any",
+    "huge",
+    "denormal",
+    "tiny",
+    "half",
+    "ties",
+    "rare",
+    "zeros",
+    "minus_zeros",
+    "largest",
+)
 CTX = Context(run_seed=5)
 
 each_codec = pytest.mark.parametrize("c", CODECS, ids=lambda c: c.name)
@@ -40,7 +54,9 @@ def decoded(c, payload, count, ctx=CTX):
 @functools.cache
 def dense(length):
     """Sylvester's matrix, from its definition: an entry is -1 where the places share an odd number of set bits."""
-    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)])
+    return torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)]
+    )
 
 
 def tiles(x, c):
@@ -77,7 +93,9 @@ def test_signs_are_the_bits_of_shake_and_differ_between_runs():
 @few
 @given(data=st.data())
 def test_the_error_of_each_tile_is_within_the_stated_bound(values, c, data):
-    count = data.draw(st.sampled_from([0, 1, c.tile - 1, c.tile, c.tile + 1, 3 * c.tile]) | st.integers(0, 300))
+    count = data.draw(
+        st.sampled_from([0, 1, c.tile - 1, c.tile, c.tile + 1, 3 * c.tile]) | st.integers(0, 300)
+    )
     x = values(data.draw(st.sampled_from(KINDS)), count, data.draw(st.integers(0, 2**32 - 1)))
     back = decoded(c, encoded(c, x), count)
     assert bool(back.isfinite().all())
@@ -97,7 +115,11 @@ def test_every_kind_of_values_is_within_it_too(values, kinds, c):
         back = decoded(c, encoded(c, x), len(x)).double()
         levels = 7 if c.bits == 4 else 127
         error = (back[: 2 * c.tile] - cut.view(-1)[: 2 * c.tile]).view(2, -1).norm(dim=1)
-        assert bool((error <= rotated[:2].abs().amax(dim=1) / (2 * levels) * (1 + 2.0**-12) + 2.0**-76).all()), kind
+        assert bool(
+            (
+                error <= rotated[:2].abs().amax(dim=1) / (2 * levels) * (1 + 2.0**-12) + 2.0**-76
+            ).all()
+        ), kind
 
 
 def test_a_large_channel_harms_its_neighbours_less_than_in_plain_blocks(values):
@@ -121,7 +143,10 @@ def test_the_decoder_is_the_dense_matrix_on_the_codes_of_int4(values):
     codec("int4").decode(payload, CTX, codes)
     expected = (codes.double().view(-1, 64) @ dense(64).double()) * signs(5, 64).double() / 64
     torch.testing.assert_close(
-        decoded(Hadamard(4), payload, len(x)).double(), expected.view(-1), rtol=0, atol=2e-7 * float(x.abs().amax())
+        decoded(Hadamard(4), payload, len(x)).double(),
+        expected.view(-1),
+        rtol=0,
+        atol=2e-7 * float(x.abs().amax()),
     )
 
 
@@ -178,7 +203,9 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(version
         pytest.skip("this processor has no vector instructions that torch knows")
     said = []
     for level in ("default", "avx2"):
-        done = processors(level).run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+        done = processors(level).run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.rpartition(" "))
     assert [word for _, _, word in said] == ["DEFAULT\n", "AVX2\n"]
@@ -236,7 +263,9 @@ def test_no_value_ever_passes_through_a_denormal(values):
     scale = float(np.nextafter(np.float32(2.0**-84), np.float32(1)))
     for seed in range(20):
         codes = (values("any", 512, seed).view(torch.int32) % 15 - 7).to(torch.int8).numpy() + 8
-        payload = struct.pack("<f", scale) + (codes[::2] | codes[1::2] << 4).astype(np.uint8).tobytes()
+        payload = (
+            struct.pack("<f", scale) + (codes[::2] | codes[1::2] << 4).astype(np.uint8).tobytes()
+        )
         usual = decoded(Hadamard(4, 512), payload, 512)
         torch.set_flush_denormal(True)
         try:
@@ -253,12 +282,16 @@ def test_encode_and_decode_are_pure(values, bits):
     payload = encoded(Hadamard(), x)
     assert torch.equal(x, before)
     assert encoded(Hadamard(4), x.clone()) == payload
-    assert torch.equal(bits(decoded(Hadamard(), payload, 200)), bits(decoded(Hadamard(), bytearray(payload), 200)))
+    assert torch.equal(
+        bits(decoded(Hadamard(), payload, 200)), bits(decoded(Hadamard(), bytearray(payload), 200))
+    )
 
 
 def test_another_run_rotates_otherwise(values):
     x = values("usual", 64)
-    assert encoded(Hadamard(8), x, Context(run_seed=1)) != encoded(Hadamard(8), x, Context(run_seed=2))
+    assert encoded(Hadamard(8), x, Context(run_seed=1)) != encoded(
+        Hadamard(8), x, Context(run_seed=2)
+    )
 
 
 @pytest.mark.parametrize(("bits_", "tile"), [(4, 48), (4, 1), (8, 2048), (5, 64), (4, 0), (4, -4)])
@@ -268,7 +301,13 @@ def test_a_tile_that_is_not_possible_is_refused_with_the_choice(bits_, tile):
 
 
 def test_names_lengths_and_granules():
-    assert [c.name for c in CODECS] == ["hadamard4", "hadamard8", "hadamard4:2", "hadamard8:8", "hadamard4:1024"]
+    assert [c.name for c in CODECS] == [
+        "hadamard4",
+        "hadamard8",
+        "hadamard4:2",
+        "hadamard8:8",
+        "hadamard4:1024",
+    ]
     assert [c.granule((7, 9)) for c in CODECS] == [64, 64, 2, 8, 1024]
     assert Hadamard(4).max_bytes(65) == 2 * (4 + 32)
     assert math.isclose(8 * Hadamard(8).max_bytes(6400) / 6400, 8.5)

@@ -19,8 +19,16 @@ def through(name, *numbers):
 
 
 def test_rounding_is_to_nearest_and_ties_go_to_even():
-    assert through("fp16", 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20) == [1.0, 1 + 2**-9, 1 + 2**-10]
-    assert through("bf16", 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20) == [1.0, 1 + 2**-6, 1 + 2**-7]
+    assert through("fp16", 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20) == [
+        1.0,
+        1 + 2**-9,
+        1 + 2**-10,
+    ]
+    assert through("bf16", 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20) == [
+        1.0,
+        1 + 2**-6,
+        1 + 2**-7,
+    ]
 
 
 def test_fp16_keeps_values_beyond_its_range_at_its_largest():
@@ -45,14 +53,20 @@ def test_fp16_has_denormals_down_to_its_smallest():
 
 @pytest.mark.parametrize(("name", "infinity"), [("fp16", 0x7C00), ("bf16", 0x7F80)])
 def test_patterns_of_16_bits_are_decoded_exactly_or_refused(name, infinity):
-    for pattern in (high << 8 | low for high in range(256) for low in (0x00, 0x01, 0x7F, 0x80, 0xFF)):
+    for pattern in (
+        high << 8 | low for high in range(256) for low in (0x00, 0x01, 0x7F, 0x80, 0xFF)
+    ):
         payload, out = struct.pack("<H", pattern), torch.empty(1)
         if pattern & infinity == infinity:
             with pytest.raises(CorruptPayload, match="NaN or infinity"):
                 Half(name).decode(payload, Context(), out)
             continue
         Half(name).decode(payload, Context(), out)
-        expected = struct.unpack("<e", payload) if name == "fp16" else struct.unpack("<f", b"\x00\x00" + payload)
+        expected = (
+            struct.unpack("<e", payload)
+            if name == "fp16"
+            else struct.unpack("<f", b"\x00\x00" + payload)
+        )
         assert out.tolist() == list(expected)
 
 

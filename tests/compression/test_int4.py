@@ -43,7 +43,10 @@ def test_every_byte_of_codes_is_decoded_as_written_or_refused():
     for byte in range(256):
         low, high = byte & 15, byte >> 4
         if low and high:
-            assert decoded(Int4(), scale + bytes([byte]), 2).tolist() == [(low - 8) / 2, (high - 8) / 2]
+            assert decoded(Int4(), scale + bytes([byte]), 2).tolist() == [
+                (low - 8) / 2,
+                (high - 8) / 2,
+            ]
             continue
         with pytest.raises(CorruptPayload, match="stored code 0"):
             decoded(Int4(), scale + bytes([byte]), 2)
@@ -53,13 +56,22 @@ def test_absmax_over_14_alone_would_be_a_false_promise_and_the_stated_bound_is_n
     x = ((values("usual", 64 * 999).view(torch.int32) % 14 - 7).float() + 0.5).view(-1, 64)
     x[:, 0] = 7
     x = (x * values("usual", 999, seed=1).abs()[:, None]).reshape(-1)
-    error = (decoded(Int4(), encoded(Int4(), x), len(x)).double() - x.double()).abs().view(-1, 64).amax(dim=1)
+    error = (
+        (decoded(Int4(), encoded(Int4(), x), len(x)).double() - x.double())
+        .abs()
+        .view(-1, 64)
+        .amax(dim=1)
+    )
     ratio = float((error / (x.view(-1, 64).abs().amax(dim=1).double() / 14)).max())
     assert 1 < ratio <= 1 + 2.0**-18
 
 
 def test_the_mean_of_blocks_survives(values):
     x = values("usual", 64 * 1000)
-    drift = (decoded(Int4(), encoded(Int4(), x), len(x)).double() - x.double()).view(1000, 64).mean(dim=1)
+    drift = (
+        (decoded(Int4(), encoded(Int4(), x), len(x)).double() - x.double())
+        .view(1000, 64)
+        .mean(dim=1)
+    )
     step = x.view(1000, 64).abs().amax(dim=1).double() / 7
     assert abs(float((drift / step).mean())) < 5 / (12 * 64 * 1000) ** 0.5

@@ -18,7 +18,9 @@ def through(c, x):
 
 def half_steps(values, block, top):
     """Blocks of values that lie exactly between two codes, where rounding errs most."""
-    x = ((values("usual", block * 64).view(torch.int32) % (2 * top) - top).float() + 0.5).view(-1, block)
+    x = ((values("usual", block * 64).view(torch.int32) % (2 * top) - top).float() + 0.5).view(
+        -1, block
+    )
     x[:, 0] = top
     return (x * values("usual", 64, seed=1).abs()[:, None]).reshape(-1)
 
@@ -34,7 +36,9 @@ def test_the_mean_of_blocks_survives(values):
     x = values("usual", 256 * 400)
     drift = (through(Int8(), x).double() - x.double()).view(400, 256).mean(dim=1)
     step = x.view(400, 256).abs().amax(dim=1).double() / 127
-    assert float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5  # five standard deviations of 256 fair roundings
+    assert (
+        float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5
+    )  # five standard deviations of 256 fair roundings
     assert abs(float((drift / step).mean())) < 5 / (12 * 256 * 400) ** 0.5
 
 
@@ -45,7 +49,9 @@ def test_one_large_value_coarsens_its_own_block_only(values):
     after = through(Int8(), x)
     assert float(after[300]) == pytest.approx(1e6)
     assert torch.equal(after[256:512].nonzero().flatten(), torch.tensor([44]))
-    assert torch.equal(torch.cat((after[:256], after[512:])), torch.cat((before[:256], before[512:])))
+    assert torch.equal(
+        torch.cat((after[:256], after[512:])), torch.cat((before[:256], before[512:]))
+    )
 
 
 def test_decoding_a_decoded_tensor_changes_little(values):

@@ -73,8 +73,15 @@ def test_no_matrix_becomes_larger_or_infinite(rows, columns, rank, size, seed):
     x = (normal(rows, columns, seed) * size).clamp(-3.4e38, 3.4e38)
     back = through(LowRank(rank), x)
     assert bool(torch.isfinite(back).all())
-    cut = x.clamp(-(2.0**100), 2.0**100) if len(encoded(LowRank(rank), x, columns)) < 2 * x.numel() else x
-    assert float((back - cut).double().norm()) <= 1.01 * float(cut.double().norm()) + x.numel() * 2.0**-86
+    cut = (
+        x.clamp(-(2.0**100), 2.0**100)
+        if len(encoded(LowRank(rank), x, columns)) < 2 * x.numel()
+        else x
+    )
+    assert (
+        float((back - cut).double().norm())
+        <= 1.01 * float(cut.double().norm()) + x.numel() * 2.0**-86
+    )
 
 
 def test_zeros_are_zeros():
@@ -101,13 +108,19 @@ def test_what_is_no_whole_number_of_rows_is_sent_as_bf16():
 
 def test_a_payload_is_as_long_as_the_page_says():
     assert len(encoded(LowRank(4), normal(96, 256), 256)) == 4 * (96 + 256 + 4)
-    assert len(encoded(LowRank(9), normal(3, 500), 500)) == 3 * (3 + 500 + 4)  # there are no more directions
+    assert len(encoded(LowRank(9), normal(3, 500), 500)) == 3 * (
+        3 + 500 + 4
+    )  # there are no more directions
     assert len(encoded(LowRank(2), normal(3, 500), 500)) == 2 * (3 + 500 + 4)
 
 
 def test_a_payload_made_by_hand_is_read():
     left, right = np.array([[1, -2, 0, 3], [0, 1, 0, 0]]), np.arange(2 * 9).reshape(2, 9) - 9
-    payload = struct.pack("<ff", 0.5, 2.0) + left.astype(np.int8).tobytes() + right.astype(np.int8).tobytes()
+    payload = (
+        struct.pack("<ff", 0.5, 2.0)
+        + left.astype(np.int8).tobytes()
+        + right.astype(np.int8).tobytes()
+    )
     expected = 0.5 * np.outer(left[0], right[0]) + 2.0 * np.outer(left[1], right[1])
     assert decoded(LowRank(2), payload, 4, 9).tolist() == expected.tolist()
 
@@ -150,9 +163,14 @@ def test_shards_hold_whole_rows_and_know_their_columns():
     parts = [part for shard in cut.shards for part in shard]
     assert all(part.start % 128 == part.stop % 128 == 0 for part in parts if part.tensor == "big")
     assert {part.tensor: part.columns for part in parts} == {"big": 128, "vector": 0, "small": 7}
-    tensors = {"big": normal(3000, 2) @ normal(2, 128), "vector": torch.ones(300), "small": torch.ones(5, 7)}
+    tensors = {
+        "big": normal(3000, 2) @ normal(2, 128),
+        "vector": torch.ones(300),
+        "small": torch.ones(5, 7),
+    }
     back = [
-        torch.cat(values) for values in [cut.decode(i, 0, cut.encode(i, 0, tensors)) for i in range(len(cut.shards))]
+        torch.cat(values)
+        for values in [cut.decode(i, 0, cut.encode(i, 0, tensors)) for i in range(len(cut.shards))]
     ]
     whole = torch.cat([tensors[name].reshape(-1) for name in shapes])
     assert error(whole, torch.cat(back)) < 0.02

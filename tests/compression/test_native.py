@@ -23,13 +23,47 @@ from farflock.compression.codec import Context, CorruptPayload, UnencodableTenso
 from farflock.compression.payload import largest
 
 KERNELS = native.kernels()
-NAMES = ["fp32", "fp16", "bf16", "int8", "int8:1", "int8:7", "int8:65536", "int4", "int4:2", "int4:6", "int4:2048"]
-NAMES += ["topk:64/4096", "topk:3/10", "topk:1/2", "topk:5/4095", "topk:8/17", "topk:2000/4096", "topk:1/65536"]
-KINDS = ("usual", "any", "huge", "denormal", "tiny", "half", "ties", "rare", "zeros", "minus_zeros", "largest")
+NAMES = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:1",
+    "int8:7",
+    "int8:65536",
+    "int4",
+    "int4:2",
+    "int4:6",
+    "int4:2048",
+]
+NAMES += [
+    "topk:64/4096",
+    "topk:3/10",
+    "topk:1/2",
+    "topk:5/4095",
+    "topk:8/17",
+    "topk:2000/4096",
+    "topk:1/65536",
+]
+KINDS = (
+    "usual",
+    "any",
+    "huge",
+    "denormal",
+    "tiny",
+    "half",
+    "ties",
+    "rare",
+    "zeros",
+    "minus_zeros",
+    "largest",
+)
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instructions)
 each_codec = pytest.mark.parametrize("name", NAMES)
-many = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def numbers(name):
@@ -94,9 +128,13 @@ def without_kernel(monkeypatch):
 @given(data=st.data(), name=st.sampled_from(NAMES))
 def test_payloads_and_values_have_the_bits_of_torch(values, kernel, name, data):
     granule = codec(name).granule((4096,))
-    count = data.draw(st.integers(0, 300) | st.sampled_from([granule - 1, granule, granule + 1, 2 * granule + 3]))
+    count = data.draw(
+        st.integers(0, 300) | st.sampled_from([granule - 1, granule, granule + 1, 2 * granule + 3])
+    )
     offset = data.draw(st.integers(0, 9))
-    x = values(data.draw(st.sampled_from(KINDS)), offset + count, data.draw(st.integers(0, 2**32 - 1)))[offset:]
+    x = values(
+        data.draw(st.sampled_from(KINDS)), offset + count, data.draw(st.integers(0, 2**32 - 1))
+    )[offset:]
     payload = encoded(kernel, name, x)
     assert payload == encoded(None, name, x)
     unaligned = memoryview(b"\x00" * offset + payload)[offset:]
@@ -111,7 +149,9 @@ def test_every_kind_of_values_has_the_bits_of_torch_at_several_blocks(values, ke
             x = values(kind, count, seed=count)
             payload = encoded(kernel, name, x)
             assert payload == encoded(None, name, x), kind
-            assert decoded(kernel, name, payload, count) == decoded(None, name, payload, count), kind
+            assert decoded(kernel, name, payload, count) == decoded(None, name, payload, count), (
+                kind
+            )
 
 
 @each_kernel
@@ -120,7 +160,12 @@ def test_values_between_two_codes_round_as_torch_rounds_them(kernel, name):
     top = 7 if name == "int4" else 127
     halves = (torch.arange(-2 * top, 2 * top + 1, dtype=torch.float32) / 2).repeat(40)
     for scale in (1.0, 0.1, 3e-5, 2.0**-126, 2.0**100):
-        nudged = torch.cat((halves, torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1))) * scale
+        nudged = (
+            torch.cat(
+                (halves, torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1))
+            )
+            * scale
+        )
         assert encoded(kernel, name, nudged) == encoded(None, name, nudged)
 
 
@@ -129,7 +174,22 @@ def test_values_between_two_codes_round_as_torch_rounds_them(kernel, name):
 def test_halves_are_rounded_as_torch_rounds_them_near_every_pattern(kernel, name):
     high = torch.arange(2**16, dtype=torch.int64)
     lows = torch.tensor(
-        [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xEFFF, 0xF000, 0xFFFF]
+        [
+            0,
+            1,
+            0x0FFF,
+            0x1000,
+            0x1001,
+            0x2FFF,
+            0x3000,
+            0x3001,
+            0x7FFF,
+            0x8000,
+            0x8001,
+            0xEFFF,
+            0xF000,
+            0xFFFF,
+        ]
     )
     bits = (high[:, None] << 16 | lows).view(-1)
     finite = bits[(bits >> 23) % 256 != 255]
@@ -140,8 +200,12 @@ def test_halves_are_rounded_as_torch_rounds_them_near_every_pattern(kernel, name
 @each_kernel
 @pytest.mark.parametrize(("name", "infinity"), [("fp16", 0x7C00), ("bf16", 0x7F80)])
 def test_every_half_is_widened_as_torch_widens_it(kernel, name, infinity):
-    payload = b"".join(struct.pack("<H", half) for half in range(2**16) if half & infinity != infinity)
-    assert decoded(kernel, name, payload, len(payload) // 2) == decoded(None, name, payload, len(payload) // 2)
+    payload = b"".join(
+        struct.pack("<H", half) for half in range(2**16) if half & infinity != infinity
+    )
+    assert decoded(kernel, name, payload, len(payload) // 2) == decoded(
+        None, name, payload, len(payload) // 2
+    )
 
 
 @each_kernel
@@ -158,12 +222,16 @@ def test_one_value_that_is_not_finite_is_refused_wherever_it_stands(values, kern
 @each_kernel
 @many
 @given(data=st.data(), name=st.sampled_from(NAMES))
-def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(values, kernel, name, data):
+def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(
+    values, kernel, name, data
+):
     count = data.draw(st.sampled_from([0, 1, 2, 3, 9, 10, 11, 12, 65, 257]))
     payload = encoded(None, name, values(data.draw(st.sampled_from(KINDS)), count))
     for _ in range(data.draw(st.integers(1, 3)) if payload else 0):
         payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    payload = payload[: data.draw(st.none() | st.integers(0, len(payload)))] + data.draw(st.binary(max_size=2))
+    payload = payload[: data.draw(st.none() | st.integers(0, len(payload)))] + data.draw(
+        st.binary(max_size=2)
+    )
     assert decoded(kernel, name, payload, count) == decoded(None, name, payload, count)
 
 
@@ -189,7 +257,12 @@ def test_the_peak_is_the_largest_magnitude_or_nan(kernel, bits):
 
 @each_kernel
 def test_tensors_of_another_kind_are_left_to_torch(kernel):
-    for x in (torch.zeros(2, 2), torch.zeros(4).double(), torch.zeros(8)[::2], torch.zeros(4, device="meta")):
+    for x in (
+        torch.zeros(2, 2),
+        torch.zeros(4).double(),
+        torch.zeros(8)[::2],
+        torch.zeros(4, device="meta"),
+    ):
         out = bytearray(b"before")
         assert not kernel.encode("fp32", x, out)
         assert not kernel.decode("fp32", bytes(4 * x.numel()), x)
@@ -304,4 +377,6 @@ def test_the_kernel_is_built_where_a_compiler_is():
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not shutil.which("cc") or not header.exists():
         pytest.skip("no C compiler with Python's headers here")
-    assert KERNELS, "the kernel is missing; `pip install -e .` builds it, and `-v` shows why it does not"
+    assert KERNELS, (
+        "the kernel is missing; `pip install -e .` builds it, and `-v` shows why it does not"
+    )

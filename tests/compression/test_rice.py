@@ -25,7 +25,10 @@ def twin(numbers):
     """Slow and obvious: the width by trial of all, the bits as text."""
     if not numbers:
         return b""
-    width = min(range(17), key=lambda w: (len(numbers) * (w + 1) + sum(number >> w for number in numbers), w))
+    width = min(
+        range(17),
+        key=lambda w: (len(numbers) * (w + 1) + sum(number >> w for number in numbers), w),
+    )
     low = "".join(str(number >> plane & 1) for plane in range(width) for number in numbers)
     unary = "".join("0" * (number >> width) + "1" for number in numbers)
     return bytes([width]) + as_bytes(low) + as_bytes(unary)
@@ -88,7 +91,11 @@ def test_a_list_is_told_apart_from_its_truncations():
 def test_a_width_above_16_and_set_filling_bits_are_refused():
     payload = written([7, 7, 7])  # width 2: two planes of three bits, then 01 three times
     assert payload == bytes([2, 0b111111, 0b101010])
-    for hostile in (bytes([17]) + bytes([255] * 40), bytes([2, 0b1111111, 0b101010]), bytes([2, 0b111111, 0b1101010])):
+    for hostile in (
+        bytes([17]) + bytes([255] * 40),
+        bytes([2, 0b1111111, 0b101010]),
+        bytes([2, 0b111111, 0b1101010]),
+    ):
         with pytest.raises(CorruptPayload):
             rice.read(hostile, 0, 3)
 
@@ -106,4 +113,6 @@ def test_a_huge_count_is_refused_before_memory_is_taken_for_it():
 def test_bit_planes_round_trip_and_hold_the_low_bits(numbers, width):
     packed = rice.pack(np.array(numbers, dtype=np.int64), width)
     assert len(packed) == -(-len(numbers) * width // 8)
-    assert rice.unpack(b"xx" + packed, 2, len(numbers), width).tolist() == [n % 2**width for n in numbers]
+    assert rice.unpack(b"xx" + packed, 2, len(numbers), width).tolist() == [
+        n % 2**width for n in numbers
+    ]

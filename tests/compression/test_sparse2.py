@@ -63,7 +63,9 @@ def test_whole_chunks_keep_what_plain_top_k_keeps(values, kind):
     assert torch.equal(through(TopK2(), x) != 0, through(TopK(), x) != 0)
 
 
-@pytest.mark.parametrize(("size", "kept"), [(1, 1), (31, 1), (95, 1), (96, 2), (2048, 32), (4095, 64)])
+@pytest.mark.parametrize(
+    ("size", "kept"), [(1, 1), (31, 1), (95, 1), (96, 2), (2048, 32), (4095, 64)]
+)
 def test_a_short_chunk_keeps_its_share_and_at_least_one(values, size, kept):
     assert int((through(TopK2(), values("usual", 4096 + size))[4096:] != 0).sum()) == kept
 
@@ -118,7 +120,9 @@ def test_no_positions_take_more_than_max_bytes():
     c = TopK2(16, 64)
     x = torch.zeros(64 * 40)
     for places in (range(16), range(48, 64), range(0, 64, 4), [*range(15), 63]):
-        at = torch.tensor([64 * chunk + place for chunk, place in itertools.product(range(40), places)])
+        at = torch.tensor(
+            [64 * chunk + place for chunk, place in itertools.product(range(40), places)]
+        )
         assert len(encoded(c, x.index_fill(0, at, 1.0))) <= c.max_bytes(len(x))
 
 
@@ -155,7 +159,9 @@ def test_a_level_that_is_negative_or_not_finite_is_refused(level):
 
 
 def test_codes_choose_sign_and_level_plane_by_plane():
-    payload = payload_of([0, 0, 0], codes=0b110_011)  # signs of the first two, upper level of the last two
+    payload = payload_of(
+        [0, 0, 0], codes=0b110_011
+    )  # signs of the first two, upper level of the last two
     assert decoded(TopK2(3, 10), payload, 10)[:3].tolist() == [-1.0, -2.0, 2.0]
 
 

@@ -29,7 +29,9 @@ from farflock.compression.subspace import (
 )
 
 WIDTH, RANK, VOCABULARY, BATCH, LENGTH, LAYERS = 32, 6, 50, 3, 7, 3
-NAMES = {"embedding": 1} | {f"{layer}.{name}": 0 for layer in range(LAYERS) for name in ("wo", "w2", "b2")}
+NAMES = {"embedding": 1} | {
+    f"{layer}.{name}": 0 for layer in range(LAYERS) for name in ("wo", "w2", "b2")
+}
 SHAPE = (BATCH, LENGTH, WIDTH)
 
 
@@ -43,12 +45,17 @@ def normal(*shape, seed=0):
 
 def weights(seed=0):
     """An unconstrained small transformer: the embedding, a head, and in each layer attention, an MLP and its bias."""
-    made = {"embedding": normal(VOCABULARY, WIDTH, seed=seed), "head": normal(VOCABULARY, WIDTH, seed=seed + 1) / 6}
+    made = {
+        "embedding": normal(VOCABULARY, WIDTH, seed=seed),
+        "head": normal(VOCABULARY, WIDTH, seed=seed + 1) / 6,
+    }
     for layer in range(LAYERS):
         for place, (name, rows, columns) in enumerate(
             [("wqkv", 3 * WIDTH, WIDTH), ("wo", WIDTH, WIDTH), ("w1", 64, WIDTH), ("w2", WIDTH, 64)]
         ):
-            made[f"{layer}.{name}"] = normal(rows, columns, seed=seed + 10 * layer + place + 2) / columns**0.5
+            made[f"{layer}.{name}"] = (
+                normal(rows, columns, seed=seed + 10 * layer + place + 2) / columns**0.5
+            )
         made[f"{layer}.b2"] = normal(WIDTH, seed=seed + 10 * layer + 9) / 9
     return made
 
@@ -66,7 +73,9 @@ def layer_of(theta, layer, x):
 
 
 def loss_of(theta, x, targets):
-    return F.cross_entropy((normed(x) @ theta["head"].T).flatten(0, 1), targets.flatten(), reduction="sum")
+    return F.cross_entropy(
+        (normed(x) @ theta["head"].T).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
 
 
 def batch(seed=0):
@@ -77,7 +86,9 @@ def batch(seed=0):
 def constrained(seed=0, version=1, rank=RANK):
     """Weights in the subspace, and its basis with the frozen embedding."""
     basis, theta = Basis.drawn(WIDTH, rank, seed=seed + 77, version=version), weights(seed)
-    theta["embedding"], fixed = settled(theta["embedding"], torch.zeros(VOCABULARY, WIDTH), basis.columns_DK)
+    theta["embedding"], fixed = settled(
+        theta["embedding"], torch.zeros(VOCABULARY, WIDTH), basis.columns_DK
+    )
     project(theta, NAMES, basis)
     return theta, basis.with_tables(fixed)
 
@@ -149,7 +160,9 @@ def test_gradients_of_the_split_model_are_those_of_the_constrained_dense_one():
     for name, value in expected.items():
         assert distance(found[name], value) < 2e-5, name
         if name == "embedding" or name.endswith(("w2", "b2")):
-            assert distance(before[name], value) < 2e-5, f"{name}: what comes straight from an edge lies inside"
+            assert distance(before[name], value) < 2e-5, (
+                f"{name}: what comes straight from an edge lies inside"
+            )
 
 
 def test_without_the_constraint_gradients_would_differ_so_the_test_above_can_fail():
@@ -166,31 +179,44 @@ def test_the_way_from_head_to_tail_changes_activations_by_rounding_only():
     tokens, _ = batch()
     x = through = theta["embedding"][tokens] + basis.fixed_VD[tokens]
     for layer in range(LAYERS):
-        x, through = layer_of(theta, layer, x), layer_of(theta, layer, over(exact(basis), through, context(tokens)))
+        x, through = (
+            layer_of(theta, layer, x),
+            layer_of(theta, layer, over(exact(basis), through, context(tokens))),
+        )
         assert distance(through, x) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "bound"), [("fp32", 1e-6), ("bf16", 2.0**-8), ("fp16", 2.0**-11), ("int8", 0.02)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("fp32", 1e-6), ("bf16", 2.0**-8), ("fp16", 2.0**-11), ("int8", 0.02)]
+)
 def test_the_error_is_that_of_the_coordinates_codec(name, bound):
     theta, basis = constrained()
     tokens, _ = batch()
     x = theta["embedding"][tokens] + basis.fixed_VD[tokens]
     back = over(Subspace(basis, codec(name), codec(name)), x, context(tokens))
-    assert float((back - x).norm()) <= bound * float(theta["embedding"][tokens].norm()) + 1e-6 * float(x.norm())
+    assert float((back - x).norm()) <= bound * float(
+        theta["embedding"][tokens].norm()
+    ) + 1e-6 * float(x.norm())
 
 
 def test_a_token_takes_rank_numbers_each_way():
     _, basis = constrained()
     ctx = context(batch()[0])
     assert Subspace(basis).max_bytes(ctx) == 12 + 2 * BATCH * LENGTH * RANK
-    assert exact(basis).max_bytes(dataclasses.replace(ctx, direction="backward")) == 12 + 4 * BATCH * LENGTH * RANK
+    assert (
+        exact(basis).max_bytes(dataclasses.replace(ctx, direction="backward"))
+        == 12 + 4 * BATCH * LENGTH * RANK
+    )
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_steps_leave_the_subspace_and_projection_after_each_returns_and_is_idempotent(optimizer):
     theta, basis = constrained()
     left, inside = leaves(theta), leaves(theta)
-    steps = {name: optimizer(one.values(), lr=0.02, weight_decay=0.1) for name, one in (("left", left), ("in", inside))}
+    steps = {
+        name: optimizer(one.values(), lr=0.02, weight_decay=0.1)
+        for name, one in (("left", left), ("in", inside))
+    }
     for step in range(8):
         for name, one in (("left", left), ("in", inside)):
             tokens, targets = batch(step)
@@ -212,14 +238,22 @@ def test_a_forgotten_projection_is_refused_by_the_sender_with_the_remedy():
     theta, basis = constrained()
     theta["0.w2"] = theta["0.w2"] + 0.05 * normal(WIDTH, 64)
     tokens, _ = batch()
-    x, out = layer_of(theta, 0, theta["embedding"][tokens] + basis.fixed_VD[tokens]), bytearray(b"before")
+    x, out = (
+        layer_of(theta, 0, theta["embedding"][tokens] + basis.fixed_VD[tokens]),
+        bytearray(b"before"),
+    )
     with pytest.raises(
-        UnencodableTensor, match=r"lies outside the subspace .* version 1: project the weights after every"
+        UnencodableTensor,
+        match=r"lies outside the subspace .* version 1: project the weights after every",
     ):
         exact(basis).encode(x, context(tokens), out)
     assert out == b"before"
     project(theta, NAMES, basis)
-    over(exact(basis), layer_of(theta, 0, theta["embedding"][tokens] + basis.fixed_VD[tokens]), context(tokens))
+    over(
+        exact(basis),
+        layer_of(theta, 0, theta["embedding"][tokens] + basis.fixed_VD[tokens]),
+        context(tokens),
+    )
 
 
 def test_bf16_arithmetic_of_a_constrained_stage_is_not_taken_for_a_forgotten_projection():
@@ -286,7 +320,11 @@ def test_projection_is_the_dense_projector_along_either_dimension(dtype):
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [({"x": 0}, "no tensor 'x'"), ({"w": 1}, "not the model's width 32"), ({"w": 2}, "dimension 2 of 'w'")],
+    [
+        ({"x": 0}, "no tensor 'x'"),
+        ({"w": 1}, "not the model's width 32"),
+        ({"w": 2}, "dimension 2 of 'w'"),
+    ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused_by_name(names, words):
     for call in (project, outside):
@@ -321,14 +359,18 @@ def test_the_owner_moves_the_basis_towards_the_energy_and_the_embedding_stays():
     energy = sum(energy_of(theta, basis, *batch(seed)) for seed in range(4))
     captured, inside, start = [], theta["embedding"], basis
     for _ in range(60):
-        captured.append(float((basis.columns_DK.T @ energy @ basis.columns_DK).trace() / energy.trace()))
+        captured.append(
+            float((basis.columns_DK.T @ energy @ basis.columns_DK).trace() / energy.trace())
+        )
         basis, inside = basis.moved(energy, 2.0, inside)
     assert all(later > earlier - 1e-6 for earlier, later in itertools.pairwise(captured))
     best = float(torch.linalg.eigvalsh(energy.double())[-RANK:].sum() / energy.trace())
     assert captured[0] < 0.6 * best
     assert captured[-1] > 0.97 * best
     assert basis.version == start.version + 60
-    torch.testing.assert_close(inside + basis.fixed_VD, theta["embedding"] + start.fixed_VD, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        inside + basis.fixed_VD, theta["embedding"] + start.fixed_VD, rtol=0, atol=1e-4
+    )
     assert outside({"e": inside}, {"e": 1}, basis) < 1e-6
     identity = basis.columns_DK.T @ basis.columns_DK
     torch.testing.assert_close(identity, torch.eye(RANK), rtol=0, atol=1e-6)
@@ -378,13 +420,18 @@ def test_versions_change_at_the_epoch_and_receivers_hold_both_for_two_epochs():
         c.encode(x, ctx, out)
         assert struct.unpack_from("<I", out)[0] == spoken
         assert distance(c.decode(out, ctx), x) < 1e-5
-        assert [offer.version for offer in c.offers(epoch)] == [[1, 2], [2, 1], [2]][(epoch >= 5) + (epoch >= 7)]
+        assert [offer.version for offer in c.offers(epoch)] == [[1, 2], [2, 1], [2]][
+            (epoch >= 5) + (epoch >= 7)
+        ]
         late = bytearray()
         old.encode(theta["embedding"][tokens] + c.old.fixed_VD[tokens], ctx, late)
         if epoch < 7:
             assert c.decode(late, ctx).shape == SHAPE
         else:
-            with pytest.raises(Incompatible, match=r"came with basis 1 .* held in epoch \d are 2 .*: fetch the basis"):
+            with pytest.raises(
+                Incompatible,
+                match=r"came with basis 1 .* held in epoch \d are 2 .*: fetch the basis",
+            ):
                 c.decode(late, ctx)
 
 
@@ -435,11 +482,15 @@ def test_a_basis_is_followed_by_its_successor_of_the_same_size_and_not_too_soon(
 
 
 def test_positions_that_are_frozen_are_left_out_too():
-    basis = Basis.drawn(WIDTH, RANK, seed=3).with_tables(torch.zeros(0, WIDTH), normal(LENGTH + 2, WIDTH))
+    basis = Basis.drawn(WIDTH, RANK, seed=3).with_tables(
+        torch.zeros(0, WIDTH), normal(LENGTH + 2, WIDTH)
+    )
     x = normal(BATCH, LENGTH, RANK) @ basis.columns_DK.T + basis.fixed_LD[:LENGTH]
     assert distance(over(exact(basis), x, ActivationContext(SHAPE)), x) < 1e-6
     with pytest.raises(ValueError, match="knows 9 positions, the microbatch has 10"):
-        exact(basis).encode(torch.zeros(1, 10, WIDTH), ActivationContext((1, 10, WIDTH)), bytearray())
+        exact(basis).encode(
+            torch.zeros(1, 10, WIDTH), ActivationContext((1, 10, WIDTH)), bytearray()
+        )
 
 
 def test_without_ids_or_with_one_that_is_unknown_nothing_is_sent():
@@ -447,7 +498,9 @@ def test_without_ids_or_with_one_that_is_unknown_nothing_is_sent():
     with pytest.raises(ValueError, match="needs the token ids"):
         exact(basis).encode(torch.zeros(SHAPE), ActivationContext(SHAPE), bytearray())
     with pytest.raises(ValueError, match="the vocabulary has 50"):
-        exact(basis).encode(torch.zeros(SHAPE), context(torch.full((BATCH, LENGTH), VOCABULARY)), bytearray())
+        exact(basis).encode(
+            torch.zeros(SHAPE), context(torch.full((BATCH, LENGTH), VOCABULARY)), bytearray()
+        )
 
 
 def test_another_width_is_refused():
@@ -460,7 +513,9 @@ def test_coordinates_that_no_sender_writes_are_refused():
     basis = Basis.drawn(WIDTH, RANK, seed=3)
     stamp = struct.pack("<I8s", 1, basis.digest[:8])
     with pytest.raises(CorruptPayload, match=r"above 2\^61"):
-        exact(basis).decode(stamp + struct.pack("<6f", *[3e38] * 6), ActivationContext((1, 1, WIDTH)))
+        exact(basis).decode(
+            stamp + struct.pack("<6f", *[3e38] * 6), ActivationContext((1, 1, WIDTH))
+        )
 
 
 def test_a_basis_travels_as_bytes_and_only_with_its_digest():
@@ -476,7 +531,10 @@ def test_a_basis_travels_as_bytes_and_only_with_its_digest():
             Basis.from_bytes(wrong, basis.digest)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 3), min_size=5, max_size=5), st.binary(max_size=64))
+@given(
+    st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 3), min_size=5, max_size=5),
+    st.binary(max_size=64),
+)
 def test_bytes_that_are_no_basis_are_refused_even_if_their_digest_is_announced(numbers, rest):
     for payload in (struct.pack("<IIIII", *numbers) + rest, rest):
         with pytest.raises(CorruptPayload):
@@ -502,10 +560,14 @@ def test_tables_of_another_width_are_refused():
         Basis.drawn(WIDTH, RANK, seed=1).with_tables(torch.zeros(5, 31))
 
 
-@pytest.mark.parametrize("vocabulary", [2, 256, 257, 65_536, 1 << 17, (1 << 17) + 1, 1 << 24, 1 << 31])
+@pytest.mark.parametrize(
+    "vocabulary", [2, 256, 257, 65_536, 1 << 17, (1 << 17) + 1, 1 << 24, 1 << 31]
+)
 def test_integer_ids_survive_exactly(vocabulary):
     """E15: also where a bf16 or fp16 channel would round them."""
-    ids = torch.tensor([0, 1, 255, 257, 2047, 2049, 65_535, 131_071, 131_072, vocabulary - 1]).clamp(max=vocabulary - 1)
+    ids = torch.tensor(
+        [0, 1, 255, 257, 2047, 2049, 65_535, 131_071, 131_072, vocabulary - 1]
+    ).clamp(max=vocabulary - 1)
     ids = ids.view(2, 5)
     packed = pack_tokens(ids, vocabulary)
     assert len(packed) == 10 * id_bytes(vocabulary)
@@ -516,7 +578,9 @@ def test_every_id_up_to_2_to_the_17_survives_and_reaches_its_row():
     ids = torch.arange(1 << 17).view(2, -1)
     back = unpack_tokens(pack_tokens(ids, 1 << 17), 2, 1 << 16, 1 << 17)
     assert torch.equal(back, ids)
-    assert not torch.equal(ids.to(torch.bfloat16).long(), ids), "a float channel would have lost them"
+    assert not torch.equal(ids.to(torch.bfloat16).long(), ids), (
+        "a float channel would have lost them"
+    )
     table = torch.zeros(1 << 17, 2)
     table[:, 1] = torch.arange(1 << 17)
     basis = Basis.drawn(2, 1, seed=1).with_tables(table)
@@ -526,7 +590,8 @@ def test_every_id_up_to_2_to_the_17_survives_and_reaches_its_row():
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "width"), [(1, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3), (1 << 24, 3), (1 << 32, 4)]
+    ("vocabulary", "width"),
+    [(1, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3), (1 << 24, 3), (1 << 32, 4)],
 )
 def test_ids_take_as_few_bytes_as_the_vocabulary_needs(vocabulary, width):
     assert id_bytes(vocabulary) == width
@@ -606,7 +671,8 @@ def test_coordinates_that_are_no_numbers_are_refused(value):
 
 
 @given(
-    st.text(max_size=40) | st.from_regex(r"subspace:[0-9]{0,6}(\+[a-z0-9:/]{0,8})?(,[a-z0-9:/]{0,8})?", fullmatch=True)
+    st.text(max_size=40)
+    | st.from_regex(r"subspace:[0-9]{0,6}(\+[a-z0-9:/]{0,8})?(,[a-z0-9:/]{0,8})?", fullmatch=True)
 )
 def test_any_name_says_its_size_or_is_refused_as_the_codec_itself_would_be(spec):
     ctx = ActivationContext((2, 3, WIDTH))

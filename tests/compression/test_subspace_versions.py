@@ -52,9 +52,13 @@ def test_what_is_encoded_in_a_version_is_read_in_it_whatever_the_reader_speaks_i
     receiver.speak(3)
     for version in (1, 2, 3):
         payload = sent(sender, activation(version), version)
-        assert payload == sent(SubspaceVersions(Subspace(BASES[version], None, None)), activation(version))
+        assert payload == sent(
+            SubspaceVersions(Subspace(BASES[version], None, None)), activation(version)
+        )
         assert receiver.version_of(payload) == version
-        torch.testing.assert_close(receiver.decode(payload, context()), activation(version), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            receiver.decode(payload, context()), activation(version), rtol=0, atol=1e-5
+        )
 
 
 def test_without_a_version_in_its_context_an_activation_goes_in_the_spoken_one():
@@ -74,7 +78,9 @@ def test_gradients_go_back_in_the_version_that_the_activation_came_in():
     made.encode_grad(GRADIENT, context("backward", version=2), out)
     assert made.version_of(out) == 2
     expected = GRADIENT @ COLUMNS @ COLUMNS.T
-    torch.testing.assert_close(made.decode_grad(out, context("backward")), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        made.decode_grad(out, context("backward")), expected, rtol=0, atol=1e-5
+    )
     assert made.max_bytes(context("backward")) == len(out)
 
 
@@ -87,7 +93,9 @@ def test_what_is_not_here_yet_is_refused_otherwise_than_what_is_over():
         for version in (1, 2, 3):
             with pytest.raises(Superseded, match=f"version {version} .* is over; held are 4, 5"):
                 read(payload_of(version), context(direction))
-        with pytest.raises(Incompatible, match=r"version 6 .* is not here yet; held are 4, 5") as refused:
+        with pytest.raises(
+            Incompatible, match=r"version 6 .* is not here yet; held are 4, 5"
+        ) as refused:
             read(payload_of(6), context(direction))
         assert not isinstance(refused.value, Superseded)
 
@@ -118,7 +126,10 @@ def test_the_spoken_version_is_kept_as_long_as_it_is_spoken_and_a_held_one_stays
 
 
 def test_a_version_of_another_size_is_not_held():
-    for other in (BASES[2].with_tables(torch.zeros(VOCABULARY + 1, WIDTH)), Basis.drawn(WIDTH, RANK + 1, 1, 2)):
+    for other in (
+        BASES[2].with_tables(torch.zeros(VOCABULARY + 1, WIDTH)),
+        Basis.drawn(WIDTH, RANK + 1, 1, 2),
+    ):
         with pytest.raises(ValueError, match="another size"):
             codec().hold(other)
 

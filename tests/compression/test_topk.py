@@ -27,7 +27,9 @@ def largest(numbers, k, chunk):
     """Positions of the k largest magnitudes of each chunk, of equal ones the first: slow and obvious."""
     kept = []
     for start in range(0, len(numbers), chunk):
-        order = sorted(range(start, min(start + chunk, len(numbers))), key=lambda i: (-abs(numbers[i]), i))
+        order = sorted(
+            range(start, min(start + chunk, len(numbers))), key=lambda i: (-abs(numbers[i]), i)
+        )
         kept += sorted(order[:k])
     return kept
 
@@ -40,7 +42,8 @@ def positions(c, payload, count):
 
 
 @given(
-    st.lists(st.integers(-4, 4), max_size=70), st.sampled_from([(1, 2), (3, 10), (5, 16), (8, 17), (2, 64), (16, 33)])
+    st.lists(st.integers(-4, 4), max_size=70),
+    st.sampled_from([(1, 2), (3, 10), (5, 16), (8, 17), (2, 64), (16, 33)]),
 )
 def test_exactly_the_largest_are_kept_and_of_equals_the_first(numbers, shape):
     c = TopK(*shape)
@@ -93,7 +96,11 @@ def test_not_finite_values_are_counted_before_any_are_dropped(values):
 def hostile(places, bits, count_of_values):
     """A payload with these positions, whose values are well formed."""
     stream = sum(place << bits * i for i, place in enumerate(places))
-    return stream.to_bytes(-(-bits * len(places) // 8), "little") + b"\x00\x00\x80\x3f" + bytes([1] * count_of_values)
+    return (
+        stream.to_bytes(-(-bits * len(places) // 8), "little")
+        + b"\x00\x00\x80\x3f"
+        + bytes([1] * count_of_values)
+    )
 
 
 def test_positions_that_repeat_fall_or_leave_their_chunk_are_refused():

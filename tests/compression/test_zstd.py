@@ -35,7 +35,8 @@ def pack(content, **options):
 def test_the_values_are_those_of_the_inner_codec(values, bits, inner):
     x = values("usual", 5000)
     assert torch.equal(
-        bits(decoded(Zstd(inner), encoded(Zstd(inner), x), 5000)), bits(decoded(inner, encoded(inner, x), 5000))
+        bits(decoded(Zstd(inner), encoded(Zstd(inner), x), 5000)),
+        bits(decoded(inner, encoded(inner, x), 5000)),
     )
 
 
@@ -90,7 +91,9 @@ def test_a_skippable_frame_is_refused():
 
 
 def test_a_frame_that_needs_a_dictionary_is_refused():
-    dictionary = zstandard.train_dictionary(4096, [bytes([i % 7, i % 11, i % 13] * 40) for i in range(500)])
+    dictionary = zstandard.train_dictionary(
+        4096, [bytes([i % 7, i % 11, i % 13] * 40) for i in range(500)]
+    )
     packed = pack(bytes([1, 2, 3] * 66 + [0, 0]), dict_data=dictionary)
     with pytest.raises(CorruptPayload, match="not a zstd frame"):
         decoded(BF16, packed, 100)

@@ -58,9 +58,20 @@ def copy_of_the_checkout(target):
 def run(command, home, folder):
     """A line of a shell, in a fresh process."""
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": search, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PATH": search,
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     return " ".join((done.stdout + done.stderr).split())
 
@@ -101,7 +112,10 @@ def test_the_page_has_every_law_in_its_words(name):
 
 @pytest.mark.parametrize("name", LAWS)
 def test_every_block_of_python_or_diff_names_its_file(name):
-    assert all(file or language == "console" for file, language, _ in steps((PAGES / f"{name}.md").read_text()))
+    assert all(
+        file or language == "console"
+        for file, language, _ in steps((PAGES / f"{name}.md").read_text())
+    )
 
 
 def test_a_page_that_is_wrong_is_found_out(tmp_path):

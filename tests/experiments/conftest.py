@@ -61,13 +61,22 @@ def run_of(trial):
 def scores(run_of):
     """Made-up scores of three methods at 1/100: 75 % and 50 % of a gain of 0.4, and one that only diverged or sent too much."""
     screen = {
-        "ddp": (run_of("ddp", 2.2, lr=1e-3), run_of("ddp", 2.0, lr=2e-3), run_of("ddp", 2.3, lr=4e-3)),
+        "ddp": (
+            run_of("ddp", 2.2, lr=1e-3),
+            run_of("ddp", 2.0, lr=2e-3),
+            run_of("ddp", 2.3, lr=4e-3),
+        ),
         "none": (run_of("none", 2.4, lr=1e-3), run_of("none", 2.5, lr=2e-3)),
         "slow.100": (run_of("slow.100", 2.3, lr=1e-3), run_of("slow.100", 2.2, lr=2e-3)),
         "fast.100": (run_of("fast.100", 2.1, lr=1e-3), run_of("fast.100", 1.9, sent=11.5)),
         "lost.100": (run_of("lost.100", None), run_of("lost.100", 1.9, sent=20.0)),
     }
-    losses = {"ddp": (2.0, 2.1), "none": (2.4, 2.5), "slow.100": (2.2, 2.3), "fast.100": (2.1, 2.24)}
+    losses = {
+        "ddp": (2.0, 2.1),
+        "none": (2.4, 2.5),
+        "slow.100": (2.2, 2.3),
+        "fast.100": (2.1, 2.24),
+    }
     finals = {
         name: Final(
             (run_of(name, 3.0, lr=2e-3), run_of(name, first, lr=1e-3), run_of(name, 2.9, lr=5e-4)),

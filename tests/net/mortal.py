@@ -54,7 +54,11 @@ class Killer:
     async def send_bulk(self, peer, frame, timeout_s):
         """Pieces: others ask for my contribution only once they have my offer."""
         message = unpack(frame).message
-        if self._phase == "after its offer" and isinstance(message, Piece) and message.digest in self._offered:
+        if (
+            self._phase == "after its offer"
+            and isinstance(message, Piece)
+            and message.digest in self._offered
+        ):
             self._die()
         return await self._send_bulk(peer, frame, timeout_s)
 
@@ -93,7 +97,12 @@ class Life:
 
     def note(self, kind, fields=None):
         if kind != "step":
-            noted = {"at_s": time.monotonic(), "kind": kind, **(fields or {}), "step": self.part.loop.step}
+            noted = {
+                "at_s": time.monotonic(),
+                "kind": kind,
+                **(fields or {}),
+                "step": self.part.loop.step,
+            }
             self.log.write(json.dumps(noted) + "\n")
 
     def chosen(self):
@@ -119,10 +128,17 @@ class Life:
                 record=links.record,
                 compute=(codecs := Worker("codec")),
             )
-            inner, schedule = InnerConfig(lr=3e-3), Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10)
+            inner, schedule = (
+                InnerConfig(lr=3e-3),
+                Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10),
+            )
             options = {"period": PERIOD, "deadline_s": 8.0}
-            plan = RunPlan(SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ)
-            self.part = replica_node(plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note)
+            plan = RunPlan(
+                SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ
+            )
+            self.part = replica_node(
+                plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note
+            )
             async with peer.running():
                 await self.take_part(links, records)
         finally:

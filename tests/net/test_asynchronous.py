@@ -11,7 +11,9 @@ import pytest
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
 _PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, described, fallen, BATCH = (_PIPELINE[name] for name in ("Run", "described", "fallen", "BATCH"))
+Run, described, fallen, BATCH = (
+    _PIPELINE[name] for name in ("Run", "described", "fallen", "BATCH")
+)
 STALENESS, STEPS = 5, 200
 
 
@@ -24,13 +26,18 @@ def run(nursery, tmp_path):
 
 def delays(node):
     """By stage and round, the greatest delay of a gradient in it and their mean, as one server measured them."""
-    found = {(entry["stage"], entry["round"]): (entry["most"], entry["mean"]) for entry in node.events("delay")}
+    found = {
+        (entry["stage"], entry["round"]): (entry["most"], entry["mean"])
+        for entry in node.events("delay")
+    }
     assert len(found) == len(node.events("delay")), "a round was measured twice"
     return found
 
 
 def test_a_server_is_killed_and_another_comes_while_passes_of_several_rounds_are_on_their_way(run):
-    manifest = described(5, STEPS, stages=2, staleness=STALENESS, asynchronous={"correction": "none"})
+    manifest = described(
+        5, STEPS, stages=2, staleness=STALENESS, asynchronous={"correction": "none"}
+    )
     total = manifest.run.total_tokens
     founder = run.found(manifest)
     run.servers(2, first=2)
@@ -39,7 +46,9 @@ def test_a_server_is_killed_and_another_comes_while_passes_of_several_rounds_are
     (victim, survivor) = run.serving(1)
     victim.kill()
     newcomer = run.join("newcomer", "--role", "stage:1")
-    newcomer.reaches(lambda status: status["work"]["merged"] >= 3 and len(newcomer.events("delay")) >= 3)
+    newcomer.reaches(
+        lambda status: status["work"]["merged"] >= 3 and len(newcomer.events("delay")) >= 3
+    )
     founder.reaches(lambda status: status["tokens"] >= total // 5)
     for node in (alive := run.alive()):
         node.process.send_signal(signal.SIGTERM)
@@ -57,7 +66,9 @@ def test_a_server_is_killed_and_another_comes_while_passes_of_several_rounds_are
     for node in run.nodes:
         for where, delay in delays(node).items():
             measured[where].add(delay)
-    assert all(len(said) == 1 for said in measured.values()), "servers of a stage measured a round differently"
+    assert all(len(said) == 1 for said in measured.values()), (
+        "servers of a stage measured a round differently"
+    )
     most = [delay for said in measured.values() for delay, _ in said]
     assert 1 <= max(most) <= STALENESS
     assert {stage for stage, _ in measured} == {0, 1}

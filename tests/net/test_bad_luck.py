@@ -154,7 +154,9 @@ def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(farflock, founder, tmp_path, monkeypatch):
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
+    farflock, founder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
     code, sentence = farflock("join", founder.invite(), "--folder", tmp_path / "b")
     assert code == 3
@@ -237,7 +239,10 @@ def disk(tmp_path):
 def test_a_full_disk_leaves_not_even_half_a_key(farflock, manifest, disk):
     full = disk(64)
     (full / "mine").write_bytes(b"")
-    with (full / "mine").open("ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    with (
+        (full / "mine").open("ab", buffering=0) as file,
+        pytest.raises(OSError, match="No space left"),
+    ):
         while True:
             file.write(bytes(4096))
     before = written(full)
@@ -247,7 +252,9 @@ def test_a_full_disk_leaves_not_even_half_a_key(farflock, manifest, disk):
     assert written(full) == before
 
 
-def test_a_disk_that_is_too_small_for_the_checkpoint_says_so_and_keeps_no_part_of_it(farflock, manifest, disk):
+def test_a_disk_that_is_too_small_for_the_checkpoint_says_so_and_keeps_no_part_of_it(
+    farflock, manifest, disk
+):
     small = disk(224)
     code, sentence = farflock("run", manifest, "--folder", small / "a")
     assert code == 1
@@ -285,7 +292,9 @@ def test_a_file_where_a_folder_should_be_is_named_and_kept(farflock, manifest, t
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 
-def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(farflock, manifest, tmp_path):
+def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(
+    farflock, manifest, tmp_path
+):
     folder = tmp_path / "a"
     assert farflock("run", manifest, "--folder", folder)[0] == 0
     before = written(folder / "checkpoints")
@@ -301,8 +310,12 @@ def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(farfl
     assert written(folder / "checkpoints") == before
 
 
-def test_a_text_that_is_not_the_manifest_s_ends_the_run_before_it_begins(farflock, manifest, tmp_path):
-    code, sentence = farflock("run", manifest, "--folder", tmp_path / "a", "--set", f"data.sha256='{'0' * 64}'")
+def test_a_text_that_is_not_the_manifest_s_ends_the_run_before_it_begins(
+    farflock, manifest, tmp_path
+):
+    code, sentence = farflock(
+        "run", manifest, "--folder", tmp_path / "a", "--set", f"data.sha256='{'0' * 64}'"
+    )
     assert code == 3
     assert "the corpus shakespeare has SHA-256" in sentence
     assert not (tmp_path / "a" / "checkpoints").exists()

@@ -30,13 +30,29 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ())
-        if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+        if (
+            str(folder) in words
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+            and process.pid != os.getpid()
+        ):
             found.append(process)
     return found
 
 
-def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothing_behind(tmp_path: Path):
-    command = [sys.executable, "-m", "farflock.node.cli", "demo", "--peers", "3", "--steps", "260", "--json"]
+def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothing_behind(
+    tmp_path: Path,
+):
+    command = [
+        sys.executable,
+        "-m",
+        "farflock.node.cli",
+        "demo",
+        "--peers",
+        "3",
+        "--steps",
+        "260",
+        "--json",
+    ]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)],
         capture_output=True,

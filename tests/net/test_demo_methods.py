@@ -17,7 +17,18 @@ pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(600)]
 
 def demo(method: str, folder: Path) -> dict[str, object]:
     """What `farflock demo` says of this method on its last line."""
-    command = [sys.executable, "-m", "farflock.node.cli", "demo", "--method", method, "--peers", "2", "--steps", "220"]
+    command = [
+        sys.executable,
+        "-m",
+        "farflock.node.cli",
+        "demo",
+        "--method",
+        method,
+        "--peers",
+        "2",
+        "--steps",
+        "220",
+    ]
     done = subprocess.run(
         [*command, "--json", "--folder", str(folder)],
         capture_output=True,

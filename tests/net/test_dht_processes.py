@@ -68,20 +68,31 @@ def key_file(folder, number):
 
 
 def record(identity):
-    return seal(identity, Record(run=RUN, peer=identity.peer, incarnation=1, sequence=1, curve=bytes(32)))
+    return seal(
+        identity, Record(run=RUN, peer=identity.peer, incarnation=1, sequence=1, curve=bytes(32))
+    )
 
 
 async def stranger(address, mode, *keys):
     """What a program that knows only hivemind reads: for each key, subkey to value."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", STRANGER, address, mode, *keys, stdout=subprocess.PIPE, start_new_session=True
+        sys.executable,
+        "-c",
+        STRANGER,
+        address,
+        mode,
+        *keys,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return [{bytes.fromhex(k): bytes.fromhex(v) for k, v in each.items()} for each in json.loads(output)]
+    return [
+        {bytes.fromhex(k): bytes.fromhex(v) for k, v in each.items()} for each in json.loads(output)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["client", "member"])
@@ -92,10 +103,14 @@ def test_a_plain_hivemind_client_reads_the_head_and_the_records(tmp_path, mode):
         try:
             await directory.publish_head(RUN, b"the head")
             await directory.announce(RUN, record(alice))
-            heads, records = await stranger(directory.addresses[0], mode, head_name(RUN), cell_name(RUN, 0))
+            heads, records = await stranger(
+                directory.addresses[0], mode, head_name(RUN), cell_name(RUN, 0)
+            )
         finally:
             await directory.close()
-        assert {subkey: value[64:] for subkey, value in heads.items()} == {alice.public: b"the head"}
+        assert {subkey: value[64:] for subkey, value in heads.items()} == {
+            alice.public: b"the head"
+        }
         assert unseal(records[alice.public][64:], RUN).peer == alice.peer
 
     asyncio.run(main())
@@ -117,7 +132,9 @@ def gone_within(pid, limit_s):
 @contextlib.contextmanager
 def peer(folder, number, *peers, script=PEER):
     _, path = key_file(folder, number)
-    process = subprocess.Popen([sys.executable, "-c", script, str(path), *peers], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path), *peers], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -126,7 +143,9 @@ def peer(folder, number, *peers, script=PEER):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
     with peer(tmp_path, 1) as process:
         daemon = int(process.stdout.readline())
@@ -136,7 +155,9 @@ def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
         assert gone_within(daemon, 2)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a daemon ends by itself after 30 s")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere such a daemon ends by itself after 30 s"
+)
 def test_a_daemon_that_nobody_has_connected_to_yet_ends_with_its_process(tmp_path):
     with peer(tmp_path, 1, script=UNCONNECTED) as process:
         daemon = int(process.stdout.readline())
@@ -155,7 +176,9 @@ def test_a_killed_peer_s_identity_can_be_used_again_at_once(tmp_path):
                 await asyncio.to_thread(process.stdout.readline)
                 process.kill()
                 process.wait(10)
-            again = await DhtDirectory.open(tmp_path / "key-2", run=RUN, initial_peers=founder.addresses)
+            again = await DhtDirectory.open(
+                tmp_path / "key-2", run=RUN, initial_peers=founder.addresses
+            )
             await founder.announce(RUN, record(alice))
             assert await again.peers(RUN) == [record(alice)]
             await again.close()

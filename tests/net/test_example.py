@@ -23,7 +23,12 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_loop.py"
 ROUND = re.compile(r"number=(\d+), status='(\w+)', peers=(\d)")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONUNBUFFERED": "1",
+}
 
 FORGETFUL = """
 import psutil, torch, farflock
@@ -73,8 +78,13 @@ def test_two_processes_of_the_example_train_one_model():
         with example(invite) as joiner:
             texts = [process.communicate(timeout=90)[0] for process in (founder, joiner)]
             assert [founder.returncode, joiner.returncode] == [0, 0], texts
-    rounds = [[(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts]
-    together = [[number for number, status, peers in each if (status, peers) == ("ok", 2)] for each in rounds]
+    rounds = [
+        [(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts
+    ]
+    together = [
+        [number for number, status, peers in each if (status, peers) == ("ok", 2)]
+        for each in rounds
+    ]
     assert together[0] == together[1]
     assert len(together[0]) >= 3
     assert together[0][-1] == rounds[0][-1][0] == rounds[1][-1][0]
@@ -87,30 +97,43 @@ def test_the_example_is_short():
     assert len(code) <= 30
 
 
-def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_is_not_the_run_s(tmp_path, monkeypatch):
+def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_is_not_the_run_s(
+    tmp_path, monkeypatch
+):
     threads, passing = set(threading.enumerate()), tmp_path / "passing"
-    before = {child.pid for child in psutil.Process().children(recursive=True)}  # an earlier test's resource tracker
+    before = {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }  # an earlier test's resource tracker
     passing.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(passing))
     model = nn.Linear(2, 1)
     with SwarmOptimizer(model, "diloco", period=1) as optimizer:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        children = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        children = [
+            child.pid
+            for child in psutil.Process().children(recursive=True)
+            if child.pid not in before
+        ]
         assert children
         assert optimizer.last_round == ("delta", 0, "alone", 1)
         with pytest.raises(
-            RefusedByRun, match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there"
+            RefusedByRun,
+            match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there",
         ):
             SwarmOptimizer(nn.Linear(3, 1), invite=optimizer.invite)
-        with pytest.raises(RefusedByRun, match=r"method\.name: it is 'noloco' here and 'diloco' in the run"):
+        with pytest.raises(
+            RefusedByRun, match=r"method\.name: it is 'noloco' here and 'diloco' in the run"
+        ):
             SwarmOptimizer(nn.Linear(2, 1), "noloco", optimizer.invite, folder=tmp_path / "mine")
         assert (tmp_path / "mine" / "identity.key").exists()
         assert len(list(passing.glob("farflock-*"))) == 1
     assert gone(children)
     ends_s = time.monotonic() + 5
     while set(threading.enumerate()) - threads and time.monotonic() < ends_s:
-        time.sleep(0.02)  # asyncio's own thread that has waited for the directory's process is on its way out
+        time.sleep(
+            0.02
+        )  # asyncio's own thread that has waited for the directory's process is on its way out
     assert not set(threading.enumerate()) - threads
     assert not list(passing.glob("farflock-*"))
 
@@ -119,7 +142,12 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
 def test_a_program_that_forgets_to_close_ends_all_the_same():
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False
+        [sys.executable, "-c", FORGETFUL],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

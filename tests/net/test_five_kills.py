@@ -34,7 +34,10 @@ class Swarm:
 
     def log(self, number):
         with contextlib.suppress(OSError):
-            return [json.loads(line) for line in (self.folder / f"log-{number}").read_text().splitlines()]
+            return [
+                json.loads(line)
+                for line in (self.folder / f"log-{number}").read_text().splitlines()
+            ]
         return []
 
     def noted(self, number, kind):
@@ -80,8 +83,16 @@ def test_the_others_go_on_with_one_state_and_every_step_of_theirs_counted(swarm,
     known = len(swarm.noted(victim, "round"))  # rounds that the victim had applied
     for number in others:
         rounds = swarm.noted(number, "round")
-        assert [entry["round"] for entry in rounds] == list(range(rounds[0]["round"], rounds[-1]["round"] + 1))
-        assert sum(entry["peers"] == PEERS - 1 and entry["status"] in ("ok", "partial") for entry in rounds) >= 3
+        assert [entry["round"] for entry in rounds] == list(
+            range(rounds[0]["round"], rounds[-1]["round"] + 1)
+        )
+        assert (
+            sum(
+                entry["peers"] == PEERS - 1 and entry["status"] in ("ok", "partial")
+                for entry in rounds
+            )
+            >= 3
+        )
         assert all(entry["status"] != "failed" for entry in rounds)
 
     counted = [end["step"] * TOKENS_PER_STEP - end["uncounted"] for end in ends]

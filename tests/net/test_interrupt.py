@@ -93,16 +93,25 @@ class Started:
         out, _ = self.process.communicate(timeout=60)
         assert time.monotonic() - began_s < limit_s, self.log.read_text()[-2000:]
         lines = out.decode().splitlines()
-        return self.process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+        return self.process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith(
+            "{"
+        ) else None
 
     def traces(self):
         """What must be gone afterwards: processes, sockets in the file system, ports that somebody listens on."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         paths, ports = set(), set()
         for each in family:
             with contextlib.suppress(psutil.Error):
                 paths |= {Path(unix.laddr) for unix in each.net_connections("unix") if unix.laddr}
-                ports |= {tcp.laddr.port for tcp in each.net_connections("tcp") if tcp.status == psutil.CONN_LISTEN}
+                ports |= {
+                    tcp.laddr.port
+                    for tcp in each.net_connections("tcp")
+                    if tcp.status == psutil.CONN_LISTEN
+                }
         assert len(family) > 1
         assert ports
         return [each.pid for each in family], {path for path in paths if path.is_absolute()}, ports
@@ -124,7 +133,11 @@ def assert_gone(traces, limit_s=3):
     pids, paths, ports = traces
 
     def left():
-        return [*filter(alive, pids)], [path for path in paths if path.exists()], [*filter(listens, ports)]
+        return (
+            [*filter(alive, pids)],
+            [path for path in paths if path.exists()],
+            [*filter(listens, ports)],
+        )
 
     ends_s = time.monotonic() + limit_s
     while any(left()) and time.monotonic() < ends_s:
@@ -159,14 +172,20 @@ def manifest(tmp_path):
     return write
 
 
-def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(start, manifest, tmp_path):
+def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(
+    start, manifest, tmp_path
+):
     founder = start("a", "run", manifest(2), "--folder", tmp_path / "a", "--json")
     invite = founder.reaches(lambda status: status["invite"])["invite"]
     joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
     for each in (founder, joiner):
         each.reaches(lambda status: status["rounds"].get("ok", 0) >= 2)
-    os.kill(founder.process.pid, signal.SIGSTOP)  # half of the members, the senior one: the other cannot decide alone
-    waiting = joiner.reaches(lambda status: status["waits"] and status["partners"][0]["life"] != "alive")
+    os.kill(
+        founder.process.pid, signal.SIGSTOP
+    )  # half of the members, the senior one: the other cannot decide alone
+    waiting = joiner.reaches(
+        lambda status: status["waits"] and status["partners"][0]["life"] != "alive"
+    )
     assert waiting["waits"][0]["left_s"] > 100
     traces = joiner.traces()
     joiner.signal(signal.SIGINT)
@@ -200,7 +219,8 @@ def test_a_second_ctrl_c_ends_at_once(start, manifest, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
 )
 def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -209,7 +229,10 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
         invite = mint(Invite("ab" * 16, peer, (address,), int(time.time() + 600)))
         joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
         joiner.wait_for(lambda: len(psutil.Process(joiner.process.pid).children()) == 1)
-        pids = [joiner.process.pid, *(child.pid for child in psutil.Process(joiner.process.pid).children())]
+        pids = [
+            joiner.process.pid,
+            *(child.pid for child in psutil.Process(joiner.process.pid).children()),
+        ]
         joiner.signal(number)
         ended, said = joiner.ends()
     assert ended == code
@@ -233,7 +256,9 @@ def test_a_demo_takes_all_its_processes_with_it(start, tmp_path, signals, code):
     def trains():
         statuses = list(passing.glob("farflock-demo-*/*/status.json"))
         with contextlib.suppress(ValueError):
-            return len(statuses) == 2 and all(json.loads(path.read_text())["step"] > 0 for path in statuses)
+            return len(statuses) == 2 and all(
+                json.loads(path.read_text())["step"] > 0 for path in statuses
+            )
 
     demo.wait_for(trains)
     traces = demo.traces()

@@ -40,7 +40,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS":
 def on_a_terminal(popen, command, out):
     """Run a command whose standard error is a terminal, and its output a file; what the terminal showed, and the process."""
     ours, theirs = pty.openpty()
-    process = popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT)
+    process = popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT
+    )
     os.close(theirs)
     shown = b""
     ends_s = time.monotonic() + 100
@@ -60,9 +62,18 @@ def on_a_terminal(popen, command, out):
 @pytest.fixture
 def founder(nursery, tmp_path):
     (tmp_path / "run.toml").write_text(RUN)
-    command = [*COMMAND, "run", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "a"), "--json"]
+    command = [
+        *COMMAND,
+        "run",
+        str(tmp_path / "run.toml"),
+        "--folder",
+        str(tmp_path / "a"),
+        "--json",
+    ]
     with (tmp_path / "err.txt").open("wb") as err:
-        process = nursery.popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT)
+        process = nursery.popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT
+        )
     yield process
     process.kill()
     process.wait()
@@ -80,7 +91,10 @@ def invite_of(process, folder):
 def from_outside(run, invite, folder):
     """A run looked at by its invite: who is in it and answers; nothing is joined or left behind."""
     looked = run(
-        [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"], cwd=ROOT, capture_output=True, check=True
+        [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
     seen = json.loads(looked.stdout)
     (member,) = seen["members"]
@@ -95,7 +109,11 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
 ):
     invite = invite_of(founder, tmp_path / "a")
     waiting = nursery.run(
-        [*COMMAND, "status", "--folder", str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True, check=True
+        [*COMMAND, "status", "--folder", str(tmp_path / "a")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "waits for members: 1 of 2 are here" in waiting.stdout
     assert "no step yet" in waiting.stdout
@@ -103,10 +121,20 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
 
     with (tmp_path / "out.txt").open("wb") as out:
         shown, code = on_a_terminal(
-            nursery.popen, [*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out
+            nursery.popen,
+            [*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"],
+            out,
         )
     assert code == 0
-    for word in ("farflock join: run", "tokens/s", "round trip", "direct", "loss ", "sent ", "of 40,000 tokens"):
+    for word in (
+        "farflock join: run",
+        "tokens/s",
+        "round trip",
+        "direct",
+        "loss ",
+        "sent ",
+        "of 40,000 tokens",
+    ):
         assert word in shown, shown[-3000:]
     assert "Traceback" not in shown
     facts = json.loads((tmp_path / "out.txt").read_text().splitlines()[-1])
@@ -122,7 +150,10 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert sum("tokens/s" in line and "loss" in line for line in lines) >= 2
     assert not any("\x1b" in line for line in lines)
 
-    contributions = {name: [json.loads(line) for line in (tmp_path / name / "receipts.jsonl").open()] for name in "ab"}
+    contributions = {
+        name: [json.loads(line) for line in (tmp_path / name / "receipts.jsonl").open()]
+        for name in "ab"
+    }
     together = {
         name: {entry["round"]: entry for entry in entries if len(entry["participants"]) == 2}
         for name, entries in contributions.items()
@@ -139,6 +170,9 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert min(entry["sent_bytes"] for entry in together["a"].values()) > 0
     assert sum(status["rounds"].values()) == len(contributions["a"])
     ended = nursery.run(
-        [*COMMAND, "status", "--folder", str(tmp_path / "a"), "--json"], cwd=ROOT, capture_output=True, check=True
+        [*COMMAND, "status", "--folder", str(tmp_path / "a"), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     )
     assert json.loads(ended.stdout)["running"] is False

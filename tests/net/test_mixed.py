@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 _PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, described, fallen, one_state = (_PIPELINE[name] for name in ("Run", "described", "fallen", "one_state"))
+Run, described, fallen, one_state = (
+    _PIPELINE[name] for name in ("Run", "described", "fallen", "one_state")
+)
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 STAGES = 2
 
@@ -42,7 +44,9 @@ def all_counted_once(*nodes):
         assert work["microbatches"] > 0
 
 
-def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(run):
+def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(
+    run,
+):
     total, replica, servers, trainer = begun(run, 120)
     replica.reaches(lambda status: status["tokens"] >= total // 10)
     servers[1].kill()
@@ -55,7 +59,9 @@ def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_o
     assert (replica.status()["role"], replica.status()["tokens"] >= total) == ("replica", True)
     assert {partner["role"] for partner in left["partners"]} == {"replica", "stage:0"}
     all_counted_once(replica, trainer)
-    assert replica.status()["work"]["backward"] > before["backward"], "the trainer did not go on through it"
+    assert replica.status()["work"]["backward"] > before["backward"], (
+        "the trainer did not go on through it"
+    )
     assert fallen(replica) > 0.5
     assert one_state([replica.saved(0), servers[0].saved(0)])
     assert all(replica.saved(stage).meta["tokens"] >= total for stage in range(STAGES))
@@ -76,7 +82,9 @@ def test_a_founding_replica_that_is_killed_comes_back_to_the_state_that_the_othe
         node.is_done()
 
     assert again.status()["peer"] == killed["peer"]
-    assert [entry["role"] for entry in again.events("joined")] == ["replica"], "it went on by itself"
+    assert [entry["role"] for entry in again.events("joined")] == ["replica"], (
+        "it went on by itself"
+    )
     all_counted_once(again, trainer)
     for stage in range(STAGES):
         assert one_state([again.saved(stage), servers[stage].saved(stage)])

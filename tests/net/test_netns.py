@@ -36,14 +36,29 @@ def islands():
             ip("-n", name, "link", "set", "lo", "up")
         for number, side in enumerate("ab", start=1):
             inner, outer = f"v{os.getpid()}{side}", f"w{os.getpid()}{side}"
-            ip("link", "add", inner, "netns", names[side], "type", "veth", "peer", "name", outer, "netns", names["r"])
+            ip(
+                "link",
+                "add",
+                inner,
+                "netns",
+                names[side],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                outer,
+                "netns",
+                names["r"],
+            )
             for name, link, host in ((names[side], inner, 1), (names["r"], outer, 2)):
                 ip("-n", name, "address", "add", f"10.77.{number}.{host}/24", "dev", link)
                 ip("-n", name, "link", "set", link, "up")
         yield names
     finally:
         for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
+            subprocess.run(
+                ["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10
+            )
 
 
 def test_peers_on_two_islands_talk_through_the_relay_between_them(islands):
@@ -51,7 +66,9 @@ def test_peers_on_two_islands_talk_through_the_relay_between_them(islands):
         def inside(side):
             return ("ip", "netns", "exec", islands[side])
 
-        relay = await fleet.process(3, inside("r"), listen="tcp://0.0.0.0:7000", advertise=["10.77.1.2", "10.77.2.2"])
+        relay = await fleet.process(
+            3, inside("r"), listen="tcp://0.0.0.0:7000", advertise=["10.77.1.2", "10.77.2.2"]
+        )
         a = await fleet.process(1, inside("a"), listen="tcp://10.77.1.1:7000", relays=[relay.peer])
         b = await fleet.process(2, inside("b"), listen="tcp://10.77.2.1:7000", relays=[relay.peer])
         for one, other in ((a, b), (b, a)):

@@ -32,7 +32,15 @@ PATIENCE_S = 240.0  # for whatever comes; a few seconds on an idle machine
 COMMAND = (sys.executable, "-m", "farflock.node.cli")
 BATCH, SEQUENCES, SEQ = 8, 2, 32  # microbatches of a step; of one, its sequences and their tokens
 STEP = BATCH * SEQUENCES * SEQ  # tokens
-MODEL = {"dim": 32, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "context": 64, "tied": False}
+MODEL = {
+    "dim": 32,
+    "layers": 3,
+    "heads": 2,
+    "kv_heads": 2,
+    "ffn_dim": 64,
+    "context": 64,
+    "tied": False,
+}
 FOREVER = 1_000_000  # steps
 
 
@@ -49,7 +57,13 @@ def described(peers, steps, stages=3, **terms):
                 "clip": 0.0,  # a stage's norm is not the whole model's
                 "joiner_steps": 0,  # DDP sets the rate by the run's tokens, and so must the unsplit model
             },
-            "pipeline": {"stages": stages, "batch": BATCH, "forward_timeout_s": 10, "backward_timeout_s": 20} | terms,
+            "pipeline": {
+                "stages": stages,
+                "batch": BATCH,
+                "forward_timeout_s": 10,
+                "backward_timeout_s": 20,
+            }
+            | terms,
             "method": {"name": "ddp", "options": {}},
             "exchange": {"view_s": 1.0, "start_peers": peers, "deadline_s": 10.0},
         }
@@ -64,7 +78,15 @@ class Node:
         self.folder = folder
         with (folder / "log.txt").open("ab") as log:
             self.process = popen(
-                [*COMMAND, *map(str, words), "--folder", str(folder), "--checkpoint-every", "5", "--json"],
+                [
+                    *COMMAND,
+                    *map(str, words),
+                    "--folder",
+                    str(folder),
+                    "--checkpoint-every",
+                    "5",
+                    "--json",
+                ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -99,7 +121,9 @@ class Node:
         raise AssertionError(f"not in time: {self.status()} {self.log[-2000:]}")
 
     def comes_in(self):
-        return self.reaches(lambda status: status["pid"] == self.process.pid and status["is_member"])
+        return self.reaches(
+            lambda status: status["pid"] == self.process.pid and status["is_member"]
+        )
 
     def kill(self):
         self.process.kill()
@@ -118,7 +142,9 @@ class Node:
         """Is told to, and does so in order; what the last line of standard output says."""
         self.process.send_signal(number)
         code, said = self.ends()
-        assert (code, said["ended"]) == ({signal.SIGTERM: 0, signal.SIGINT: 130}[number], "left"), self.log[-2000:]
+        assert (code, said["ended"]) == ({signal.SIGTERM: 0, signal.SIGINT: 130}[number], "left"), (
+            self.log[-2000:]
+        )
         return said
 
     def saved(self, stage):
@@ -215,7 +241,9 @@ def assembled(plan, pieces):
 
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
     steps = 40
-    manifest = described(6, steps, window=BATCH // 2)  # about half of a step's gradients may be a step late
+    manifest = described(
+        6, steps, window=BATCH // 2
+    )  # about half of a step's gradients may be a step late
     plan = manifest.plan()
     founder = run.found(manifest)
     run.servers(3, first=2)
@@ -223,7 +251,11 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
         node.is_done()
 
     status = founder.status()
-    assert (status["role"], status["work"]["doubled"], status["work"]["in doubt"]) == ("stage:0", 0, 0)
+    assert (status["role"], status["work"]["doubled"], status["work"]["in doubt"]) == (
+        "stage:0",
+        0,
+        0,
+    )
     assert status["tokens"] >= plan.schedule.total_tokens
     roles = [node.status()["role"] for node in run.nodes]
     assert sorted(roles) == [f"stage:{stage}" for stage in (0, 0, 1, 1, 2, 2)]
@@ -232,10 +264,16 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
 
     states = []
     for stage in range(3):
-        saved = [node.saved(stage) for node, role in zip(run.nodes, roles, strict=True) if role == f"stage:{stage}"]
+        saved = [
+            node.saved(stage)
+            for node, role in zip(run.nodes, roles, strict=True)
+            if role == f"stage:{stage}"
+        ]
         states.append(one_state(saved))
     whole = held_out_loss(assembled(plan, states), text)
-    unsplit = train_baseline(replace(plan, accumulate=BATCH), text[0], [status["peer"]], 1, steps, lambda share: None)
+    unsplit = train_baseline(
+        replace(plan, accumulate=BATCH), text[0], [status["peer"]], 1, steps, lambda share: None
+    )
     untrained = held_out_loss(build(plan.model, plan.run_seed), text)
     best = held_out_loss(unsplit, text)
     assert whole < unigram_loss(*text, 256) < untrained
@@ -251,7 +289,8 @@ def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
         node.is_done()
     assert founder.status()["tokens"] >= manifest.run.total_tokens
     assert {
-        (node.status()["work"].get("doubled", 0), node.status()["work"].get("in doubt", 0)) for node in run.nodes
+        (node.status()["work"].get("doubled", 0), node.status()["work"].get("in doubt", 0))
+        for node in run.nodes
     } == {(0, 0)}
     assert all(node.status()["work"]["merged"] > 0 for node in run.nodes)
 
@@ -272,10 +311,17 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
     founder.reaches(lambda status: status["tokens"] >= left["tokens"] + 30 * STEP)
 
     survivors = run.alive()
-    taken_up = [entry for node in survivors for entry in node.events("stage") if entry["round"] >= 0]
+    taken_up = [
+        entry for node in survivors for entry in node.events("stage") if entry["round"] >= 0
+    ]
     assert [(entry["stage"], entry["from"]) for entry in taken_up] == [(1, "mean")], taken_up
     roles = {node: node.status()["role"] for node in survivors}
-    assert collections.Counter(roles.values()) == {"stage:0": 1, "stage:1": 1, "stage:2": 1, "trainer": 1}
+    assert collections.Counter(roles.values()) == {
+        "stage:0": 1,
+        "stage:1": 1,
+        "stage:2": 1,
+        "trainer": 1,
+    }
     for node in (trainer, *(node for node in survivors if node is not trainer)):
         node.leaves()
     for node, role in roles.items():
@@ -288,10 +334,17 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
         assert fallen(node) > 1.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_role_that_there_is_not_is_refused_and_who_leaves_in_order_comes_back_to_its_checkpoint(run, number):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
+def test_a_role_that_there_is_not_is_refused_and_who_leaves_in_order_comes_back_to_its_checkpoint(
+    run, number
+):
     founder = run.found(described(3, FOREVER, stages=2))
-    server, trainer = run.join("server", "--role", "stage:1"), run.join("trainer", "--role", "trainer")
+    server, trainer = (
+        run.join("server", "--role", "stage:1"),
+        run.join("trainer", "--role", "trainer"),
+    )
     assert trainer.comes_in()["role"] == "trainer"
     lost = run.join("lost", "--role", "stage:9")
     code, said = lost.ends()

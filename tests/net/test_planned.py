@@ -41,7 +41,10 @@ def test_each_of_two_stages_has_half_of_the_microbatches_and_those_at_the_ends_a
         }
     )
     founder = run.found(manifest)
-    servers = [run.join(f"server-{number}", "--role", f"stage:{stage}") for number, stage in enumerate((1, 2, 3, 3))]
+    servers = [
+        run.join(f"server-{number}", "--role", f"stage:{stage}")
+        for number, stage in enumerate((1, 2, 3, 3))
+    ]
     for node in run.nodes:
         node.is_done()
 

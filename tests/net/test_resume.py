@@ -67,12 +67,16 @@ class Nodes:
             status = self.status(name)
             if status is not None and reached(status):
                 return status
-            assert self.processes[name].poll() is None, (self.folder / name / "log.txt").read_text()[-2000:]
+            assert self.processes[name].poll() is None, (
+                self.folder / name / "log.txt"
+            ).read_text()[-2000:]
             time.sleep(0.1)
         raise AssertionError(f"{name} did not come that far: {self.status(name)}")
 
     def ended(self, name: str):
-        assert self.processes[name].wait(120) == 0, (self.folder / name / "log.txt").read_text()[-2000:]
+        assert self.processes[name].wait(120) == 0, (self.folder / name / "log.txt").read_text()[
+            -2000:
+        ]
 
     def events(self, name: str):
         lines = (self.folder / name / "events.jsonl").read_text().splitlines()
@@ -82,7 +86,10 @@ class Nodes:
         return [event["kind"] for event in self.events(name) if event["kind"] != "round"]
 
     def model(self, name: str) -> bytes:
-        newest = max((self.folder / name / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+        newest = max(
+            (self.folder / name / "checkpoints").iterdir(),
+            key=lambda path: int(path.name.split("-")[1]),
+        )
         return (newest / "model.safetensors").read_bytes()
 
     def end(self):
@@ -146,6 +153,9 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     assert "resumed" not in swarm.kinds("founder")
     assert swarm.status("founder")["step"] > max(int(name.split("-")[1]) for name in saved)
     assert swarm.status("founder")["tokens"] >= 240_000 > before["tokens"]
-    last = {name: [event for event in swarm.events(name) if event["kind"] == "round"][-1] for name in swarm.processes}
+    last = {
+        name: [event for event in swarm.events(name) if event["kind"] == "round"][-1]
+        for name in swarm.processes
+    }
     assert {event["peers"] for event in last.values()} == {3}
     assert len({swarm.model(name) for name in swarm.processes}) == 1

@@ -25,7 +25,9 @@ BATCH = 8  # microbatches
 WALKED = 24  # microbatches that are compared, at least
 FOREVER = 10**9  # tokens
 STAGES = (0, 1, 1, 2, 2, 3)  # of the servers, in the order in which they come
-PATHS = plan_of_texts([["0:0 1:1 2:0 3:0", "0:0 2:1 1:0 3:0", "0:0 1:0 2:1 3:0", "0:0 2:0 1:1 3:0"]])
+PATHS = plan_of_texts(
+    [["0:0 1:1 2:0 3:0", "0:0 2:1 1:0 3:0", "0:0 1:0 2:1 3:0", "0:0 2:0 1:1 3:0"]]
+)
 NAMES = ("fixed", "noloco", "planned")
 PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
 
@@ -68,28 +70,38 @@ class Traced(PipelineSimulation):
 
     def _are_members(self, many):
         chains = [node.peer.context.chain for node in self.nodes.values()]
-        return len(chains) == many and all(chain is not None and len(chain.newest.members) == many for chain in chains)
+        return len(chains) == many and all(
+            chain is not None and len(chain.newest.members) == many for chain in chains
+        )
 
     def _are_there(self, node):
         """Whether all are members, and this node hears from each: a partner on a busy machine may seem gone at first."""
         port = node.peer.context
         there = self._are_members(len(self.world.parts))
         return there and not any(
-            port.gone(port.views.newest, peer) for peer in port.views.newest.peers if peer != port.me
+            port.gone(port.views.newest, peer)
+            for peer in port.views.newest.peers
+            if peer != port.me
         )
 
     def _look(self, number, node):
         for serving in node.servings:
             self._watch(number, serving)
         if node.trainer is not None:
-            trainer, begin, stage_directory = node.trainer, node.trainer._begin_more, node.stage_directory
+            trainer, begin, stage_directory = (
+                node.trainer,
+                node.trainer._begin_more,
+                node.stage_directory,
+            )
             trainer._begin_more = lambda: begin() if self._are_there(node) else None
             serving = stage_directory.serving
 
             def serving_seen():
                 found = serving()
                 if self._are_there(node):
-                    self.seen.add((found.membership, found.seniority, tuple(map(len, found.stages))))
+                    self.seen.add(
+                        (found.membership, found.seniority, tuple(map(len, found.stages)))
+                    )
                 return found
 
             stage_directory.serving = serving_seen
@@ -119,12 +131,24 @@ class OverSockets(Traced):
 
     def _peer(self, number, incarnation, directory):
         identity, run = self._identities[number], str(self._plan.run_seed)
-        role, terms = role_of(self._stages[number]), RunTerms(run, self._plan.run_seed, self.world.view_s)
+        role, terms = (
+            role_of(self._stages[number]),
+            RunTerms(run, self._plan.run_seed, self.world.view_s),
+        )
         links = ZmqLinks(
-            identity, run, LinkOptions(incarnation=incarnation, sequence=incarnation, suspect_after_s=PATIENT_S)
+            identity,
+            run,
+            LinkOptions(incarnation=incarnation, sequence=incarnation, suspect_after_s=PATIENT_S),
         )
         self.sockets.append(links)
-        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: links.record(role=role))
+        return Peer(
+            terms,
+            identity,
+            links,
+            directory,
+            incarnation=incarnation,
+            record=lambda: links.record(role=role),
+        )
 
     async def walk(self):
         try:
@@ -136,7 +160,9 @@ class OverSockets(Traced):
 
 NOBODY_MOVES = RebalanceTerms(0.0)  # to another stage because this machine keeps one waiting
 POLICIES = {
-    name: pipeline(4, BATCH, policy=name, paths=PATHS if name == "planned" else None, balance=NOBODY_MOVES)
+    name: pipeline(
+        4, BATCH, policy=name, paths=PATHS if name == "planned" else None, balance=NOBODY_MOVES
+    )
     for name in NAMES
 }
 
@@ -163,4 +189,6 @@ def require_equal(name, here, there):
     assert all(len(servers) == 1 for servers in here.trace.values())
     used = set().union(*here.trace.values())
     assert {STAGES[number] for number in used} == {0, 1, 2, 3}
-    assert (len(used) < len(STAGES)) == (name == "fixed"), "a trainer has one server of each stage, or all by turns"
+    assert (len(used) < len(STAGES)) == (name == "fixed"), (
+        "a trainer has one server of each stage, or all by turns"
+    )

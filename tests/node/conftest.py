@@ -25,7 +25,10 @@ class Bench:
 
     def __init__(self, text, method="diloco", peers=1, total=TOTAL, **options):
         self.text, self.total = text, total
-        inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total, warmup_tokens=total // 10, joiner_steps=5)
+        inner, schedule = (
+            InnerConfig(lr=1e-2),
+            Schedule(1e-2, total, warmup_tokens=total // 10, joiner_steps=5),
+        )
         self.plan = RunPlan(3, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
         self.network = SimNetwork(3)
         self.identities = [Identity.from_seed(bytes([number + 1]) * 32) for number in range(peers)]

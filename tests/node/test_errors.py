@@ -9,21 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.errors import EXPLAINED, Failure, FarflockError, RefusedByRun, Usage, explained, nearest
+from farflock.node.errors import (
+    EXPLAINED,
+    Failure,
+    FarflockError,
+    RefusedByRun,
+    Usage,
+    explained,
+    nearest,
+)
 
 
 @pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (RefusedByRun, 3)])
 def test_an_error_is_one_sentence_with_cause_and_remedy_and_an_exit_code(kind, code):
     error = kind("the port", "4001 is taken", "choose another --port")
     assert str(error) == "the port: 4001 is taken; choose another --port"
-    assert (error.what, error.why, error.remedy) == ("the port", "4001 is taken", "choose another --port")
+    assert (error.what, error.why, error.remedy) == (
+        "the port",
+        "4001 is taken",
+        "choose another --port",
+    )
     assert kind.exit_code == code
     assert explained(error) is error
 
 
 @pytest.mark.parametrize(
     ("parts", "sentence"),
-    [(("a", "", ""), "a"), (("a", "b", ""), "a: b"), (("", "b", ""), "b"), (("a", "", "c"), "a: c")],
+    [
+        (("a", "", ""), "a"),
+        (("a", "b", ""), "a: b"),
+        (("", "b", ""), "b"),
+        (("a", "", "c"), "a: c"),
+    ],
 )
 def test_a_missing_part_leaves_no_punctuation_behind(parts, sentence):
     assert str(FarflockError(*parts)) == sentence
@@ -32,7 +49,9 @@ def test_a_missing_part_leaves_no_punctuation_behind(parts, sentence):
 @pytest.mark.parametrize("name", sorted(EXPLAINED))
 def test_every_error_in_the_table_exists_and_keeps_its_own_words(name):
     module, _, kind = name.rpartition(".")
-    error = getattr(importlib.import_module(module), kind)("the thing is wrong (7); do the other thing")
+    error = getattr(importlib.import_module(module), kind)(
+        "the thing is wrong (7); do the other thing"
+    )
     known = explained(error)
     assert str(known) == "the thing is wrong (7); do the other thing"
     assert type(known) is EXPLAINED[name]
@@ -62,8 +81,14 @@ def test_what_the_system_says_gets_a_remedy(number, words):
 def test_a_real_missing_file_and_a_real_taken_port_are_explained(tmp_path):
     with pytest.raises(OSError, match="missing") as missing:
         (tmp_path / "missing").read_bytes()
-    assert str(explained(missing.value)) == f"{tmp_path / 'missing'}: No such file or directory; check that path"
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use") as taken:
+    assert (
+        str(explained(missing.value))
+        == f"{tmp_path / 'missing'}: No such file or directory; check that path"
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(OSError, match="in use") as taken,
+    ):
         socket.create_server(server.getsockname(), reuse_port=False)
     assert "choose another --port" in str(explained(taken.value))
 
@@ -84,7 +109,8 @@ def test_one_error_in_a_group_is_explained_and_several_are_not():
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyError("x"), AssertionError("x"), OSError("no number"), RuntimeError()]
+    "error",
+    [ValueError("x"), KeyError("x"), AssertionError("x"), OSError("no number"), RuntimeError()],
 )
 def test_a_bug_stays_a_bug(error):
     assert explained(error) is None

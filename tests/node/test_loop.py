@@ -61,11 +61,22 @@ def hashes_by_round(nodes):
 @pytest.mark.parametrize("method", ["ddp", "diloco"])
 def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(bench, text, method):
     """It applies rounds from the log that were decided without it, at the rates of those rounds and not of its own step."""
-    made = bench(text, method, peers=3, total=6400, deadline_s=2.0, **({"period": 3} if method == "diloco" else {}))
+    made = bench(
+        text,
+        method,
+        peers=3,
+        total=6400,
+        deadline_s=2.0,
+        **({"period": 3} if method == "diloco" else {}),
+    )
     reports, nodes = run_virtual(gather(made, 6400, [0.0, 0.1, 3.0]))
     for peer in reports:
         assert not [fields for kind, fields in peer if kind == "adopt"]
-    missed = {fields["round"] for kind, fields in reports[2] if kind == "round" and fields["status"] == "partial"}
+    missed = {
+        fields["round"]
+        for kind, fields in reports[2]
+        if kind == "round" and fields["status"] == "partial"
+    }
     assert missed, "nobody was late, so this test shows nothing"
     for number, states in hashes_by_round(nodes).items():
         assert len(states) == 1, f"states differ after round {number}"
@@ -80,7 +91,12 @@ class Silent:
 
     def __init__(self, answer_s):
         self.computing = False
-        self.answer_s, self.asked, self.missed, self.members = answer_s, None, lambda: None, lambda: 1
+        self.answer_s, self.asked, self.missed, self.members = (
+            answer_s,
+            None,
+            lambda: None,
+            lambda: 1,
+        )
 
     def run_s(self):
         return asyncio.get_running_loop().time()
@@ -128,8 +144,12 @@ class Silent:
         return None
 
 
-@pytest.mark.parametrize(("answer_s", "ends_s"), [(500.0, 6.5 + STOPPING_WAIT_S), (8.0, 8.0), (3.0, 7.0)])
-def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_come(answer_s, ends_s):
+@pytest.mark.parametrize(
+    ("answer_s", "ends_s"), [(500.0, 6.5 + STOPPING_WAIT_S), (8.0, 8.0), (3.0, 7.0)]
+)
+def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_come(
+    answer_s, ends_s
+):
     async def main():
         silent = Silent(answer_s)
 
@@ -167,7 +187,9 @@ def test_at_its_end_it_waits_for_the_content_of_a_round_that_was_decided_without
                     replayed.append(loop.time())
 
             monkeypatch.setattr(type(node.loop.state_sync), "missed", missed)
-            monkeypatch.setattr(type(node.loop.state_sync), "is_behind", property(lambda state_sync: not replayed))
+            monkeypatch.setattr(
+                type(node.loop.state_sync), "is_behind", property(lambda state_sync: not replayed)
+            )
             await drain(node.loop, 3.0)
             return loop.time() - begun_s
 

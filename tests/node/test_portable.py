@@ -41,12 +41,16 @@ print(json.dumps(report))
 
 
 def report(processor):
-    done = processor.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    done = processor.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_means_outer_steps_and_reductions_are_equal_with_and_without_vector_instructions(processors):
+def test_means_outer_steps_and_reductions_are_equal_with_and_without_vector_instructions(
+    processors,
+):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no vector instructions that torch knows")
     plain, vector = (report(processors(level)) for level in ("default", "avx2"))

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline.passes.requests import Backward, Done, Forward, Refused, decode_request, encode
+from farflock.node.pipeline.passes.requests import (
+    Backward,
+    Done,
+    Forward,
+    Refused,
+    decode_request,
+    encode,
+)
 from farflock.node.pipeline.trainer.blame import QUARANTINE_S
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trainer_world.py"))
@@ -75,7 +82,9 @@ async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microb
 async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(world):
     """As while the others are banned."""
     next_hop = world.next_hop
-    world.next_hop = lambda microbatch, stage, *rest: next_hop(microbatch, stage, *rest) if stage != 1 else only(*rest)
+    world.next_hop = lambda microbatch, stage, *rest: (
+        next_hop(microbatch, stage, *rest) if stage != 1 else only(*rest)
+    )
 
     def only(serving, now_s, size, exclude=()):
         return None if "1a" in exclude else "1a"
@@ -103,7 +112,11 @@ def test_with_a_server_that_makes_nonsense_for_ever_all_microbatches_come_throug
     """Those after it refuse whatever it made."""
 
     def nonsense(request):
-        return (encode(Done(LIFE)), (b"nonsense",)) if isinstance(request, Forward) else honest(request)
+        return (
+            (encode(Done(LIFE)), (b"nonsense",))
+            if isinstance(request, Forward)
+            else honest(request)
+        )
 
     @trained(window=2, kept=2)
     async def main(world):

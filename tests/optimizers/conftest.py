@@ -14,7 +14,9 @@ class Vectors:
 
     def __init__(self, lr=1.0, **values):
         self.lr, self.stepped = lr, 0
-        self.tensors = {"param": {name: torch.as_tensor(value).clone() for name, value in values.items()}}
+        self.tensors = {
+            "param": {name: torch.as_tensor(value).clone() for name, value in values.items()}
+        }
 
     @property
     def names(self):
@@ -26,7 +28,10 @@ class Vectors:
 
     def read(self, names, what):
         kept = self.tensors.get(what, {})
-        return {name: kept[name].clone() if name in kept else torch.zeros(self.shapes[name]) for name in names}
+        return {
+            name: kept[name].clone() if name in kept else torch.zeros(self.shapes[name])
+            for name in names
+        }
 
     def write(self, tensors, what, mix=1.0):
         for name, new in tensors.items():
@@ -42,7 +47,9 @@ class Vectors:
 
     def add_gradient(self, **values):
         now = self.read(self.names, "grad")
-        self.write({name: now[name] + torch.as_tensor(value) for name, value in values.items()}, "grad")
+        self.write(
+            {name: now[name] + torch.as_tensor(value) for name, value in values.items()}, "grad"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +78,9 @@ def same_bits(processors):
             "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
         )
         command = [sys.executable, "-c", source]
-        run = processors(capability).run(command, capture_output=True, text=True, timeout=60, check=True)
+        run = processors(capability).run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        )
         seen, found = run.stdout.split()
         if seen.lower() != capability:
             pytest.skip(f"this processor runs {seen} instead of {capability}")

@@ -27,15 +27,23 @@ class Peer:
         inner = config.build(module)
         if trend:
             Trend(inner)
-        self.method, self.replica = method("ddp", codec="fp32", return_codec="fp32"), PlainReplica(module, inner, None)
+        self.method, self.replica = (
+            method("ddp", codec="fp32", return_codec="fp32"),
+            PlainReplica(module, inner, None),
+        )
 
     def step(self, *numbers):
         (template,) = self.method.streams(self.replica)
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
-            mean = {name: torch.randn(shape, generator=generator) for name, shape in self.replica.shapes.items()}
+            mean = {
+                name: torch.randn(shape, generator=generator)
+                for name, shape in self.replica.shapes.items()
+            }
             exchange = Exchange(template.key, "mean", template.group, {})
-            self.method.apply(self.replica, exchange, Result("ok", number + 1, ("a",), (1.0,), mean=mean))
+            self.method.apply(
+                self.replica, exchange, Result("ok", number + 1, ("a",), (1.0,), mean=mean)
+            )
         return self
 
     @property
@@ -44,7 +52,9 @@ class Peer:
 
 
 @pytest.mark.parametrize("trend", [False, True])
-@pytest.mark.parametrize("config", INNERS, ids=lambda config: f"{config.name} {config.momentum} {config.nesterov}")
+@pytest.mark.parametrize(
+    "config", INNERS, ids=lambda config: f"{config.name} {config.momentum} {config.nesterov}"
+)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_joiner_steps_as_the_one_whose_state_it_took(config, trend, steps):
     teacher, joiner = Peer(config, trend).step(*range(steps)), Peer(config, trend)

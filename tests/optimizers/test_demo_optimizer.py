@@ -39,7 +39,9 @@ def through(name, exchange):
     """The tensors as every peer decodes them, cut as the product cuts them, and the bytes that travel."""
     shapes = {key: tuple(x.shape) for key, x in exchange.tensors.items()}
     cut = ShardLayout.of(shapes, codec(name), 0)
-    payloads = [cut.encode(index, exchange.key.round, exchange.tensors) for index in range(len(cut.shards))]
+    payloads = [
+        cut.encode(index, exchange.key.round, exchange.tensors) for index in range(len(cut.shards))
+    ]
     return decode_all(cut, exchange.key.round, payloads, shapes), sum(map(len, payloads))
 
 
@@ -56,7 +58,9 @@ def answer(exchange, gathered, mine="a", inside=True, **more):
     part = {peer: sent for peer, sent in gathered.items() if inside or peer != mine}
     weights = (1.0,) * len(part)
     number = exchange.key.round + 1
-    return Result("ok", number, tuple(sorted(part)), weights, None, part, gathered[mine], taken, **more)
+    return Result(
+        "ok", number, tuple(sorted(part)), weights, None, part, gathered[mine], taken, **more
+    )
 
 
 class Twin:
@@ -85,7 +89,8 @@ def test_three_peers_follow_the_twin_of_the_paper(vectors):
     start = torch.randn(8, 8, generator=generator)
     twin = Twin(start, "abc", decay=0.9, lr=0.25, k=5)
     swarm = {
-        peer: (DeMo(chunk=8, decay=0.9, codec="topk:5/64", sign=False), vectors(lr=0.25, w=start)) for peer in "abc"
+        peer: (DeMo(chunk=8, decay=0.9, codec="topk:5/64", sign=False), vectors(lr=0.25, w=start))
+        for peer in "abc"
     }
     for number in range(12):
         gradients = {peer: torch.randn(8, 8, generator=generator) for peer in "abc"}
@@ -96,12 +101,17 @@ def test_three_peers_follow_the_twin_of_the_paper(vectors):
         twin.step(gradients)
         for peer, (made, replica) in swarm.items():
             np.testing.assert_allclose(theta(replica)["w"].numpy(), twin.theta, atol=2e-5)
-            np.testing.assert_allclose(made.personal(replica)["delta.w"].numpy(), twin.delta[peer], atol=2e-5)
+            np.testing.assert_allclose(
+                made.personal(replica)["delta.w"].numpy(), twin.delta[peer], atol=2e-5
+            )
 
 
 def test_all_coefficients_without_decay_and_sign_are_a_plain_step(vectors):
     """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as well."""
-    made, replica = DeMo(chunk=8, decay=0.0, codec="fp32", sign=False), vectors(lr=0.25, **normal(1))
+    made, replica = (
+        DeMo(chunk=8, decay=0.0, codec="fp32", sign=False),
+        vectors(lr=0.25, **normal(1)),
+    )
     before, gradient = theta(replica), normal(2)
     exchange = step(made, replica, gradient)
     made.apply(replica, exchange, answer(exchange, {"a": exchange.tensors}))
@@ -130,7 +140,9 @@ def test_nothing_leaves_the_momentum_of_a_peer_whose_coefficients_were_not_taken
     exchange = step(made, replica, normal(2))
     before, start = delta(made, replica), theta(replica)
     others = {name: torch.ones_like(x) for name, x in exchange.tensors.items()}
-    made.apply(replica, exchange, answer(exchange, {"a": exchange.tensors, "b": others}, inside=False))
+    made.apply(
+        replica, exchange, answer(exchange, {"a": exchange.tensors, "b": others}, inside=False)
+    )
     for name, after in delta(made, replica).items():
         assert torch.equal(after, before[name])
         q = Grid(SHAPES[name], 8).inverse(others[name])
@@ -156,12 +168,16 @@ def test_a_late_result_leaves_the_momentum_it_would_have_left_in_time(vectors):
 
 
 def test_a_round_that_this_peer_slept_through_moves_its_parameters_alike(vectors):
-    (awake, one), (asleep, other) = ((DeMo(chunk=8, codec="topk:3/64"), vectors(**normal(1))) for _ in range(2))
+    (awake, one), (asleep, other) = (
+        (DeMo(chunk=8, codec="topk:3/64"), vectors(**normal(1))) for _ in range(2)
+    )
     exchange = step(awake, one, normal(2))
     result = answer(exchange, {"a": through("topk:3/64", exchange)[0]})
     awake.apply(one, exchange, result)
     replayed = Result("ok", 1, ("a",), (1.0,), None, result.gathered)
-    asleep.apply(other, Exchange(ExchangeKey(exchange.key.stream, 0), "mean", exchange.group, {}), replayed)
+    asleep.apply(
+        other, Exchange(ExchangeKey(exchange.key.stream, 0), "mean", exchange.group, {}), replayed
+    )
     assert all(torch.equal(x, theta(other)[name]) for name, x in theta(one).items())
     assert int(asleep.snapshot(other)["round"]) == 1
 
@@ -181,7 +197,10 @@ def test_a_peer_without_gradient_sends_zeros_and_is_no_voter(vectors):
     exchange = step(made, replica, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
     mine, _ = through("topk:3/64", exchange)
     assert not any(bool(x.any()) for x in mine.values())
-    start, others = theta(replica), {name: torch.ones_like(x) for name, x in exchange.tensors.items()}
+    start, others = (
+        theta(replica),
+        {name: torch.ones_like(x) for name, x in exchange.tensors.items()},
+    )
     made.apply(replica, exchange, answer(exchange, {"a": mine, "b": others}))
     for name, x in theta(replica).items():
         torch.testing.assert_close(x, start[name] - Grid(SHAPES[name], 8).inverse(others[name]))
@@ -194,7 +213,9 @@ def test_gradients_of_another_scale_make_the_same_parameters(vectors, factor):
         made, replica = DeMo(chunk=8, codec="topk:3/64"), vectors(lr=0.01, **normal(1))
         for number in range(5):
             exchange = step(made, replica, normal(10 + number, scale), number)
-            made.apply(replica, exchange, answer(exchange, {"a": through("topk:3/64", exchange)[0]}))
+            made.apply(
+                replica, exchange, answer(exchange, {"a": through("topk:3/64", exchange)[0]})
+            )
         ends.append(theta(replica))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
 
@@ -209,11 +230,18 @@ def test_each_chunk_of_a_matrix_keeps_its_own_k_largest(vectors):
         assert set(mine.nonzero().flatten().tolist()) == set(chunk.abs().topk(3).indices.tolist())
 
 
-@pytest.mark.parametrize(("shape", "kept"), [((128, 192), 6 * 32), ((256,), 32), ((8192,), 64), ((4, 8, 64, 2), 32)])
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((128, 192), 6 * 32), ((256,), 32), ((8192,), 64), ((4, 8, 64, 2), 32)]
+)
 def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
     """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length: 2.5 bytes and a little a coefficient."""
-    made, replica = DeMo(), vectors(x=torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    exchange = step(made, replica, {"x": torch.randn(shape, generator=torch.Generator().manual_seed(1))})
+    made, replica = (
+        DeMo(),
+        vectors(x=torch.randn(shape, generator=torch.Generator().manual_seed(0))),
+    )
+    exchange = step(
+        made, replica, {"x": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
+    )
     sent, size = through(made.codec, exchange)
     assert int((sent["x"] != 0).sum()) <= kept
     assert size == kept * 12 // 8 + kept + 4 * kept // 32 + 4

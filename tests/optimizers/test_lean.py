@@ -88,7 +88,9 @@ def adam():
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:31", "int8", "topk:4/32"])
 @pytest.mark.parametrize("decay", [0.0, 0.8, 1.0])
-def test_what_was_not_sent_stays_in_the_replica_and_goes_with_the_next_message(vectors, spec, decay):
+def test_what_was_not_sent_stays_in_the_replica_and_goes_with_the_next_message(
+    vectors, spec, decay
+):
     made = Lean(period=1, codec=spec, return_codec=spec, decay=decay)
     replica = vectors(x=normal(0))
     kept = torch.zeros(COUNT)
@@ -136,7 +138,10 @@ def test_all_of_a_descent_arrives_in_the_end(vectors, spec):
 @pytest.mark.parametrize("decay", [0.5, 1.0])
 @pytest.mark.parametrize("late", [0, 2])
 def test_where_work_was_not_taken_all_of_it_stays_whole(vectors, decay, late):
-    made, replica = Lean(period=3, delay=2, decay=decay, codec="int4", return_codec="fp32"), vectors(x=normal(0))
+    made, replica = (
+        Lean(period=3, delay=2, decay=decay, codec="int4", return_codec="fp32"),
+        vectors(x=normal(0)),
+    )
     before = phi(made, replica)
     exchange = work(made, replica, normal(1), normal(2), normal(3))
     work(made, replica, *(normal(10 + number) for number in range(late)))
@@ -241,7 +246,10 @@ def test_a_gradient_of_mine_that_the_mean_does_not_follow_leaves_my_momentum(ada
 
 @pytest.mark.parametrize("correction", [0.0, 0.25, 0.5])
 def test_the_correction_is_its_share_of_all_of_it(adam, correction):
-    made, replica = Lean(period=1, correction=correction, cap=10.0, **FLAT), adam(torch.zeros(COUNT))
+    made, replica = (
+        Lean(period=1, correction=correction, cap=10.0, **FLAT),
+        adam(torch.zeros(COUNT)),
+    )
     exchange = work(made, replica, torch.ones(COUNT))
     before = read(replica, "exp_avg")
     made.apply(replica, exchange, answer(made, exchange, -exchange.tensors["x"]))
@@ -298,7 +306,9 @@ def test_the_rate_is_that_of_the_step_with_adams_bias_corrections(adam, rate, we
         replica.write({"x": normal(number)}, "grad")
         before = read(replica)
         replica.inner_step(rate)
-        found = rate_of(before - read(replica), read(replica, "exp_avg"), read(replica, "exp_avg_sq"))
+        found = rate_of(
+            before - read(replica), read(replica, "exp_avg"), read(replica, "exp_avg_sq")
+        )
         expected = rate * np.sqrt(1 - BETAS[1] ** number) / (1 - BETAS[0] ** number)
         assert float(found) == pytest.approx(expected, rel=0.05)
 
@@ -324,11 +334,26 @@ def test_a_step_that_moved_nothing_corrects_nothing(adam):
 def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):
     peers = [(Lean(period=1), vectors(x=integers(0))) for _ in range(3)]
     for number in range(4):
-        asked = [work(made, replica, integers(10 * number + who)) for who, (made, replica) in enumerate(peers)]
-        sent = [through(made.codec, one.tensors["x"]) for (made, _), one in zip(peers, asked, strict=True)]
+        asked = [
+            work(made, replica, integers(10 * number + who))
+            for who, (made, replica) in enumerate(peers)
+        ]
+        sent = [
+            through(made.codec, one.tensors["x"])
+            for (made, _), one in zip(peers, asked, strict=True)
+        ]
         mean = {"x": through("ecsq:100", (sent[0] + sent[1] + sent[2]) / 3)}
         for (made, replica), one, mine in zip(peers, asked, sent, strict=True):
-            result = Result("ok", number + 1, ("a", "b", "c"), (1.0,) * 3, mean, None, {"x": mine}, {"x": [(0, 24)]})
+            result = Result(
+                "ok",
+                number + 1,
+                ("a", "b", "c"),
+                (1.0,) * 3,
+                mean,
+                None,
+                {"x": mine},
+                {"x": [(0, 24)]},
+            )
             made.apply(replica, one, result)
         agreed = [made.agreed(replica, "lean") for made, replica in peers]
         for state in agreed[1:]:
@@ -343,8 +368,12 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     for number in range(3):
         exchange = work(made, replica, integers(10 + number))
         sent = through(made.codec, exchange.tensors["x"])
-        mean = {"x": through(made.return_codec, (sent + through(made.codec, integers(20 + number))) / 2)}
-        result = Result("ok", number + 1, ("a", "b"), (1, 1), mean, None, {"x": sent}, {"x": [(0, 24)]})
+        mean = {
+            "x": through(made.return_codec, (sent + through(made.codec, integers(20 + number))) / 2)
+        }
+        result = Result(
+            "ok", number + 1, ("a", "b"), (1, 1), mean, None, {"x": sent}, {"x": [(0, 24)]}
+        )
         made.apply(replica, exchange, result)
     held = {"phi": phi(made, replica), "theta": read(replica)}
     now = {name: x.view(torch.int32).tolist() for name, x in held.items()}
@@ -381,7 +410,10 @@ def test_carrying_puts_all_own_work_on_the_new_phi(adam):
     ("options", "reason"),
     [
         ({"period": 0}, "a period of 0 steps makes no rounds"),
-        ({"delay": 3}, "a delay of 3 steps does not fit between exchanges 3 steps apart; choose 0 to 2"),
+        (
+            {"delay": 3},
+            "a delay of 3 steps does not fit between exchanges 3 steps apart; choose 0 to 2",
+        ),
         ({"delay": -1}, "a delay of -1 steps"),
         ({"decay": 1.1}, r"a decay of 1.1 is none; choose one in \[0, 1\]"),
         ({"decay": float("nan")}, "a decay of nan"),

@@ -28,7 +28,11 @@ def train(made, steps, inner):
         for exchange in made.due(replica, Progress(step + 1)):
             sent = exchange.tensors
             taken = {name: [(0, tensor.numel())] for name, tensor in sent.items()}
-            made.apply(replica, exchange, Result("alone", step + 1, ("me",), (1.0,), sent, None, sent, taken))
+            made.apply(
+                replica,
+                exchange,
+                Result("alone", step + 1, ("me",), (1.0,), sent, None, sent, taken),
+            )
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 

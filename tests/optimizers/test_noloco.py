@@ -39,7 +39,11 @@ def swarm_spread(vectors, alpha, gamma, peers=64, rounds=80):
             for index, exchange in zip(pair, asked, strict=True):
                 made, replica = swarm[index]
                 sent, taken = exchange.tensors, {"x": [(0, 3)]}
-                made.apply(replica, exchange, Result("ok", number + 1, ("p", "q"), (1, 1), mean, None, sent, taken))
+                made.apply(
+                    replica,
+                    exchange,
+                    Result("ok", number + 1, ("p", "q"), (1, 1), mean, None, sent, taken),
+                )
     after = phis()
     drift = float((after.mean(dim=0) - before.mean(dim=0)).abs().max())
     return float(before.var(dim=0).sum()), float(after.var(dim=0).sum()), drift
@@ -67,7 +71,8 @@ def test_the_bound_grows_with_the_group():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "gamma", "bound"), [(0.9, 0.7, "0.380"), (0.5, 1.5, "1.500"), (0.5, 0.0, "1.500"), (0.7, 1.58, "1.020")]
+    ("alpha", "gamma", "bound"),
+    [(0.9, 0.7, "0.380"), (0.5, 1.5, "1.500"), (0.5, 0.0, "1.500"), (0.7, 1.58, "1.020")],
 )
 def test_values_outside_the_region_are_refused_with_the_bound(alpha, gamma, bound):
     with pytest.raises(ValueError, match=rf"gamma={gamma} lies outside \(0, {bound}\)"):
@@ -75,7 +80,9 @@ def test_values_outside_the_region_are_refused_with_the_bound(alpha, gamma, boun
 
 
 def test_within_ten_percent_of_the_bound_it_warns_the_caller_and_farther_away_it_does_not():
-    with pytest.warns(UserWarning, match=r"gamma=1.4 is within 10 % of the stability bound 1.500") as caught:
+    with pytest.warns(
+        UserWarning, match=r"gamma=1.4 is within 10 % of the stability bound 1.500"
+    ) as caught:
         NoLoCo(alpha=0.5, gamma=1.4)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -92,22 +99,34 @@ def due_after(made, replica, gradient):
 
 def test_the_update_is_that_of_the_paper_with_two_vectors(vectors):
     """d <- a·d - b·mean(D) - g·(phi - mean phi), in float64 beside it."""
-    made, replica = NoLoCo(period=1, alpha=0.5, beta=0.7, gamma=0.6, codec="fp32"), vectors(x=torch.tensor([2.0, -1.0]))
+    made, replica = (
+        NoLoCo(period=1, alpha=0.5, beta=0.7, gamma=0.6, codec="fp32"),
+        vectors(x=torch.tensor([2.0, -1.0])),
+    )
     phi, delta = torch.tensor([2.0, -1.0]).double(), torch.zeros(2).double()
     for number in range(4):
         exchange = due_after(made, replica, torch.tensor([0.5, 0.25]))
         assert exchange.tensors["phi.x"].tolist() == made.eval_params(replica)["x"].tolist()
         mean = {"delta.x": torch.tensor([0.3, 0.1 * number]), "phi.x": torch.tensor([1.0, 1.0])}
         taken = {name: [(0, 2)] for name in mean}
-        made.apply(replica, exchange, Result("ok", number + 1, ("a", "b"), (1, 1), mean, None, exchange.tensors, taken))
+        made.apply(
+            replica,
+            exchange,
+            Result("ok", number + 1, ("a", "b"), (1, 1), mean, None, exchange.tensors, taken),
+        )
         delta = 0.5 * delta - 0.7 * mean["delta.x"].double() - 0.6 * (phi - mean["phi.x"].double())
         phi = phi + delta
-        torch.testing.assert_close(made.eval_params(replica)["x"].double(), phi, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            made.eval_params(replica)["x"].double(), phi, rtol=1e-6, atol=1e-6
+        )
         assert torch.equal(replica.read(["x"], "param")["x"], made.eval_params(replica)["x"])
 
 
 def test_alone_there_is_no_pull_even_if_the_codec_bent_phi(vectors):
-    made, replica = NoLoCo(period=1, beta=0.7, gamma=0.6, codec="fp32"), vectors(x=torch.tensor([2.0]))
+    made, replica = (
+        NoLoCo(period=1, beta=0.7, gamma=0.6, codec="fp32"),
+        vectors(x=torch.tensor([2.0])),
+    )
     exchange = due_after(made, replica, torch.tensor([0.5]))
     bent = {"delta.x": exchange.tensors["delta.x"], "phi.x": torch.tensor([2.5])}
     taken = {name: [(0, 1)] for name in bent}
@@ -130,7 +149,9 @@ def test_where_nothing_was_taken_local_work_stays(vectors, gamma):
 def test_momentum_is_part_of_a_snapshot_so_that_a_resumed_peer_goes_on_as_before(vectors):
     made, replica = NoLoCo(period=1, codec="fp32"), vectors(x=torch.zeros(1))
     exchange = due_after(made, replica, torch.ones(1))
-    result = Result("alone", 1, ("me",), (1.0,), exchange.tensors, None, exchange.tensors, {"x": [(0, 1)]})
+    result = Result(
+        "alone", 1, ("me",), (1.0,), exchange.tensors, None, exchange.tensors, {"x": [(0, 1)]}
+    )
     made.apply(replica, exchange, result)
     assert made.snapshot(replica)["delta.x"].item() == pytest.approx(-0.7)
 

@@ -34,7 +34,10 @@ def broken_states(state):
         yield {other: kept for other, kept in state.items() if other != name}
         yield {**state, name: torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)}
         yield {**state, name: tensor.to(torch.float64)}
-        yield {**state, name: torch.full_like(tensor, -1) if name == "round" else tensor * float("nan")}
+        yield {
+            **state,
+            name: torch.full_like(tensor, -1) if name == "round" else tensor * float("nan"),
+        }
 
 
 @each_method
@@ -49,7 +52,9 @@ def test_a_state_with_one_wrong_entry_is_refused_and_changes_nothing(quick, vect
             made.restore(replica, state, mode)
         count += 1
         assert state_hash(made.snapshot(replica)) == before
-        assert all(torch.equal(x, theta[what]) for what, x in replica.read(replica.names, "param").items())
+        assert all(
+            torch.equal(x, theta[what]) for what, x in replica.read(replica.names, "param").items()
+        )
     assert count >= 8
 
 
@@ -78,7 +83,9 @@ def test_a_method_keeps_no_hold_of_the_state_that_it_took_over(quick, vectors, n
 
 @pytest.mark.parametrize("name", ["diloco", "noloco"])
 @pytest.mark.parametrize("asked", [False, True])
-def test_carrying_puts_local_work_on_the_new_phi_and_the_next_exchange_holds_it(quick, vectors, name, asked):
+def test_carrying_puts_local_work_on_the_new_phi_and_the_next_exchange_holds_it(
+    quick, vectors, name, asked
+):
     """theta <- phi_new + (theta - phi_old), also where an exchange was pending: nobody took it."""
     teacher, source = trained(quick, vectors, name, steps=4)
     made, replica = trained(quick, vectors, name)
@@ -121,7 +128,9 @@ def test_carrying_a_feedback_residual_keeps_what_was_never_delivered(quick, vect
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("carry", 3), ("adopt", 1)])
-def test_ddp_carries_pending_and_waiting_gradients_and_adopting_drops_them(quick, vectors, mode, steps):
+def test_ddp_carries_pending_and_waiting_gradients_and_adopting_drops_them(
+    quick, vectors, mode, steps
+):
     made, replica = trained(quick, vectors, "ddp")
     state = made.snapshot(replica)
     for step in range(2):  # one is sent, one waits

@@ -56,14 +56,20 @@ def play(quick, vectors, name, options, stop_at=None):
             for what in old.tensors:
                 replica.write(old.read(old.names, what), what)
             made.resume(replica, state)
-    return {**made.snapshot(replica), **made.personal(replica), **replica.read(replica.names, "param")}
+    return {
+        **made.snapshot(replica),
+        **made.personal(replica),
+        **replica.read(replica.names, "param"),
+    }
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_stopping_after_any_step_changes_no_bit(quick, vectors, name, options):
     whole = state_hash(play(quick, vectors, name, options))
     for step in range(STEPS):
-        assert state_hash(play(quick, vectors, name, options, stop_at=step)) == whole, f"stopped after step {step}"
+        assert state_hash(play(quick, vectors, name, options, stop_at=step)) == whole, (
+            f"stopped after step {step}"
+        )
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

@@ -34,11 +34,15 @@ def work(made, replica, *gradients):
 def answer(made, exchange, *others, inside=True, **more):
     """What a group says to this message and the others' decoded ones."""
     mine = through(made.codec, exchange.tensors["x"])
-    gathered = {f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))}
+    gathered = {
+        f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))
+    }
     mean = {"x": torch.stack([part["x"] for part in gathered.values()]).mean(dim=0)}
     taken, weights = {"x": [(0, COUNT)]} if inside else {}, (1.0,) * len(gathered)
     number = exchange.key.round + 1
-    return Result("ok", number, tuple(gathered), weights, mean, gathered, {"x": mine}, taken, **more)
+    return Result(
+        "ok", number, tuple(gathered), weights, mean, gathered, {"x": mine}, taken, **more
+    )
 
 
 def theta(replica):
@@ -62,7 +66,9 @@ def test_a_message_is_what_others_decode_and_what_stays(vectors, spec, feedback)
         before, old = phi(made, replica), residual(made, replica)
         exchange = work(made, replica, normal(10 + number, 0.1))
         message = exchange.tensors["x"]
-        torch.testing.assert_close(message, feedback * old + (before - theta(replica)), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            message, feedback * old + (before - theta(replica)), atol=1e-6, rtol=0
+        )
         result = answer(made, exchange)
         made.apply(replica, exchange, result)
         sent, kept = result.sent["x"], residual(made, replica)
@@ -88,10 +94,16 @@ def test_nothing_is_left_over_and_phi_is_the_mean_replica_where_everything_trave
 
 
 @pytest.mark.parametrize(
-    ("denominator", "expected"), [("participants", [1.0, 0.5, -1.0]), ("selectors", [2.0, 1.0, -1.0])]
+    ("denominator", "expected"),
+    [("participants", [1.0, 0.5, -1.0]), ("selectors", [2.0, 1.0, -1.0])],
 )
-def test_the_mean_is_over_everybody_or_over_those_who_sent_the_coordinate(vectors, denominator, expected):
-    made, replica = SparseLoCo(period=1, codec="fp32", denominator=denominator), vectors(x=torch.zeros(COUNT))
+def test_the_mean_is_over_everybody_or_over_those_who_sent_the_coordinate(
+    vectors, denominator, expected
+):
+    made, replica = (
+        SparseLoCo(period=1, codec="fp32", denominator=denominator),
+        vectors(x=torch.zeros(COUNT)),
+    )
     mine, other = torch.zeros(COUNT), torch.zeros(COUNT)
     mine[[0, 2]], other[[0, 1, 2]] = torch.tensor([2.0, 1.0]), torch.tensor([0.0, 1.0, -3.0])
     exchange = work(made, replica, mine)
@@ -120,7 +132,11 @@ def test_each_chunk_sends_k_values_and_the_last_its_share_at_least_one(vectors, 
 def test_two_peers_with_equal_state_send_equal_bytes(vectors):
     payloads = []
     for _ in range(2):
-        made, replica, out = SparseLoCo(period=1, codec="topk2:4/32"), vectors(x=normal(0)), bytearray()
+        made, replica, out = (
+            SparseLoCo(period=1, codec="topk2:4/32"),
+            vectors(x=normal(0)),
+            bytearray(),
+        )
         codec(made.codec).encode(work(made, replica, normal(1)).tensors["x"], Context(), out)
         payloads.append(bytes(out))
     assert payloads[0] == payloads[1]
@@ -129,7 +145,11 @@ def test_two_peers_with_equal_state_send_equal_bytes(vectors):
 @pytest.mark.parametrize("spec", ["topk:2/32", "topk2:2/32"])
 def test_with_undecayed_feedback_all_of_a_constant_descent_arrives(vectors, spec):
     """Every coordinate is sent sooner or later, and what is still to come stays bounded while the sum grows."""
-    made, replica, gradient = SparseLoCo(period=1, feedback=1.0, codec=spec), vectors(x=torch.zeros(COUNT)), normal(1)
+    made, replica, gradient = (
+        SparseLoCo(period=1, feedback=1.0, codec=spec),
+        vectors(x=torch.zeros(COUNT)),
+        normal(1),
+    )
     gradient = gradient + 0.5 * gradient.sign()
     sent_once, largest = torch.zeros(COUNT, dtype=torch.bool), []
     for number in range(400):
@@ -171,7 +191,10 @@ def test_gradients_times_a_power_of_two_make_everything_that_much_larger(vectors
 
 def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(vectors):
     """Not in the residual: it counts once. The next message is that of a peer that did both rounds' work in one."""
-    made, replica = SparseLoCo(period=1, feedback=1.0, codec="topk:4/32"), vectors(x=torch.zeros(COUNT))
+    made, replica = (
+        SparseLoCo(period=1, feedback=1.0, codec="topk:4/32"),
+        vectors(x=torch.zeros(COUNT)),
+    )
     first = work(made, replica, normal(1))
     made.apply(replica, first, answer(made, first))
     kept = residual(made, replica)
@@ -213,7 +236,11 @@ def test_a_round_that_this_peer_slept_through_moves_phi_and_the_replica_alike(ve
     work(made, replica, normal(1))
     others = through("topk:4/32", normal(7))
     replayed = Result("ok", 1, ("b",), (1.0,), {"x": others}, {"b": {"x": others}})
-    made.apply(replica, Exchange(ExchangeKey("sparse", 0), "mean", made.streams(replica)[0].group, {}), replayed)
+    made.apply(
+        replica,
+        Exchange(ExchangeKey("sparse", 0), "mean", made.streams(replica)[0].group, {}),
+        replayed,
+    )
     assert torch.equal(phi(made, replica), normal(0) - others)
     torch.testing.assert_close(theta(replica), normal(0) - others - normal(1), atol=1e-6, rtol=0)
     assert not residual(made, replica).any()
@@ -245,14 +272,21 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
         """From integers, for torch.randn itself has other bits on other processors."""
         return torch.randint(-999, 999, (24,), generator=torch.Generator().manual_seed(seed)) / 997
 
-    made, replica = SparseLoCo(period=1, outer_lr=0.65, feedback=0.95, codec="topk:2/16"), vectors(x=values(0))
+    made, replica = (
+        SparseLoCo(period=1, outer_lr=0.65, feedback=0.95, codec="topk:2/16"),
+        vectors(x=values(0)),
+    )
     for number in range(3):
         exchange = work(made, replica, values(10 + number))
         sent = {"x": through(made.codec, exchange.tensors["x"])}
         taken = {"x": [(0, 24)]}
         gathered = {"a": sent, "b": {"x": through(made.codec, values(20 + number))}}
         mean = {"x": (gathered["a"]["x"] + gathered["b"]["x"]) / 2}
-        made.apply(replica, exchange, Result("ok", number + 1, ("a", "b"), (1, 1), mean, gathered, sent, taken))
+        made.apply(
+            replica,
+            exchange,
+            Result("ok", number + 1, ("a", "b"), (1, 1), mean, gathered, sent, taken),
+        )
     now = {
         "phi": phi(made, replica).view(torch.int32).tolist(),
         "residual": residual(made, replica).view(torch.int32).tolist(),
@@ -263,7 +297,10 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"denominator": "senders"}, "denominator 'senders' is not known; choose participants or selectors"),
+        (
+            {"denominator": "senders"},
+            "denominator 'senders' is not known; choose participants or selectors",
+        ),
         ({"feedback": 1.5}, r"feedback of 1.5 is no decay; choose one in \[0, 1\], usually 0.95"),
         ({"feedback": float("nan")}, "feedback of nan is no decay"),
         ({"outer_lr": 0.0}, "an outer learning rate of 0.0 makes no sense"),

@@ -47,7 +47,9 @@ class Lockstep:
             offers = {}
             for peer, (method, replica) in enumerate(self.peers):
                 if not silent:
-                    replica.add_gradient(**{n: self.gradient(peer, n, s[0]) for n, s in replica.shapes.items()})
+                    replica.add_gradient(
+                        **{n: self.gradient(peer, n, s[0]) for n, s in replica.shapes.items()}
+                    )
                 method.local_step(replica, Progress(self.step))
                 for exchange in method.due(replica, Progress(self.step + 1)):
                     offers.setdefault(exchange.key, []).append((method, replica, exchange))
@@ -61,9 +63,14 @@ class Lockstep:
     def close(self, offered):
         first = offered[0][2]
         self.offered.append((self.step, first))
-        sent = [{what: coded(one.codec, x) for what, x in one.tensors.items()} for _, _, one in offered]
+        sent = [
+            {what: coded(one.codec, x) for what, x in one.tensors.items()} for _, _, one in offered
+        ]
         mean = {
-            what: coded(first.return_codec, torch.stack([one[what] for one in sent]).double().mean(0).float())
+            what: coded(
+                first.return_codec,
+                torch.stack([one[what] for one in sent]).double().mean(0).float(),
+            )
             for what in sent[0]
         }
         everything = {what: [(0, x.numel())] for what, x in mean.items()}
@@ -72,18 +79,35 @@ class Lockstep:
         for (method, replica, exchange), own in zip(offered, sent, strict=True):
             number = first.key.round + first.stride
             status = "ok" if len(sent) > 1 else "alone"
-            result = Result(status, number, names, (1.0,) * len(sent), mean, None, own, everything, steps_since=late)
+            result = Result(
+                status,
+                number,
+                names,
+                (1.0,) * len(sent),
+                mean,
+                None,
+                own,
+                everything,
+                steps_since=late,
+            )
             self.flying.append((self.step + late, method, replica, exchange, result))
         self.flying.sort(key=lambda entry: entry[0])
 
     def thetas(self):
-        return [torch.cat([*replica.read(replica.names, "param").values()]) for _, replica in self.peers]
+        return [
+            torch.cat([*replica.read(replica.names, "param").values()]) for _, replica in self.peers
+        ]
 
 
 # the mask
 
 
-@given(st.sampled_from(["random", "partition"]), st.integers(1, 50), st.integers(0, 10**6), st.integers(1, 500))
+@given(
+    st.sampled_from(["random", "partition"]),
+    st.integers(1, 50),
+    st.integers(0, 10**6),
+    st.integers(1, 500),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_mask_has_one_place_in_each_run(selector, one_in, round_number, count):
     places = masked(selector, one_in, 7, round_number, count)
@@ -126,7 +150,10 @@ def test_peers_send_the_values_of_one_mask_and_no_index(vectors, selector):
 
 
 def test_another_seed_gives_another_mask(vectors):
-    sent = [Lockstep(vectors, lambda seed=seed: Sparta(one_in=5, seed=seed, **EXACT), 1, size=996) for seed in (1, 2)]
+    sent = [
+        Lockstep(vectors, lambda seed=seed: Sparta(one_in=5, seed=seed, **EXACT), 1, size=996)
+        for seed in (1, 2)
+    ]
     for swarm in sent:
         swarm.steps(1, silent=True)
     first, second = (swarm.offered[0][1].tensors["values"] for swarm in sent)
@@ -164,7 +191,9 @@ def test_everything_every_step_is_local_sgd_with_one_step_a_round(vectors, selec
 @selectors
 @pytest.mark.parametrize("delay", [0, 2])
 def test_averaging_leaves_the_mean_of_the_replicas_where_it_was(vectors, selector, delay):
-    swarm = Lockstep(vectors, lambda: Sparta(selector, 2, period=3, delay=delay, **EXACT), peers=4, delay=delay)
+    swarm = Lockstep(
+        vectors, lambda: Sparta(selector, 2, period=3, delay=delay, **EXACT), peers=4, delay=delay
+    )
     shadow = Lockstep(vectors, lambda: Sparta(selector, 2, period=1000, **EXACT), peers=4)
     for one in (swarm, shadow):
         one.steps(12)
@@ -188,7 +217,9 @@ def test_a_lossy_codec_leaves_what_it_rounds_off_in_each_replica(vectors):
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_alone_nothing_is_changed_by_it(vectors, selector, name):
     make = lambda period: Sparta(selector, 2, period=period, codec=name, return_codec=name)  # noqa: E731
-    swarm, shadow = (Lockstep(vectors, lambda period=period: make(period), peers=1) for period in (1, 1000))
+    swarm, shadow = (
+        Lockstep(vectors, lambda period=period: make(period), peers=1) for period in (1, 1000)
+    )
     for one in (swarm, shadow):
         one.steps(9)
     assert torch.equal(swarm.thetas()[0], shadow.thetas()[0])
@@ -213,7 +244,9 @@ def test_the_asynchronous_form_at_delay_0_is_the_synchronous_one(vectors, select
 
 
 def test_a_delayed_mean_keeps_the_steps_made_since(vectors):
-    swarm = Lockstep(vectors, lambda: Sparta(one_in=1, period=4, delay=2, **EXACT), peers=2, delay=2)
+    swarm = Lockstep(
+        vectors, lambda: Sparta(one_in=1, period=4, delay=2, **EXACT), peers=2, delay=2
+    )
     swarm.steps(4)
     then = swarm.thetas()
     mean = torch.stack(then).double().mean(0).float()
@@ -235,7 +268,9 @@ def test_a_missed_round_changes_nothing_and_the_next_one_is_another_mask(vectors
     method.local_step(replica, Progress(0))
     (exchange,) = method.due(replica, Progress(1))
     mean = {"values": torch.full((4,), 99.0)} if status == "partial" else None
-    method.apply(replica, exchange, Result(status, 1, ("b",), (1,), mean, None, dict(exchange.tensors)))
+    method.apply(
+        replica, exchange, Result(status, 1, ("b",), (1,), mean, None, dict(exchange.tensors))
+    )
     assert torch.equal(replica.read(["x"], "param")["x"], torch.arange(8.0))
     method.local_step(replica, Progress(1))
     (again,) = method.due(replica, Progress(2))
@@ -244,11 +279,18 @@ def test_a_missed_round_changes_nothing_and_the_next_one_is_another_mask(vectors
 
 
 def test_values_whose_shard_was_not_taken_stay(vectors):
-    method, replica = Sparta("partition", one_in=2, **EXACT), vectors(x=torch.arange(5.0), y=torch.arange(5.0, 8.0))
+    method, replica = (
+        Sparta("partition", one_in=2, **EXACT),
+        vectors(x=torch.arange(5.0), y=torch.arange(5.0, 8.0)),
+    )
     method.local_step(replica, Progress(0))
     (exchange,) = method.due(replica, Progress(1))
     mean, taken = {"values": torch.full((4,), 99.0)}, {"values": [(1, 3)]}
-    method.apply(replica, exchange, Result("partial", 1, ("a",), (1,), mean, None, dict(exchange.tensors), taken))
+    method.apply(
+        replica,
+        exchange,
+        Result("partial", 1, ("a",), (1,), mean, None, dict(exchange.tensors), taken),
+    )
     moved = torch.cat([*replica.read(["x", "y"], "param").values()]) == 99.0
     assert moved.nonzero().flatten().tolist() == masked("partition", 2, 1337, 0, 8)[1:3].tolist()
 
@@ -276,7 +318,9 @@ def test_replicas_draw_together_as_the_mixing_time_says(vectors):
     """After one sweep without gradients each value has been averaged once, so all replicas are equal."""
     swarm = Lockstep(vectors, lambda: Sparta("partition", 5, **EXACT), peers=4)
     for peer, (_, replica) in enumerate(swarm.peers):
-        replica.write({"a": torch.full((10,), float(peer)), "b": torch.full((4,), -float(peer))}, "param")
+        replica.write(
+            {"a": torch.full((10,), float(peer)), "b": torch.full((4,), -float(peer))}, "param"
+        )
     swarm.steps(4, silent=True)
     assert not torch.equal(*swarm.thetas()[:2])
     swarm.steps(1, silent=True)
@@ -324,7 +368,9 @@ def test_two_streams_share_the_axis_of_sparse_means(vectors):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_after_an_outer_step_all_replicas_are_the_outer_parameters_whichever_result_comes_first(vectors, delay):
+def test_after_an_outer_step_all_replicas_are_the_outer_parameters_whichever_result_comes_first(
+    vectors, delay
+):
     swarm = Lockstep(vectors, both(6, mask_period=2, delay=delay), delay=delay)
     swarm.steps(6)
     method, replica = swarm.peers[0]
@@ -346,7 +392,9 @@ def test_between_outer_steps_sparse_means_hold_the_replicas_together(vectors):
     assert spread(both(20)) < 0.2 * spread(lambda: DiLoCo(20, **EXACT))
 
 
-def test_with_averaging_outer_steps_the_pseudo_gradient_is_the_same_as_without_sparse_means(vectors):
+def test_with_averaging_outer_steps_the_pseudo_gradient_is_the_same_as_without_sparse_means(
+    vectors,
+):
     """They leave the mean of the replicas where it was, and gradients here do not depend on theta."""
     ours = Lockstep(vectors, both(6, outer=OuterSGD(1.0)))
     theirs = Lockstep(vectors, lambda: DiLoCo(6, OuterSGD(1.0), **EXACT))
@@ -369,13 +417,17 @@ def test_adopting_ones_own_snapshot_after_an_outer_step_changes_nothing_that_fol
 
 
 def test_a_period_that_is_no_multiple_of_the_masks_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="period of 500 steps is no multiple of mask_period=7; choose 497"):
+    with pytest.raises(
+        ValueError, match="period of 500 steps is no multiple of mask_period=7; choose 497"
+    ):
         SpartaDiLoCo(500, mask_period=7)
     with pytest.raises(ValueError, match="one value in 0"):
         SpartaDiLoCo(one_in=0)
 
 
-def test_while_an_outer_step_is_under_way_sparse_means_move_nothing_and_after_it_they_do_again(vectors):
+def test_while_an_outer_step_is_under_way_sparse_means_move_nothing_and_after_it_they_do_again(
+    vectors,
+):
     method, replica = both(4)(), vectors(a=torch.arange(6.0))
     moved, outer = [], []
     for step in range(7):
@@ -385,7 +437,11 @@ def test_while_an_outer_step_is_under_way_sparse_means_move_nothing_and_after_it
         mask, before = exchanges["mask"], replica.read(["a"], "param")["a"]
         values = {"values": mask.tensors["values"] + 1}
         taken = {"values": [(0, 3)]}
-        method.apply(replica, mask, Result("ok", step + 1, ("p", "q"), (1, 1), values, None, mask.tensors, taken))
+        method.apply(
+            replica,
+            mask,
+            Result("ok", step + 1, ("p", "q"), (1, 1), values, None, mask.tensors, taken),
+        )
         moved.append(not torch.equal(replica.read(["a"], "param")["a"], before))
         if step == 5:
             method.apply(replica, outer.pop(), Result("failed", 7))

@@ -33,7 +33,8 @@ def layers_of(names):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "layers"), [("strided", [[0, 3], [1, 4], [2, 5]]), ("sequential", [[0, 1], [2, 3], [4, 5]])]
+    ("pattern", "layers"),
+    [("strided", [[0, 3], [1, 4], [2, 5]]), ("sequential", [[0, 1], [2, 3], [4, 5]])],
 )
 def test_whole_layers_of_a_llama_go_to_a_fragment_strided_or_in_sequence(pattern, layers):
     assert [layers_of(names) for names in split(LLAMA, 3, pattern)] == layers
@@ -49,11 +50,20 @@ def test_what_is_in_no_layer_goes_to_the_fragment_that_is_smallest_so_far():
 
 def test_layer_counts_that_fragments_do_not_divide_are_spread():
     assert [layers_of(names) for names in split(LLAMA, 4)] == [[0, 4], [1, 5], [2], [3]]
-    assert [layers_of(names) for names in split(LLAMA, 4, "sequential")] == [[0, 1], [2], [3, 4], [5]]
+    assert [layers_of(names) for names in split(LLAMA, 4, "sequential")] == [
+        [0, 1],
+        [2],
+        [3, 4],
+        [5],
+    ]
 
 
 def test_two_stacks_of_layers_do_not_share_their_numbers():
-    shapes = {f"{side}.layers.{layer}.weight": (2,) for side in ("encoder", "decoder") for layer in range(2)}
+    shapes = {
+        f"{side}.layers.{layer}.weight": (2,)
+        for side in ("encoder", "decoder")
+        for layer in range(2)
+    }
     assert split(shapes, 4) == tuple((name,) for name in shapes)
 
 
@@ -85,7 +95,9 @@ def test_fragments_are_disjoint_full_and_together_the_model(layers, outside, fra
 
 def test_more_fragments_than_layers_are_refused_when_the_model_is_there(vectors):
     made = Streaming(period=10, fragments=3, **EXACT)
-    with pytest.raises(ValueError, match="3 fragments need as many layers, and this model has 2; choose 2 or fewer"):
+    with pytest.raises(
+        ValueError, match="3 fragments need as many layers, and this model has 2; choose 2 or fewer"
+    ):
         made.streams(vectors(a=torch.zeros(2), b=torch.zeros(3)))
 
 
@@ -112,12 +124,16 @@ def alone(made, replica, steps, answer=lambda exchange, step: 0):
 def taken_alone(exchange, steps_since=0):
     everything = {name: [(0, x.numel())] for name, x in exchange.tensors.items()}
     number, sent = exchange.key.round + exchange.stride, exchange.tensors
-    return Result("alone", number, ("me",), (1.0,), sent, None, sent, everything, steps_since=steps_since)
+    return Result(
+        "alone", number, ("me",), (1.0,), sent, None, sent, everything, steps_since=steps_since
+    )
 
 
 def layered(vectors, layers):
     replica = vectors(**{f"h{layer}": torch.zeros(layer + 1) for layer in range(layers)})
-    replica.tensors["param"] = {f"h.{name[1:]}.w": x for name, x in replica.tensors["param"].items()}
+    replica.tensors["param"] = {
+        f"h.{name[1:]}.w": x for name, x in replica.tensors["param"].items()
+    }
     return replica
 
 
@@ -125,7 +141,10 @@ def layered(vectors, layers):
 def test_fragments_take_turns_at_even_distances_each_once_a_period(vectors, period, fragments):
     made = Streaming(period, fragments, overlap=0, **EXACT)
     asked = alone(made, layered(vectors, fragments), 3 * period)
-    expected = [((n + 1) * period // fragments, f"fragment.{n % fragments}", n) for n in range(3 * fragments)]
+    expected = [
+        ((n + 1) * period // fragments, f"fragment.{n % fragments}", n)
+        for n in range(3 * fragments)
+    ]
     assert asked == expected
 
 
@@ -134,7 +153,10 @@ def test_with_the_longest_overlap_one_is_merged_before_the_next_is_merged(vector
     flying = []
     replica = layered(vectors, 4)
     alone(
-        made, replica, 40, lambda exchange, step: flying.append(sum(one.book.pending for one in made._fragments)) or 0
+        made,
+        replica,
+        40,
+        lambda exchange, step: flying.append(sum(one.book.pending for one in made._fragments)) or 0,
     )
     assert max(flying) == 2  # the one before is merged in the step in which this one is sent
     assert sum(one.book.pending for one in made._fragments) <= 1
@@ -143,7 +165,9 @@ def test_with_the_longest_overlap_one_is_merged_before_the_next_is_merged(vector
 def test_a_fragment_on_its_way_does_not_ask_again_and_the_others_go_on_at_their_pace(vectors):
     made = Streaming(12, 3, overlap=0, **EXACT)
     lost = ExchangeKey("fragment.1", 1)
-    asked = alone(made, layered(vectors, 3), 50, lambda exchange, step: None if exchange.key == lost else 0)
+    asked = alone(
+        made, layered(vectors, 3), 50, lambda exchange, step: None if exchange.key == lost else 0
+    )
     assert [step for step, stream, _ in asked if stream == "fragment.1"] == [8]
     assert [step for step, stream, _ in asked if stream == "fragment.0"] == [4, 16, 28, 40]
     assert [step for step, stream, _ in asked if stream == "fragment.2"] == [12, 24, 36, 48]
@@ -151,7 +175,9 @@ def test_a_fragment_on_its_way_does_not_ask_again_and_the_others_go_on_at_their_
 
 def test_after_a_late_answer_no_fragment_is_sent_twice_in_a_period_nor_in_a_burst(vectors):
     made = Streaming(12, 3, overlap=0, **EXACT)
-    asked = alone(made, layered(vectors, 3), 200, lambda exchange, step: 30 if exchange.key.round == 1 else 0)
+    asked = alone(
+        made, layered(vectors, 3), 200, lambda exchange, step: 30 if exchange.key.round == 1 else 0
+    )
     for p in range(3):
         mine = [step for step, stream, _ in asked if stream == f"fragment.{p}"]
         assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(mine))
@@ -166,7 +192,9 @@ def test_of_idle_fragments_the_one_with_the_first_round_asks_whatever_was_before
     made.streams(replica)
     made.local_step(replica, Progress(0))
     one = made.streams(replica)[0]
-    replay = Result("ok", 3, ("other",), (1.0,), {name: torch.zeros_like(x) for name, x in one.tensors.items()})
+    replay = Result(
+        "ok", 3, ("other",), (1.0,), {name: torch.zeros_like(x) for name, x in one.tensors.items()}
+    )
     made.apply(replica, type(one)(one.key, "mean", one.group, {}), replay)
     asked = alone(made, replica, 12)
     assert [number for _, _, number in asked][:3] == [1, 2, 3]
@@ -196,7 +224,9 @@ def test_what_members_must_agree_on_is_the_fragments_own_part(vectors):
     alone(made, replica, 3)  # fragment 0 moves too
     moved = made.agreed(replica, "fragment.0")
     assert not torch.equal(moved["phi.h.0.w"], torch.zeros(1))
-    assert before["phi.h.1.w"].data_ptr() != made.agreed(replica, "fragment.1")["phi.h.1.w"].data_ptr()
+    assert (
+        before["phi.h.1.w"].data_ptr() != made.agreed(replica, "fragment.1")["phi.h.1.w"].data_ptr()
+    )
 
 
 def test_a_snapshot_with_a_round_of_another_fragment_is_refused(vectors):
@@ -219,7 +249,13 @@ def test_carrying_a_snapshot_keeps_local_work_on_top_of_every_fragment(vectors):
 
 def test_the_defaults_are_those_of_the_paper():
     made = Streaming()
-    assert (made.period, made.overlap, made.mix, made.outer.lr, made.outer.momentum) == (100, 1, 0.5, 0.4, 0.9)
+    assert (made.period, made.overlap, made.mix, made.outer.lr, made.outer.momentum) == (
+        100,
+        1,
+        0.5,
+        0.4,
+        0.9,
+    )
     assert made.pattern == "strided"
 
 
@@ -229,8 +265,14 @@ def test_the_defaults_are_those_of_the_paper():
         ({"period": 0}, "a period of 0 steps"),
         ({"deadline_s": 0.0}, "a deadline of 0.0 s"),
         ({"fragments": 0}, "0 fragments do not fit into a period of 100 steps.*choose 1 to 100"),
-        ({"period": 3, "fragments": 4}, "4 fragments do not fit into a period of 3 steps.*choose 1 to 3"),
-        ({"period": 12, "fragments": 4, "overlap": 4}, "an overlap of 4 steps: with 4 fragments in 12.*choose 0 to 3"),
+        (
+            {"period": 3, "fragments": 4},
+            "4 fragments do not fit into a period of 3 steps.*choose 1 to 3",
+        ),
+        (
+            {"period": 12, "fragments": 4, "overlap": 4},
+            "an overlap of 4 steps: with 4 fragments in 12.*choose 0 to 3",
+        ),
         ({"period": 10, "fragments": 4, "overlap": 3}, "choose 0 to 2"),
         ({"period": 10, "fragments": 1, "overlap": 10}, "choose 0 to 9"),
         ({"overlap": -1}, "an overlap of -1 steps"),

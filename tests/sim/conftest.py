@@ -32,7 +32,11 @@ def round_key_again(patch):
 
     def again(self, key, outcome, payloads=()):
         made = decode(self, key, outcome, payloads)
-        return replace(made, next_round=outcome.key.round) if made.status == "partial" and payloads else made
+        return (
+            replace(made, next_round=outcome.key.round)
+            if made.status == "partial" and payloads
+            else made
+        )
 
     patch.setattr(exchange_client.ExchangeClient, "decode", again)
 
@@ -48,7 +52,11 @@ def dead_reducer_ignored(patch):
 
 def stale_view_accepted(patch):
     """Each member uses the view that it happens to know for whatever round, and takes messages of any view it has seen."""
-    patch.setattr(rounds.OpenRounds, "view_of", lambda self, state, message: self._context.views.by_hash(message.view))
+    patch.setattr(
+        rounds.OpenRounds,
+        "view_of",
+        lambda self, state, message: self._context.views.by_hash(message.view),
+    )
     patch.setattr(views.Chain, "at", lambda self, number: self.newest)
     patch.setattr(views.Chain, "blocked", lambda self, number: False)
 

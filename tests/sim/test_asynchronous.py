@@ -19,7 +19,9 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
-pytestmark = pytest.mark.long  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+pytestmark = (
+    pytest.mark.long
+)  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, CLOSE = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "CLOSE"))
@@ -27,7 +29,9 @@ BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 RATE = 0.3
-SLOW = LinkModel(latency_s=0.1)  # of each of the two lines between peers: a call takes 0.4 s and more
+SLOW = LinkModel(
+    latency_s=0.1
+)  # of each of the two lines between peers: a call takes 0.4 s and more
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +40,29 @@ def quiet():
 
 
 def late(
-    staleness=3, steps=6, servers=2, seed=0, stages=3, asynchronous=None, link=SLOW, inner=None, method=None, **options
+    staleness=3,
+    steps=6,
+    servers=2,
+    seed=0,
+    stages=3,
+    asynchronous=None,
+    link=SLOW,
+    inner=None,
+    method=None,
+    **options,
 ):
     """A run of moving weights, whose microbatches are on their way for several rounds."""
     total = TOKENS * steps if steps else FOREVER
     terms = {
         "server": ServerTerms(lease_s=20.0, staleness=staleness),
-        "trainer": TrainerTerms(window=64, kept=128, forward_timeout_s=8.0, backward_timeout_s=12.0),
+        "trainer": TrainerTerms(
+            window=64, kept=128, forward_timeout_s=8.0, backward_timeout_s=12.0
+        ),
         "asynchronous": asynchronous or Asynchronous(staleness + 1),
     }
-    made = dataclasses.replace(plan(seed, total, rate=RATE), **({"inner": inner} if inner else {}), **(method or {}))
+    made = dataclasses.replace(
+        plan(seed, total, rate=RATE), **({"inner": inner} if inner else {}), **(method or {})
+    )
     world = PipelineWorld(parts(stages, servers, 1), total, link, limit_s=900.0, view_s=2.0)
     return Audit(made, pipeline(stages, BATCH, **(terms | options)), world)
 
@@ -73,7 +90,9 @@ class Ways:
             for key, back in life.merged.items():
                 forwards, backs = self.of(back)
                 for stage in forwards.keys() & backs.keys():
-                    assert forwards[stage].weights is backs[stage].weights, "a stage went back with other weights"
+                    assert forwards[stage].weights is backs[stage].weights, (
+                        "a stage went back with other weights"
+                    )
                     assert forwards[stage].round == backs[stage].round
                 ways = forwards | backs
                 apart += len({one.round for one in ways.values()}) > 1
@@ -87,7 +106,9 @@ class Ways:
         leaves = {name: x.detach().clone().requires_grad_() for name, x in weights.items()}
         tokens, targets = self.audit.batch(key)
         logits = functional_call(self.audit.reference.model, leaves, (tokens,))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         whole = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
         for name, x in self.audit.gradient_of(key, back).items():
             torch.testing.assert_close(x, whole[name], **CLOSE)
@@ -97,7 +118,12 @@ def check_ages(audit):
     """How late the notes say that a gradient is is how late it is, and within the bound; returns how often it was how late."""
     found = collections.Counter()
     for stage, rounds in audit.ages.items():
-        versions = {key: back.round for life in audit.lives if life.stage == stage for key, back in life.merged.items()}
+        versions = {
+            key: back.round
+            for life in audit.lives
+            if life.stage == stage
+            for key, back in life.merged.items()
+        }
         for number, ages in rounds.items():
             for key, age in ages.items():
                 assert age == number - 1 - versions[key]
@@ -155,7 +181,9 @@ def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_wh
 
 
 def dropped(one):
-    return sum(node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+    return sum(
+        node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None
+    )
 
 
 def left_out(one):
@@ -169,7 +197,10 @@ def test_without_old_weights_what_crosses_a_round_is_dropped_and_counts_nowhere_
     check_ages(one)
     events = one.tale.fields("dropped")
     assert len(events) == dropped(one) > 0
-    named = {stage: {key[1] for ages in rounds.values() for key in ages} for stage, rounds in one.ages.items()}
+    named = {
+        stage: {key[1] for ages in rounds.values() for key in ages}
+        for stage, rounds in one.ages.items()
+    }
     for fields in events:
         assert fields["number"] not in named[fields["stage"]]
 
@@ -213,7 +244,9 @@ def in_lockstep(one):
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
+            node.trainer._begin_more = lambda: (
+                begin() if all_at(node.stage_directory.epoch) else None
+            )
 
     def all_at(epoch):
         return all(
@@ -229,20 +262,38 @@ def in_lockstep(one):
 @pytest.mark.parametrize(("correction", "inner"), CORRECTED, ids=lambda given: str(given)[:24])
 def test_where_nothing_is_late_it_is_the_run_that_waits_to_the_bit(correction, inner):
     exact = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=8.0, backward_timeout_s=12.0)
-    asynchronous = late(1, 4, 1, link=LinkModel(), inner=inner, asynchronous=Asynchronous(2, correction), trainer=exact)
+    asynchronous = late(
+        1,
+        4,
+        1,
+        link=LinkModel(),
+        inner=inner,
+        asynchronous=Asynchronous(2, correction),
+        trainer=exact,
+    )
     waiting = late(1, 4, 1, link=LinkModel(), inner=inner, trainer=exact)
     waiting.pipeline = dataclasses.replace(waiting.pipeline, asynchronous=None)
     one, other = in_lockstep(asynchronous), in_lockstep(waiting)
     assert set(check_ages(one)) == {0}
     assert one.named == other.named
-    ends = [[node.serving for node in run.sim.nodes.values() if node.serving is not None] for run in (one, other)]
+    ends = [
+        [node.serving for node in run.sim.nodes.values() if node.serving is not None]
+        for run in (one, other)
+    ]
     assert len(ends[0]) == 3
     for mine, theirs in zip(*ends, strict=True):
-        states = [life.loop.driver.method.snapshot(life.loop.driver.replica) for life in (mine, theirs)]
-        kept = [{name: x for name, x in state.items() if not name.startswith(TREND)} for state in states]
+        states = [
+            life.loop.driver.method.snapshot(life.loop.driver.replica) for life in (mine, theirs)
+        ]
+        kept = [
+            {name: x for name, x in state.items() if not name.startswith(TREND)} for state in states
+        ]
         assert mine.state_sync.applied_round >= 3
         assert state_hash(kept[0]) == state_hash(kept[1]), "weights, or moments"
-        assert all(torch.equal(x, y) for x, y in zip(mine.model.parameters(), theirs.model.parameters(), strict=True))
+        assert all(
+            torch.equal(x, y)
+            for x, y in zip(mine.model.parameters(), theirs.model.parameters(), strict=True)
+        )
 
 
 # corrections, and methods of local steps
@@ -260,11 +311,16 @@ def test_all_servers_of_a_stage_correct_alike_and_stay_equal(correction, inner):
     for life in one.lives:
         state_sync = life.serving.state_sync
         marks[life.stage, state_sync.applied_round].add(state_sync.marks.get("delay"))
-    assert all(len(delays) == 1 for delays in marks.values()), "servers of a stage differ in how late its round was"
+    assert all(len(delays) == 1 for delays in marks.values()), (
+        "servers of a stage differ in how late its round was"
+    )
 
 
 def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed_upon():
-    options = {"method": "diloco", "options": {"period": 3, "codec": "fp32", "return_codec": "fp32"}}
+    options = {
+        "method": "diloco",
+        "options": {"period": 3, "codec": "fp32", "return_codec": "fp32"},
+    }
     one = late(staleness=2, steps=9, method=options)
     one.run()
     checked, _ = Ways(one).check()
@@ -273,7 +329,9 @@ def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed
         age for rounds in one.ages.values() for found in rounds.values() for age in found.values()
     )
     assert 0 <= min(ages) <= max(ages) <= 2
-    assert len({life.serving.server.passes.versions.age.epochs for life in one.lives}) > 1, "local steps know no delay"
+    assert len({life.serving.server.passes.versions.age.epochs for life in one.lives}) > 1, (
+        "local steps know no delay"
+    )
 
 
 # throughput
@@ -281,7 +339,12 @@ def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed
 
 def pace(staleness, asynchronous, seconds=60.0):
     """Microbatches a second that are merged at the first stage, and the trainer's last losses, over a slow line."""
-    one = late(staleness, steps=None, asynchronous=asynchronous, server=ServerTerms(staleness=staleness, places=64))
+    one = late(
+        staleness,
+        steps=None,
+        asynchronous=asynchronous,
+        server=ServerTerms(staleness=staleness, places=64),
+    )
     if asynchronous is None:
         one.pipeline = dataclasses.replace(one.pipeline, asynchronous=None)
     counts = []
@@ -291,7 +354,9 @@ def pace(staleness, asynchronous, seconds=60.0):
         for wait_s in (0.0, seconds):
             await asyncio.sleep(wait_s)
             servers = [
-                node.serving for node in sim.nodes.values() if node.serving is not None and not node.serving.index
+                node.serving
+                for node in sim.nodes.values()
+                if node.serving is not None and not node.serving.index
             ]
             counts.append(sum(serving.server.served["merged"] for serving in servers))
         sim.end()
@@ -321,7 +386,9 @@ def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
 
     one.run(die_out).check().check_finished()
     Ways(one).check()
-    origins = {life.serving.server.passes.versions.newest.origin for life in one.lives if life.stage == 1}
+    origins = {
+        life.serving.server.passes.versions.newest.origin for life in one.lives if life.stage == 1
+    }
     assert 0 in origins
     assert len(origins) == 2, "the second server to come back has the first one's state"
     check_ages(one)

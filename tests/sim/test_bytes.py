@@ -36,10 +36,10 @@ LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
 ITEM = 60  # in a close list, of each shard of each peer: a digest, who is in it, and its size
-CONTROL = FRAME + 160 + ITEM * 3 * PEERS  # any other message: at most a close list with three shards of each peer
-MESSAGES = (
-    40  # of these for each two peers in a round: offers, wants, holdings and votes, each sent again every half second
-)
+CONTROL = (
+    FRAME + 160 + ITEM * 3 * PEERS
+)  # any other message: at most a close list with three shards of each peer
+MESSAGES = 40  # of these for each two peers in a round: offers, wants, holdings and votes, each sent again every half second
 WINDOW_S = 8.0
 IDLE = 40  # ... and in the rest of the time: pings, and who is there
 
@@ -106,7 +106,10 @@ FORMULAS = {
             "exp_avg_sq": mean("bf16", "bf16", A, B),
         },
     ),
-    "sparta": ({**H3, "one_in": 8, "codec": "fp16", "return_codec": "fp16"}, {"mask": mean("fp16", "fp16", P // 8)}),
+    "sparta": (
+        {**H3, "one_in": 8, "codec": "fp16", "return_codec": "fp16"},
+        {"mask": mean("fp16", "fp16", P // 8)},
+    ),
     "sparta-diloco": (
         {"period": 6, "mask_period": 3, "one_in": 8, "mask_codec": "fp16", **OUT},
         {"mask": mean("fp16", "fp16", P // 8), "delta": mean("fp16", "bf16", A, B)},
@@ -158,7 +161,14 @@ class Unequal(Population):
         record = self._record(index, birth)
         links = self._network.links(identity.peer)
         self.lines.append(links)
-        return Peer(RunTerms("chaos", 1, 3.0), identity, links, None, incarnation=birth, record=lambda: record)
+        return Peer(
+            RunTerms("chaos", 1, 3.0),
+            identity,
+            links,
+            None,
+            incarnation=birth,
+            record=lambda: record,
+        )
 
 
 class Counted(Chaos):
@@ -178,7 +188,11 @@ class Counted(Chaos):
             case Piece():
                 self.pieces.append(len(frame) - len(said.body))
                 self.bodies += len(said.body)
-            case Offer(key=key) | PairPropose(offer=Offer(key=key)) | PairAccept(offer=Offer(key=key)):
+            case (
+                Offer(key=key)
+                | PairPropose(offer=Offer(key=key))
+                | PairAccept(offer=Offer(key=key))
+            ):
                 self.rounds.add((key.stream, key.round))
         if not isinstance(said.message, Piece):
             self.others[len(frame)] += 1
@@ -186,7 +200,11 @@ class Counted(Chaos):
 
     async def still(self):
         """From a moment on at which nothing is on its way nobody trains any more; what is said then is said to the end."""
-        while any(not task.done() for life in self.population.lives.values() for task in life.loop.under_way.values()):  # noqa: ASYNC110
+        while any(
+            not task.done()
+            for life in self.population.lives.values()
+            for task in life.loop.under_way.values()
+        ):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         self.going.clear()
         await asyncio.sleep(3.0)
@@ -217,7 +235,9 @@ def specimens_formula(options, streams):
     for one in streams:
         counts = [x.numel() for x in one.tensors.values()]
         paired = isinstance(one.group, RandomGroups)
-        formula[one.key.stream] = pairs(one.codec, *counts) if paired else sent[one.kind](one, *counts)
+        formula[one.key.stream] = (
+            pairs(one.codec, *counts) if paired else sent[one.kind](one, *counts)
+        )
     return options, formula
 
 
@@ -257,4 +277,6 @@ def test_the_transport_counts_what_the_formula_says_and_control_messages_that_do
     assert max(run.others) <= CONTROL
     links = PEERS * (PEERS - 1)
     assert run.others.total() <= links * (MESSAGES * len(run.rounds) + IDLE)
-    assert counted == run.bodies + sum(run.pieces) + sum(size * count for size, count in run.others.items())
+    assert counted == run.bodies + sum(run.pieces) + sum(
+        size * count for size, count in run.others.items()
+    )

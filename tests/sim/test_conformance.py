@@ -48,7 +48,8 @@ def test_a_method_keeps_its_promise_among_all_misfortunes(name, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "arm", [pytest.param(arm, id=f"{place}-{arm.method}", marks=LONG) for place, arm in enumerate(ARMS)]
+    "arm",
+    [pytest.param(arm, id=f"{place}-{arm.method}", marks=LONG) for place, arm in enumerate(ARMS)],
 )
 def test_an_arm_keeps_its_promise_in_each_misfortune_alone_and_in_all_in_other_orders(arm, size):
     for misfortune in MISFORTUNES:

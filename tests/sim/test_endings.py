@@ -70,7 +70,8 @@ class Endings:
         self.random = random.Random(f"endings/{seed}")
         self.network = SimNetwork(seed, LinkModel(2.5e6, 2.5e6, 0.02, 0.01))
         self.identities = [
-            Identity.from_seed(bytes([index]) + seed.to_bytes(31, "big")) for index in range(terms.peers)
+            Identity.from_seed(bytes([index]) + seed.to_bytes(31, "big"))
+            for index in range(terms.peers)
         ]
         self.slowness = [1 + self.random.random() * terms.spread for _ in self.identities]
         self.nodes: list[ReplicaNode] = []
@@ -103,7 +104,12 @@ class Endings:
             state = state_hash(driver.method.snapshot(driver.replica))
             place = driver.position
             self.ended[peer.me] = Ended(
-                node.state_sync.applied_round, place.agreed_tokens, state, self._now(), node.step, self._now() - last[0]
+                node.state_sync.applied_round,
+                place.agreed_tokens,
+                state,
+                self._now(),
+                node.step,
+                self._now() - last[0],
             )
             await peer.part()
 
@@ -186,7 +192,10 @@ def test_all_end_with_one_state_after_the_round_that_brings_the_run_its_tokens(n
     for seed in range(SEEDS):
         nodes = ended(terms, seed)
         assert len(nodes) == terms.peers
-        assert len({node.state for node in nodes}) == 1, (seed, [(node.round, node.tokens) for node in nodes])
+        assert len({node.state for node in nodes}) == 1, (
+            seed,
+            [(node.round, node.tokens) for node in nodes],
+        )
         assert all(node.tokens >= terms.total for node in nodes), seed
         assert max(node.stayed_s for node in nodes) < DEADLINE_S + END_S + LINGER_S, seed
 
@@ -219,7 +228,12 @@ class OneHangs(Endings):
         lives = asyncio.create_task(super().run())
         while len(self.ended) < self.terms.peers - 1:
             await asyncio.sleep(1.0)
-            waits = [wait for node in self.nodes if node.together is not None for wait in node.together.waits()]
+            waits = [
+                wait
+                for node in self.nodes
+                if node.together is not None
+                for wait in node.together.waits()
+            ]
             assert all(-LOOK_EVERY_S <= wait.left_s <= DEADLINE_S + END_S for wait in waits)
             self.names |= {peer for wait in waits for peer in wait.whom}
         lives.cancel()
@@ -236,7 +250,9 @@ def test_one_that_lives_and_never_ends_is_waited_for_by_name_and_not_for_ever():
     assert hangs in names
     assert len({node.state for node in nodes.values()}) == 1
     for node in nodes.values():
-        assert DEADLINE_S + END_S <= node.stayed_s <= DEADLINE_S + END_S + LINGER_S + 1.5 * DEADLINE_S
+        assert (
+            DEADLINE_S + END_S <= node.stayed_s <= DEADLINE_S + END_S + LINGER_S + 1.5 * DEADLINE_S
+        )
 
 
 class OthersDie(Endings):

@@ -16,9 +16,7 @@ Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STEPS, STALENESS = 8, 2, 3
 TOTAL = 8 * BATCH * STEPS  # tokens
 SLOW = LinkModel(latency_s=0.5)  # of each of the two lines between peers
-PATIENCE_S = (
-    150.0  # for a microbatch: a call takes four seconds and more, its passes six of them, a round as long again
-)
+PATIENCE_S = 150.0  # for a microbatch: a call takes four seconds and more, its passes six of them, a round as long again
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +27,18 @@ def quiet():
 def audit(seed, asynchronous, limit_s=400.0):
     terms = {
         "server": ServerTerms(lease_s=20.0, staleness=STALENESS),
-        "trainer": TrainerTerms(window=64, kept=128, forward_timeout_s=8.0, backward_timeout_s=12.0),
+        "trainer": TrainerTerms(
+            window=64, kept=128, forward_timeout_s=8.0, backward_timeout_s=12.0
+        ),
         "asynchronous": asynchronous,
     }
     world = PipelineWorld(parts(3, 2, 1), TOTAL, SLOW, limit_s=limit_s, view_s=2.0)
     return Audit(plan(seed, TOTAL, rate=0.3), pipeline(3, BATCH, **terms), world)
 
 
-@pytest.mark.parametrize(("seed", "asynchronous"), [(0, None), (3, Asynchronous(STALENESS + 1))], ids=["waits", "late"])
+@pytest.mark.parametrize(
+    ("seed", "asynchronous"), [(0, None), (3, Asynchronous(STALENESS + 1))], ids=["waits", "late"]
+)
 def test_all_are_let_in_and_train_and_each_gradient_counts_once(seed, asynchronous):
     """Members who put a view forward every two, three or four seconds would overtake each other for ever."""
     one, admitted_s = audit(seed, asynchronous), []

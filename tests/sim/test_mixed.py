@@ -67,7 +67,9 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         trainer = node.trainer
         begins = trainer._may_begin
         trainer._may_begin = lambda: (
-            begins() and all_at(node.stage_directory.epoch) and trainer.source.begun < half(node.stage_directory.epoch)
+            begins()
+            and all_at(node.stage_directory.epoch)
+            and trainer.source.begun < half(node.stage_directory.epoch)
         )
 
     def half(epoch):
@@ -84,7 +86,10 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
     for number in range(steps):
         keys = one.named[0][number]
         assert all(rounds[number] == keys for rounds in one.named.values())
-        assert collections.Counter(peer for peer, _ in keys) == {me(one, 0): BATCH // 2, me(one, 1): BATCH // 2}
+        assert collections.Counter(peer for peer, _ in keys) == {
+            me(one, 0): BATCH // 2,
+            me(one, 1): BATCH // 2,
+        }
         gradients = [whole.backward(*one.batch(key)).staged.gradients for key in keys]
         for name, parameter in model.named_parameters():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
@@ -92,32 +97,44 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         for stage in range(3):
             for weights in one._weights.get((stage, number), []):
                 for name, x in weights.items():
-                    torch.testing.assert_close(x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(
+                        x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
+                    )
     assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
     assert not one.events["forward computed"], "an activation went to somebody"
 
 
 def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had():
-    one = audit(3, 0, 0, replicas=3, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    one = (
+        audit(3, 0, 0, replicas=3, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    )
     assert in_step(one)
     assert all(len(rounds) >= 8 for rounds in one.named.values())
     assert set(counted(one)) == {me(one, number) for number in range(3)}
     keys = [{key for named in rounds.values() for key in named} for rounds in one.named.values()]
-    assert len(set.union(*keys) - set.intersection(*keys)) <= BATCH, "only what the end cut off is not at all stages"
+    assert len(set.union(*keys) - set.intersection(*keys)) <= BATCH, (
+        "only what the end cut off is not at all stages"
+    )
 
 
 # beside pipelines
 
 
 def test_replicas_and_pipelines_train_one_model():
-    one = audit(3, 2, 2, replicas=1, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    one = (
+        audit(3, 2, 2, replicas=1, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    )
     assert in_step(one)
-    assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, "somebody's work does not count"
+    assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, (
+        "somebody's work does not count"
+    )
     replica = one.sim.nodes[8]
     assert replica.role == "replica"
     assert replica.work["backward"] > 0, "trainers do not ask it"
     assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
-    telling = {number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None}
+    telling = {
+        number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None
+    }
     assert telling == set(range(6)), "who tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
     assert brought == {me(one, number) for number in (1, 4, 8)}
@@ -126,7 +143,9 @@ def test_replicas_and_pipelines_train_one_model():
 def mixed_with_churn(seed, steps=8):
     """Two servers of each of three stages, two trainers, two full replicas; all but the trainers die now and then, and one
     replica and one server for certain."""
-    one = audit(3, 2, 2, replicas=2, steps=steps, seed=seed, world={"churn_s": 5.0, "away_s": (3.0, 8.0)})
+    one = audit(
+        3, 2, 2, replicas=2, steps=steps, seed=seed, world={"churn_s": 5.0, "away_s": (3.0, 8.0)}
+    )
 
     async def kill_two(sim):
         for victim, rounds in ((8 + seed % 2, 2), (seed % 6, 4)):
@@ -139,7 +158,9 @@ def mixed_with_churn(seed, steps=8):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_with_deaths_of_replicas_and_servers_nothing_is_lost_or_doubled_and_the_stages_stay_in_step(seed):
+def test_with_deaths_of_replicas_and_servers_nothing_is_lost_or_doubled_and_the_stages_stay_in_step(
+    seed,
+):
     one = mixed_with_churn(seed)
     assert one.tale.kills >= 2
     assert min(counted(one)[me(one, number)] for number in (6, 7)) > 5
@@ -158,7 +179,13 @@ def test_many_seeds_of_a_mixed_swarm_with_churn():
     assert not failures, "\n".join(failures)
 
 
-POINTS = [("whole begins", 0.0), ("whole computed", 0.0), ("offered", 0.0), ("offered", 0.1), ("closed", 0.0)]
+POINTS = [
+    ("whole begins", 0.0),
+    ("whole computed", 0.0),
+    ("offered", 0.0),
+    ("offered", 0.1),
+    ("closed", 0.0),
+]
 
 
 def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_for_the_rest():
@@ -167,7 +194,11 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
 
     def see(what, number):
         ready = points and number == 4 and what == points[0][0] and one.sim.settled
-        if ready and one.sim.nodes[4] not in dying and one.sim.nodes[4].trainer.commits.finished >= BATCH:
+        if (
+            ready
+            and one.sim.nodes[4] not in dying
+            and one.sim.nodes[4].trainer.commits.finished >= BATCH
+        ):
             dying.append(one.sim.nodes[4])
             lost.update(dying[-1].trainer.commits.begun_s)
             asyncio.get_running_loop().call_later(points.pop(0)[1], one.sim.kill, 4, 2.0)
@@ -184,7 +215,9 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
     assert asked
     assert mine not in asked, "its microbatches were computed by somebody else"
     named = {number for keys in one.named[0].values() for peer, number in keys if peer == mine}
-    assert len({number // NUMBERS for number in named}) == len(POINTS) + 1, "a life's work does not count"
+    assert len({number // NUMBERS for number in named}) == len(POINTS) + 1, (
+        "a life's work does not count"
+    )
     assert lost - named, "it never had anything that was lost with it"
 
 
@@ -193,13 +226,17 @@ def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcome
     seen = {}
 
     async def die_out(sim):
-        await until(lambda: sim.settled and len(one.named) == 3 and min(map(len, one.named.values())) >= 2)
+        await until(
+            lambda: sim.settled and len(one.named) == 3 and min(map(len, one.named.values())) >= 2
+        )
         for number in (0, 1, 2):
             sim.kill(number, 60.0 + number)
             await until(lambda number=number: me(one, number) not in view_of(sim).peers)
         gone = {stage: max(rounds) for stage, rounds in one.named.items()}
         finished = sim.nodes[3].trainer.commits.finished
-        await until(lambda: all(max(one.named[stage]) >= number + 4 for stage, number in gone.items()))
+        await until(
+            lambda: all(max(one.named[stage]) >= number + 4 for stage, number in gone.items())
+        )
         seen["alone"] = sorted(sim.nodes), sim.nodes[3].trainer.commits.finished - finished
         await until(lambda: sim.settled)
         back = max(map(max, one.named.values()))
@@ -217,7 +254,10 @@ def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcome
 
 
 def view_of(sim):
-    return max((node.peer.context.views.newest for node in sim.nodes.values()), key=lambda view: view.number)
+    return max(
+        (node.peer.context.views.newest for node in sim.nodes.values()),
+        key=lambda view: view.number,
+    )
 
 
 async def until(holds):

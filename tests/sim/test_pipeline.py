@@ -16,7 +16,13 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.terms import ServerTerms, TrainerTerms
-from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld, identity_of, parts
+from farflock.node.simulate.pipeline import (
+    PeerRole,
+    PipelineSimulation,
+    PipelineWorld,
+    identity_of,
+    parts,
+)
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -41,7 +47,9 @@ def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
     return Audit(
-        made, pipeline(stages, BATCH, **options), PipelineWorld(parts(stages, servers, trainers), total, **around)
+        made,
+        pipeline(stages, BATCH, **options),
+        PipelineWorld(parts(stages, servers, trainers), total, **around),
     )
 
 
@@ -63,14 +71,25 @@ def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_w
 
 @pytest.mark.parametrize("rate", [None, 0.3])
 def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its_path(rate):
-    one = audit(4, servers=2, trainers=2, steps=8, seed=3, rate=rate, policy="skip:3", world={"churn_s": 15.0})
+    one = audit(
+        4,
+        servers=2,
+        trainers=2,
+        steps=8,
+        seed=3,
+        rate=rate,
+        policy="skip:3",
+        world={"churn_s": 15.0},
+    )
     one.run().check().check_finished()
     orders = {one.order(key) for key in one.finished()}
     assert orders == {(0, 1, 3), (0, 2, 3)}
     for stage, rounds in one.named.items():
         assert {stage in one.order(key) for keys in rounds.values() for key in keys} == {True}
         share = len([key for keys in rounds.values() for key in keys]) / (BATCH * len(rounds))
-        assert share == pytest.approx(1.0 if stage in (0, 3) else 0.5, rel=0.4), "a stage's own batch"
+        assert share == pytest.approx(1.0 if stage in (0, 3) else 0.5, rel=0.4), (
+            "a stage's own batch"
+        )
     newest = [max(rounds) for rounds in one.named.values()]
     assert max(newest) - min(newest) <= 2, "rounds keep step"
     assert min(newest) >= 6
@@ -84,7 +103,9 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
+            node.trainer._begin_more = lambda: (
+                begin() if all_at(node.stage_directory.epoch) else None
+            )
 
     def all_at(epoch):
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
@@ -106,7 +127,9 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         for stage in range(3):
             for weights in one._weights.get((stage, number), []):
                 for name, x in weights.items():
-                    torch.testing.assert_close(x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(
+                        x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
+                    )
     assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
 
 
@@ -213,14 +236,19 @@ def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_nex
         for node in sim.nodes.values():
             if node.serving is not None:
                 server = node.serving.server
-                assert all(trainer != dead for trainer, _ in [*server.pending.gradients, *server.pending.replies])
+                assert all(
+                    trainer != dead
+                    for trainer, _ in [*server.pending.gradients, *server.pending.replies]
+                )
         assert len(one.finished()) > before + 20
         sim.end()
 
     one.run(kill_one).check().check_finished()
     named = [key for keys in one.named[0].values() for key in keys]
     assert any(trainer == dead for trainer, _ in named)
-    assert len({number // NUMBERS for trainer, number in named if trainer == back}) == 2, "only one of its lives counts"
+    assert len({number // NUMBERS for trainer, number in named if trainer == back}) == 2, (
+        "only one of its lives counts"
+    )
 
 
 # late and lost
@@ -247,8 +275,12 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
 
     look, one._look = one._look, with_slow_ones
     one.run().check().check_finished()
-    asked = collections.Counter(key for life in one.lives if life.stage == 0 for key in life.computed)
-    counted = collections.Counter(key for life in one.lives if life.stage == 0 for key in life.merged)
+    asked = collections.Counter(
+        key for life in one.lives if life.stage == 0 for key in life.computed
+    )
+    counted = collections.Counter(
+        key for life in one.lives if life.stage == 0 for key in life.merged
+    )
     assert max(asked.values()) == 2, "nothing was done twice"
     assert max(counted.values()) == 1
     assert late[0].served["backward"] > late[0].served["merged"]
@@ -260,10 +292,14 @@ def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
 
     async def spoil(sim):
         await until(lambda: sim.settled)
-        sim.network.faults = Faults(loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.5)
+        sim.network.faults = Faults(
+            loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.5
+        )
 
     one.run(spoil).check().check_finished()
-    assert all(one.sim.network.fired[fault] > 20 for fault in ("loss", "duplicate", "reorder", "corrupt"))
+    assert all(
+        one.sim.network.fired[fault] > 20 for fault in ("loss", "duplicate", "reorder", "corrupt")
+    )
 
 
 # many
@@ -310,19 +346,21 @@ WARM_S = 30.0
 
 def pace(policy, measured_s, seed=0):
     """Microbatches per second that come all the way back, of three unequal servers a stage."""
-    serving = tuple(PeerRole(stage, forward_s=FORWARD_S / speed) for speed in SPEEDS for stage in range(3))
+    serving = tuple(
+        PeerRole(stage, forward_s=FORWARD_S / speed) for speed in SPEEDS for stage in range(3)
+    )
     world = PipelineWorld((*serving, *([PeerRole(trains=True)] * 3)), FOREVER, limit_s=600.0)
     terms = {"server": ServerTerms(), "trainer": TrainerTerms()}
     rounds = []
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer.source.lane = (
-                number  # as lucky as can be: each its own line of servers, where the policy has lines
-            )
+            node.trainer.source.lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
 
     async def main():
-        sim = PipelineSimulation(plan(seed, FOREVER), pipeline(3, 48, policy=policy, **terms), world, TEXT, with_lanes)
+        sim = PipelineSimulation(
+            plan(seed, FOREVER), pipeline(3, 48, policy=policy, **terms), world, TEXT, with_lanes
+        )
         slow = LinkModel(1e5, 1e5, latency_s=0.15, jitter_s=0.02)
         sim.network.set_link(identity_of(plan(seed), 4).peer, slow)
         running = asyncio.create_task(sim.run())
@@ -345,7 +383,11 @@ def pace(policy, measured_s, seed=0):
 
 
 def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
-    forward = [1 + BACKWARD_COST, 1 + BACKWARD_COST, BACKWARD_COST]  # passes' worth of a microbatch at each stage
+    forward = [
+        1 + BACKWARD_COST,
+        1 + BACKWARD_COST,
+        BACKWARD_COST,
+    ]  # passes' worth of a microbatch at each stage
     ideal = min(sum(speed / FORWARD_S / cost for speed in SPEEDS) for cost in forward)
     swarm, fixed = pace("swarm", measured_s=100.0), pace("fixed", measured_s=15.0)
     assert 0.95 * ideal <= swarm <= 1.01 * ideal

@@ -64,10 +64,15 @@ def codecs(old, steps=4, seed=0, servers=SERVERS, **world):
     """A run in which these peers know fp32 alone. Peer s + STAGES·n is the n-th server of stage s, then comes the trainer."""
     total = 8 * BATCH * steps if steps else 10**9
     made = [
-        replace(part, codec=OLD) if number in old else part for number, part in enumerate(parts(STAGES, servers, 1))
+        replace(part, codec=OLD) if number in old else part
+        for number, part in enumerate(parts(STAGES, servers, 1))
     ]
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | world
-    return Codecs(plan(seed, total), pipeline(STAGES, BATCH, codec=RUN), PipelineWorld(tuple(made), total, **around))
+    return Codecs(
+        plan(seed, total),
+        pipeline(STAGES, BATCH, codec=RUN),
+        PipelineWorld(tuple(made), total, **around),
+    )
 
 
 @pytest.mark.long  # the others' edges without an older release
@@ -80,7 +85,9 @@ def test_an_edge_with_an_older_release_has_what_that_reads_and_others_what_is_pr
     one = codecs(old={2 + STAGES}, steps=5).run().check().check_finished()
     assert set(one.codecs_of(0)) == {"raw"}
     edge = one.codecs_of(1)
-    assert edge["fp32"] > 5 * edge["raw"], "but for what was asked before anybody had told what it reads"
+    assert edge["fp32"] > 5 * edge["raw"], (
+        "but for what was asked before anybody had told what it reads"
+    )
     merged = collections.Counter(life.number for life, _, keys in one.taken for _ in keys)
     assert merged[2 + STAGES] > 8, "work goes to the older release, too"
 
@@ -112,9 +119,13 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
     assert late["raw"] > late["fp32"], "all who are left read it"
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
+)
 def test_while_peers_of_two_releases_come_and_go_nothing_is_lost_or_doubled(seed):
     one = codecs(old={1, 2 + STAGES}, steps=12, seed=seed, servers=3, churn_s=5.0)
     one.run().check()
     assert one.tale.kills > 2
-    assert all(len(one.codecs_of(stage)) == 2 for stage in (0, 1)), "both codecs were in use at each edge"
+    assert all(len(one.codecs_of(stage)) == 2 for stage in (0, 1)), (
+        "both codecs were in use at each edge"
+    )

@@ -24,7 +24,9 @@ from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults
 
-pytestmark = pytest.mark.long  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+pytestmark = (
+    pytest.mark.long
+)  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
@@ -101,20 +103,38 @@ class Remembered(Audit):
 
     def share(self, way, *kinds):
         """Of the samples that came in this way, how many did so in these kinds."""
-        return sum(self.sent[way, kind] for kind in kinds) / sum(self.sent[way, kind] for kind in range(4))
+        return sum(self.sent[way, kind] for kind in kinds) / sum(
+            self.sent[way, kind] for kind in range(4)
+        )
 
 
-def audit(stages, servers, trainers=1, steps=None, seed=0, rate=STILL, codec="aqsgd4,fp32", world=None, **options):
+def audit(
+    stages,
+    servers,
+    trainers=1,
+    steps=None,
+    seed=0,
+    rate=STILL,
+    codec="aqsgd4,fp32",
+    world=None,
+    **options,
+):
     """One to run: so many steps, or as long as the test wants."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     cut = {
         "policy": "fixed",
-        **{name: options.pop(name) for name in ("cache_bytes", "asynchronous", "server") if name in options},
+        **{
+            name: options.pop(name)
+            for name in ("cache_bytes", "asynchronous", "server")
+            if name in options
+        },
     }
     replicas = options.pop("replicas", 0)
     made = dataclasses.replace(plan(seed, total, rate), **({"samples": SAMPLES} | options))
-    surroundings = PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around)
+    surroundings = PipelineWorld(
+        parts(stages, servers, trainers, replicas=replicas), total, **around
+    )
     return Remembered(made, pipeline(stages, BATCH, codec, **cut), surroundings)
 
 
@@ -126,7 +146,9 @@ def test_gradients_are_those_of_the_decoded_activations_and_later_visits_are_dif
     one = audit(stages, servers=1, trainers=2, steps=12, seed=stages).run().check().check_finished()
     assert one.farthest <= HALF
     assert one.lacks < 10
-    assert one.share("back", HELD) > (0.0 if stages == 2 else 0.4), "the last stage has no forward pass of its own"
+    assert one.share("back", HELD) > (0.0 if stages == 2 else 0.4), (
+        "the last stage has no forward pass of its own"
+    )
     if stages > 2:
         assert one.share("forward", DIFFERENCE) > 0.5
 
@@ -134,19 +156,33 @@ def test_gradients_are_those_of_the_decoded_activations_and_later_visits_are_dif
 def test_with_weights_that_move_each_gradient_is_that_of_the_activations_along_its_way():
     one = audit(stages=3, servers=1, trainers=2, steps=12, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
-    assert HALF < one.farthest < 1 / 7, "as far as four bits of a difference twice as large as the greatest value"
+    assert HALF < one.farthest < 1 / 7, (
+        "as far as four bits of a difference twice as large as the greatest value"
+    )
     assert one.share("forward", DIFFERENCE) > 0.5
 
 
 def test_in_eight_bits_and_with_two_sequences_a_microbatch():
-    one = audit(stages=3, servers=1, steps=6, codec="aqsgd8,fp32", batch=2, seq=4).run().check().check_finished()
+    one = (
+        audit(stages=3, servers=1, steps=6, codec="aqsgd8,fp32", batch=2, seq=4)
+        .run()
+        .check()
+        .check_finished()
+    )
     assert one.farthest <= HALF
-    assert one.share("forward", DIFFERENCE, HELD) > 0.7, "with weights that stay a tag alone often says it all"
+    assert one.share("forward", DIFFERENCE, HELD) > 0.7, (
+        "with weights that stay a tag alone often says it all"
+    )
 
 
 def test_a_cache_for_half_of_the_samples_saves_less_and_harms_nothing():
     each = TOKENS // BATCH * 8 * 2  # of a sample: 8 tokens of width 8
-    one = audit(stages=3, servers=1, steps=12, cache_bytes=SAMPLES // 2 * each).run().check().check_finished()
+    one = (
+        audit(stages=3, servers=1, steps=12, cache_bytes=SAMPLES // 2 * each)
+        .run()
+        .check()
+        .check_finished()
+    )
     assert 0.2 < one.share("forward", DIFFERENCE) < 0.6
     assert one.share("forward", FULL) > 0.3
     assert 0 < one.memory_bytes <= 2 * (SAMPLES // 2) * each
@@ -170,7 +206,9 @@ def test_backward_passes_at_kept_versions_use_the_activations_of_their_forward_p
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_server_that_dies_at_any_point_of_the_protocol_leads_to_whole_samples_and_loses_and_doubles_nothing(seed):
+def test_a_server_that_dies_at_any_point_of_the_protocol_leads_to_whole_samples_and_loses_and_doubles_nothing(
+    seed,
+):
     one = audit(stages=3, servers=2, seed=seed)
     murders = Murders(one, POINTS[seed::2])
     one.run(murders.until_all).check().check_finished()
@@ -195,7 +233,9 @@ def test_frames_that_are_lost_doubled_late_or_altered_cost_bytes_alone():
     async def hinder(sim):
         while not sim.settled:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.1)
-        sim.network.faults = Faults(loss=0.03, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.0)
+        sim.network.faults = Faults(
+            loss=0.03, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.0
+        )
 
     one.run(hinder).check().check_finished(patience_s=120.0)
     assert one.sent["forward", DIFFERENCE] > 10
@@ -208,7 +248,9 @@ def test_ends_that_forget_all_at_any_time_get_it_whole():
     async def forget(sim):
         for turn in range(1000):
             await asyncio.sleep(4.0)
-            nodes = [node for node in sim.nodes.values() if (node.trainer is not None) == (turn % 3 == 0)]
+            nodes = [
+                node for node in sim.nodes.values() if (node.trainer is not None) == (turn % 3 == 0)
+            ]
             for node in nodes[turn % 2 : turn % 2 + 1]:
                 if node.trainer is not None:
                     node.trainer.inputs.memory._caches.clear()
@@ -237,7 +279,9 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
 
     one.run(kill_one).check()
     before, after = (trainer.inputs.memory for trainer in lives)
-    assert set(before._caches[0]._held) == set(after._caches[0]._held) == set(range(SAMPLES)), "the same ids"
+    assert set(before._caches[0]._held) == set(after._caches[0]._held) == set(range(SAMPLES)), (
+        "the same ids"
+    )
     assert after.counts["whole samples"] >= SAMPLES
 
 

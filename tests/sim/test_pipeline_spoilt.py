@@ -39,7 +39,10 @@ class Spoiling(Audit):
         forward_all, backward_one = server.passes._forward_all, server.passes._backward_one
 
         def forward(jobs):
-            return [self._nonsense(reply) if isinstance(reply, bytes) else reply for reply in forward_all(jobs)]
+            return [
+                self._nonsense(reply) if isinstance(reply, bytes) else reply
+                for reply in forward_all(jobs)
+            ]
 
         def backward(job):
             found = backward_one(job)
@@ -65,9 +68,12 @@ def spoiling(liar, back=False, policy="swarm", servers=SERVERS, steps=6):
 
 
 @pytest.mark.parametrize(
-    ("liar", "policy"), [(0, "swarm"), (1 + STAGES, "swarm"), pytest.param(1, "fixed", marks=pytest.mark.long)]
+    ("liar", "policy"),
+    [(0, "swarm"), (1 + STAGES, "swarm"), pytest.param(1, "fixed", marks=pytest.mark.long)],
 )
-def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_microbatch_counts(liar, policy):
+def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_microbatch_counts(
+    liar, policy
+):
     one = spoiling(liar, policy=policy).run().check().check_finished()
     quarantine = [fields for _, _, kind, fields in one.tale.events if kind == "shunned"]
     assert {(entry["stage"], entry["peer"]) for entry in quarantine} == {

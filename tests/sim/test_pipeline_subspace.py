@@ -79,11 +79,15 @@ class Subspaced(Audit):
 
     def gradient_now(self, key):
         """By the weights that the unsplit model has now."""
-        leaves = {name: x.detach().requires_grad_() for name, x in self.reference.model.named_parameters()}
+        leaves = {
+            name: x.detach().requires_grad_() for name, x in self.reference.model.named_parameters()
+        }
         tokens, targets = self.batch(key)
         weights = {name: self.projected(name, x) for name, x in leaves.items()}
         logits = functional_call(self.reference.model, weights, (tokens,))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
     def train_unsplit(self, keys):
@@ -97,7 +101,9 @@ class Subspaced(Audit):
                 parameter.copy_(self.projected(name, parameter))
 
     def _call(self, stage, weights, x):
-        return super()._call(stage, {name: self.projected(name, w.double()) for name, w in weights.items()}, x)
+        return super()._call(
+            stage, {name: self.projected(name, w.double()) for name, w in weights.items()}, x
+        )
 
     def _look(self, number, node):
         super()._look(number, node)
@@ -109,7 +115,11 @@ class Subspaced(Audit):
     def _watch(self, replica, model):
         """After each step and each write of weights."""
         audit = self
-        names = {name: 1 if name == EMBEDDING else 0 for name, _ in model.named_parameters() if self.constrained(name)}
+        names = {
+            name: 1 if name == EMBEDDING else 0
+            for name, _ in model.named_parameters()
+            if self.constrained(name)
+        }
 
         class Watched(type(replica)):
             def write(self, tensors, what, mix=1.0):
@@ -136,12 +146,23 @@ class Subspaced(Audit):
         assert self.digests == {self.basis.digest}, "somebody made another basis"
         assert self.looked > 3
         dtype = self.plan.dtype
-        assert self.farthest <= (2e-6 if dtype == torch.float32 else 1e-14), f"{self.farthest} left the subspace"
+        assert self.farthest <= (2e-6 if dtype == torch.float32 else 1e-14), (
+            f"{self.farthest} left the subspace"
+        )
         return self
 
 
 def audit(
-    stages, servers, trainers=1, steps=None, seed=0, rate=STILL, codec=EXACT, close=DOUBLE, world=None, **options
+    stages,
+    servers,
+    trainers=1,
+    steps=None,
+    seed=0,
+    rate=STILL,
+    codec=EXACT,
+    close=DOUBLE,
+    world=None,
+    **options,
 ):
     """One to run: so many steps, or as long as the test wants."""
     total = TOKENS * steps if steps else FOREVER
@@ -178,7 +199,9 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
+            node.trainer._begin_more = lambda: (
+                begin() if all_at(node.stage_directory.epoch) else None
+            )
 
     def all_at(epoch):
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
@@ -196,21 +219,35 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
             for name, x in weights.items():
                 expected = one.reference.model.get_parameter(name).detach()
                 torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
-    assert any(float((x - start[name]).abs().amax()) > 0.01 for name, x in one.reference.model.state_dict().items())
+    assert any(
+        float((x - start[name]).abs().amax()) > 0.01
+        for name, x in one.reference.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
-def test_in_single_precision_over_random_paths_too_and_all_servers_of_a_stage_stay_equal_to_the_bit(inner):
-    one = single(InnerConfig(inner, 0.02, (0.9, 0.95), 0.1), stages=3, servers=2, trainers=2, steps=3)
+def test_in_single_precision_over_random_paths_too_and_all_servers_of_a_stage_stay_equal_to_the_bit(
+    inner,
+):
+    one = single(
+        InnerConfig(inner, 0.02, (0.9, 0.95), 0.1), stages=3, servers=2, trainers=2, steps=3
+    )
     one.run().check().check_finished()
-    served = {stage: {life.number for life, _, keys in one.taken if keys and life.stage == stage} for stage in range(3)}
-    assert all(len(numbers) > 1 for numbers in served.values()), "every stage's work was one server's"
+    served = {
+        stage: {life.number for life, _, keys in one.taken if keys and life.stage == stage}
+        for stage in range(3)
+    }
+    assert all(len(numbers) > 1 for numbers in served.values()), (
+        "every stage's work was one server's"
+    )
 
 
 def single(inner, **given):
     """A run as manifests make it: fp32, and coordinates in it."""
     codec = given.pop("codec", f"subspace:{RANK}+fp32,fp32")
-    return audit(codec=codec, close=SINGLE, rate=inner.lr, inner=inner, dtype=torch.float32, **given)
+    return audit(
+        codec=codec, close=SINGLE, rate=inner.lr, inner=inner, dtype=torch.float32, **given
+    )
 
 
 # what changes weights
@@ -218,7 +255,9 @@ def single(inner, **given):
 
 def test_after_compressed_means_weights_are_brought_back():
     lossy = {"codec": "bf16", "return_codec": "bf16"}
-    one = single(InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1), stages=2, servers=2, steps=3, options=lossy)
+    one = single(
+        InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1), stages=2, servers=2, steps=3, options=lossy
+    )
     one.check_means = False
     one.run().check().check_finished()
 
@@ -234,7 +273,9 @@ def test_outer_steps_on_weights_sent_in_four_bits_end_in_the_subspace():
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_under_churn_who_comes_later_adopts_projected_weights_and_the_same_basis(seed):
     inner = InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1)
-    one = single(inner, stages=2, servers=3, trainers=1, steps=10, seed=seed, world={"churn_s": 4.0})
+    one = single(
+        inner, stages=2, servers=3, trainers=1, steps=10, seed=seed, world={"churn_s": 4.0}
+    )
     one.run().check().check_finished()
     assert one.tale.kills > 1
     later = {life.stage for life in one.lives if min(life.weights, default=-1) >= 0}
@@ -261,7 +302,11 @@ def test_a_stage_made_from_its_neighbours_of_which_one_is_free_begins_in_the_sub
 
 
 def test_what_passes_edges_is_a_stamp_and_so_many_coordinates_a_token_both_ways():
-    for codec, each in ((EXACT, 8 * RANK), (f"subspace:{RANK}", 2 * RANK), (f"subspace:{RANK}+fp32,fp32", 4 * RANK)):
+    for codec, each in (
+        (EXACT, 8 * RANK),
+        (f"subspace:{RANK}", 2 * RANK),
+        (f"subspace:{RANK}+fp32,fp32", 4 * RANK),
+    ):
         one = audit(stages=3, servers=1, steps=1, codec=codec)
         one.run()
         sizes = {len(payload) for payload in one._made if payload}
@@ -293,6 +338,7 @@ def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_ot
     assert refusals
     said = {refusal.why for refusal in refusals}
     assert all(
-        why.startswith(f"subspace:{RANK}+fp32,fp32 came with basis 1") and "held in epoch" in why for why in said
+        why.startswith(f"subspace:{RANK}+fp32,fp32 came with basis 1") and "held in epoch" in why
+        for why in said
     )
     assert not computed

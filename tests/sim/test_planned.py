@@ -56,7 +56,9 @@ def audit(lanes, steps=6, rate=0.3, trainers=2, servers=2, seed=0, **world):
     require_plan(paths, [servers] * 4, LAYERS, BATCH)
     total = TOKENS * steps
     around = PipelineWorld(parts(4, servers, trainers), total, limit_s=900.0, view_s=2.0, **world)
-    return Followed(plan(seed, total, rate=rate), pipeline(4, BATCH, policy=PLANNED, paths=paths), around)
+    return Followed(
+        plan(seed, total, rate=rate), pipeline(4, BATCH, policy=PLANNED, paths=paths), around
+    )
 
 
 def of_plan(one, key):
@@ -67,11 +69,15 @@ def of_plan(one, key):
 
 @pytest.mark.parametrize("lanes", [SKIPPING, SWAPPING], ids=["skips", "swaps"])
 @pytest.mark.parametrize("rate", [_AUDIT["STILL"], 0.3])
-def test_each_microbatch_takes_its_path_and_has_the_gradient_of_the_stages_on_it_in_their_order(lanes, rate):
+def test_each_microbatch_takes_its_path_and_has_the_gradient_of_the_stages_on_it_in_their_order(
+    lanes, rate
+):
     one = audit(lanes, rate=rate).run().check().check_finished()
     keys = one.finished()
     assert len(keys) >= 4 * BATCH
-    assert {one.order(key) for key in keys} == {tuple(stage for stage, _ in of_plan(one, key)) for key in keys}
+    assert {one.order(key) for key in keys} == {
+        tuple(stage for stage, _ in of_plan(one, key)) for key in keys
+    }
     assert len({one.order(key) for key in keys}) == 2
     there = 0
     for key in keys:
@@ -100,14 +106,20 @@ def test_where_a_planned_server_dies_its_mates_do_its_work_and_nothing_is_lost_o
         """Between a forward pass and its backward pass, and then one that has put a gradient aside."""
         stage = one.world.parts[number].stage
         wanted = {"forward answered": 1, "backward computed": 3}.get(what)
-        if stage == wanted and one.named[stage] and stage not in [one.world.parts[x].stage for x in dead]:
+        if (
+            stage == wanted
+            and one.named[stage]
+            and stage not in [one.world.parts[x].stage for x in dead]
+        ):
             dead.append(number)
             one.sim.kill(number, None)
 
     one.on_event = die
     one.run().check().check_finished()
     assert sorted(one.world.parts[number].stage for number in dead) == [1, 3]
-    (lost,) = (identity_of(one.plan, number).peer for number in dead if one.world.parts[number].stage == 1)
+    (lost,) = (
+        identity_of(one.plan, number).peer for number in dead if one.world.parts[number].stage == 1
+    )
     place = next(places.index(lost) for places, asked in one.asked.values() if asked == lost)
     its = [one.asked[*key, 1] for key in one.finished() if (1, place) in of_plan(one, key)]
     asked = collections.Counter((lost in places, peer == lost) for places, peer in its)

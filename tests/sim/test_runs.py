@@ -27,7 +27,9 @@ def run_file(name):
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_a_shipped_run_with_loss_and_churn_learns_and_ends_twice_in_the_same_state(simulated, name, size):
+def test_a_shipped_run_with_loss_and_churn_learns_and_ends_twice_in_the_same_state(
+    simulated, name, size
+):
     once = simulated(run_file(name), *WEATHER, *size)
     assert simulated(run_file(name), *WEATHER, *size) == once
     assert once["kills"] >= 1

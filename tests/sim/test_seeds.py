@@ -69,7 +69,13 @@ def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
     program = "from farflock.node.simulate.chaos import run_seed; print([run_seed(seed) for seed in (15, 19)])"
     command = [sys.executable, "-W", "error", "-c", program]
     runs = [
-        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for seed in ("0", "1")
     ]
     assert runs[0].stdout == runs[1].stdout

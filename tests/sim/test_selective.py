@@ -50,7 +50,9 @@ class Selective(Audit):
         self.basis = basis_of(plan, pipeline)
         columns = self.basis.exact_DK
         self.inside, self.tail = columns @ columns.T, pipeline.stages[-1].start
-        self.free = {number for number, part in enumerate(world.parts) if part.trains and part.stage != -2}
+        self.free = {
+            number for number, part in enumerate(world.parts) if part.trains and part.stage != -2
+        }
         self.averages = {}  # the embedding by round of the first stage, as its members average it
         self.spoken = []  # (number, round, version) of servers of the first stage, after each round
         self.looked = 0  # rounds after which a member's weights were held against the average
@@ -68,7 +70,9 @@ class Selective(Audit):
 
         def after(action, progress):
             second_phase = apply(action, progress)
-            audit._after_round(number, node, serving, driver, action.exchange.key.round, action.result)
+            audit._after_round(
+                number, node, serving, driver, action.exchange.key.round, action.result
+            )
             return second_phase
 
         driver.apply = after
@@ -77,7 +81,9 @@ class Selective(Audit):
         average = driver.method.eval_params(driver.replica)
         if serving.index == 0:
             known = self.averages.setdefault(rounds, average[EMBEDDING])
-            assert torch.equal(known, average[EMBEDDING]), "two members of the first stage have other averages"
+            assert torch.equal(known, average[EMBEDDING]), (
+                "two members of the first stage have other averages"
+            )
             if number not in self.free:
                 self.spoken.append((number, rounds, node._edges.codec.spoken))
         if result.status != "ok" or not result.taken:
@@ -85,31 +91,54 @@ class Selective(Audit):
         self.looked += 1
         held = dict(serving.model.named_parameters())
         for name, x in average.items():
-            expected = x.double() if number in self.free else self.projected(name, x.double(), node._edges.codec)
+            expected = (
+                x.double()
+                if number in self.free
+                else self.projected(name, x.double(), node._edges.codec)
+            )
             torch.testing.assert_close(held[name].detach().double(), expected, rtol=0, atol=1e-6)
             if number in self.free:
-                assert torch.equal(held[name].detach().float(), x), "a replica's weights were touched"
+                assert torch.equal(held[name].detach().float(), x), (
+                    "a replica's weights were touched"
+                )
 
     def projected(self, name, w, codec):
         layer = int(name.split(".")[2]) if ".layers." in name else None
         if name == EMBEDDING:
-            frozen = (codec.held[codec.spoken].fixed_VD if self.begun_anew else self.table(codec.spoken)).double()
+            frozen = (
+                codec.held[codec.spoken].fixed_VD if self.begun_anew else self.table(codec.spoken)
+            ).double()
             return frozen + (w - frozen) @ self.inside
         constrained = layer is not None and layer < self.tail
-        return self.inside @ w if constrained and name.endswith(("o_proj.weight", "down_proj.weight")) else w
+        return (
+            self.inside @ w
+            if constrained and name.endswith(("o_proj.weight", "down_proj.weight"))
+            else w
+        )
 
     def table(self, version):
         """What this version of the frozen embedding has to be."""
-        return self.basis.fixed_VD if version == 1 else self.averages[(version - 1) * self.pipeline.table_every - 1]
+        return (
+            self.basis.fixed_VD
+            if version == 1
+            else self.averages[(version - 1) * self.pipeline.table_every - 1]
+        )
 
     def _weights_of(self, life):
         """As they are now."""
-        return {name: x.detach().clone() for name, x in life.serving.server.stage.model.named_parameters()}
+        return {
+            name: x.detach().clone()
+            for name, x in life.serving.server.stage.model.named_parameters()
+        }
 
     def expected(self, stage, passes):
         """Gradients at a pipeline's server are those of weights that are projected first."""
         found = [self._kept(self.gradient_of(key, back), back) for key, back in passes.items()]
-        return {name: sum(one[name] for one in found) for name in found[0] if self._is_at(name, stage)} if found else {}
+        return (
+            {name: sum(one[name] for one in found) for name in found[0] if self._is_at(name, stage)}
+            if found
+            else {}
+        )
 
     def _is_at(self, name, stage):
         return name in dict(self._stages[stage].named_parameters())
@@ -138,11 +167,15 @@ class Selective(Audit):
         seen = 0
         for node in self.nodes:
             held = node._edges.codec.held
-            assert len(held) <= self.pipeline.turns.most, f"a {node.role} holds versions {sorted(held)}"
+            assert len(held) <= self.pipeline.turns.most, (
+                f"a {node.role} holds versions {sorted(held)}"
+            )
             for version, basis in held.items():
                 if version > 1:
                     seen += 1
-                    assert torch.equal(basis.fixed_VD, self.table(version)), f"version {version} is another table"
+                    assert torch.equal(basis.fixed_VD, self.table(version)), (
+                        f"version {version} is another table"
+                    )
         assert seen, "no version was ever made"
 
 
@@ -150,14 +183,33 @@ DILOCO = ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32"})
 SPARSELOCO = ("sparseloco", {"period": PERIOD, "codec": "topk:64/4096"})
 
 
-def audit(servers=1, trainers=1, replicas=1, steps=None, every=1, seed=0, world=None, stages=3, method=DILOCO, **given):
+def audit(
+    servers=1,
+    trainers=1,
+    replicas=1,
+    steps=None,
+    every=1,
+    seed=0,
+    world=None,
+    stages=3,
+    method=DILOCO,
+    **given,
+):
     """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     name, options = method
-    made = dataclasses.replace(plan(seed, total, rate=SGD.lr, method=name, options=options), inner=SGD)
-    cut = pipeline(stages, BATCH, f"subspace:{RANK}+raw,raw", constrain="pipelines", table_every=every, **given)
-    return Selective(made, cut, PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around))
+    made = dataclasses.replace(
+        plan(seed, total, rate=SGD.lr, method=name, options=options), inner=SGD
+    )
+    cut = pipeline(
+        stages, BATCH, f"subspace:{RANK}+raw,raw", constrain="pipelines", table_every=every, **given
+    )
+    return Selective(
+        made,
+        cut,
+        PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around),
+    )
 
 
 def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_and_each_gradient_is_of_its_model():
@@ -165,7 +217,9 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
-    assert not any(node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+    assert not any(
+        node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None
+    )
 
 
 def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():
@@ -199,7 +253,9 @@ def settled(one, sim, rounds):
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)])
+@pytest.mark.parametrize(
+    "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
+)
 def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versions(victims):
     """Of stages 0 and 1 in turn, 2, and the replica; each is away for about three versions."""
     one = audit(servers=2, trainers=2, replicas=1)
@@ -315,7 +371,9 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     assert replica.work["forward"] == replica.work["backward"] == 0
     assert replica.work["merged"] > 0
     assert [len(servers) for servers in trainer.stage_directory.serving().stages] == [1, 1, 1]
-    answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
+    answer = decode_answer(
+        replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,))
+    )
     assert isinstance(answer, Refused)
     assert "free" in answer.why
 
@@ -341,7 +399,15 @@ def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
 
 
 def mixed_with_churn(seed):
-    one = audit(servers=3, trainers=2, replicas=2, steps=40, every=1 + seed % 3, seed=seed, world={"churn_s": 5.0})
+    one = audit(
+        servers=3,
+        trainers=2,
+        replicas=2,
+        steps=40,
+        every=1 + seed % 3,
+        seed=seed,
+        world={"churn_s": 5.0},
+    )
     one.run().check().check_finished()
     assert one.tale.kills > 2
     assert max(version for _, _, version in one.spoken) > 4

@@ -51,8 +51,14 @@ class Net:
             return False
         tapped = self.tap(sender, to, message, body)
         self.sent_bytes[sender] += len(body)
-        if tapped is not None and self.chance.random() >= self.loss and self.lives.get(sender) != "dead":
-            asyncio.get_running_loop().call_later(self.latency_s, self.peers[to].receive, sender, *tapped)
+        if (
+            tapped is not None
+            and self.chance.random() >= self.loss
+            and self.lives.get(sender) != "dead"
+        ):
+            asyncio.get_running_loop().call_later(
+                self.latency_s, self.peers[to].receive, sender, *tapped
+            )
         return True
 
     def spawn(self, work):
@@ -110,7 +116,17 @@ def in_virtual_time(main):
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, WINDOW_BYTES + 1, MAX_CHUNK_BYTES]
+    "size",
+    [
+        0,
+        1,
+        PIECE_BYTES - 1,
+        PIECE_BYTES,
+        PIECE_BYTES + 1,
+        3 * PIECE_BYTES,
+        WINDOW_BYTES + 1,
+        MAX_CHUNK_BYTES,
+    ],
 )
 def test_a_chunk_of_any_size_comes_whole(size):
     async def main(net):
@@ -177,7 +193,9 @@ async def test_many_readers_of_a_slow_holder_get_every_piece_about_once(net):
     parts = [data_of(2**18, seed) for seed in range(4)]
     net.peer("holder", *parts)
     readers = [net.peer(f"reader{number}") for number in range(8)]
-    work = [fetch(reader, part, ["holder"], timeout_s=120.0) for reader in readers for part in parts]
+    work = [
+        fetch(reader, part, ["holder"], timeout_s=120.0) for reader in readers for part in parts
+    ]
     assert all(await asyncio.gather(*work))
     await asyncio.sleep(60)
     assert net.sent_bytes["holder"] < 1.05 * 8 * 2**20
@@ -221,7 +239,9 @@ async def test_dead_and_suspect_holders_are_not_asked(net):
 
 
 @in_virtual_time
-async def test_a_holder_that_dies_half_way_is_left_at_once_and_only_the_rest_is_asked_of_the_next(net):
+async def test_a_holder_that_dies_half_way_is_left_at_once_and_only_the_rest_is_asked_of_the_next(
+    net,
+):
     data = data_of(16 * PIECE_BYTES)
     net.rate = 16 * PIECE_BYTES / 4  # four seconds for the whole
     net.peer("dying", data)
@@ -235,7 +255,9 @@ async def test_a_holder_that_dies_half_way_is_left_at_once_and_only_the_rest_is_
 
 
 @in_virtual_time
-async def test_without_any_holder_it_gives_up_in_time_and_who_comes_to_hold_it_meanwhile_is_used(net):
+async def test_without_any_holder_it_gives_up_in_time_and_who_comes_to_hold_it_meanwhile_is_used(
+    net,
+):
     data, holders = data_of(100), []
     net.peer("late", data)
     reader = net.peer("reader")
@@ -255,9 +277,13 @@ async def test_a_final_fetch_ends_as_soon_as_nobody_is_left_who_could_have_the_c
     for name in ("one", "other"):
         net.peer(name)
     net.peer("late", data)
-    assert not await reader.fetch(digest_of(data), 100, lambda: ["one", "other"], "pin", 300.0, final=True)
+    assert not await reader.fetch(
+        digest_of(data), 100, lambda: ["one", "other"], "pin", 300.0, final=True
+    )
     assert now() < 2.0
-    assert await reader.fetch(digest_of(data), 100, lambda: ["one", "late"], "pin", 300.0, final=True)
+    assert await reader.fetch(
+        digest_of(data), 100, lambda: ["one", "late"], "pin", 300.0, final=True
+    )
     reader.store.release("pin")
     net.lives["late"] = "dead"
     other = data_of(200)
@@ -272,7 +298,9 @@ async def test_fetches_from_the_dead_leave_the_budget_to_others(net):
     net.lives["dead"] = "dead"
     reader = net.peer("reader")
     lost = [
-        asyncio.create_task(reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["dead"], "pin", 20.0))
+        asyncio.create_task(
+            reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["dead"], "pin", 20.0)
+        )
         for n in range(32)
     ]
     await asyncio.sleep(1)
@@ -308,7 +336,9 @@ async def test_a_liar_is_found_out_and_not_asked_again(net):
 
 
 @in_virtual_time
-async def test_a_liar_that_spoils_one_piece_and_leaves_the_rest_to_an_honest_one_does_not_stop_the_chunk(net):
+async def test_a_liar_that_spoils_one_piece_and_leaves_the_rest_to_an_honest_one_does_not_stop_the_chunk(
+    net,
+):
     """A mixed copy convicts nobody: from then on each copy comes from one holder alone."""
     data = data_of(4 * PIECE_BYTES)
     net.peer("liar", data)
@@ -425,7 +455,10 @@ async def test_a_far_holder_is_never_idle_while_something_is_missing(net):
 
 @in_virtual_time
 async def test_no_holder_is_ever_asked_for_more_than_its_window(net):
-    parts = [data_of(size, seed) for seed, size in enumerate([2**20, 300, 2**18, MAX_CHUNK_BYTES, 5000] * 20)]
+    parts = [
+        data_of(size, seed)
+        for seed, size in enumerate([2**20, 300, 2**18, MAX_CHUNK_BYTES, 5000] * 20)
+    ]
     net.peer("holder", *parts)
     reader = net.peer("reader")
     open_wants, most, most_wants = {}, 0, 0
@@ -437,11 +470,16 @@ async def test_no_holder_is_ever_asked_for_more_than_its_window(net):
                 open_wants[message.digest, start] = min(PIECE_BYTES, message.stop - start)
         elif isinstance(message, Piece):
             open_wants.pop((message.digest, message.start), None)
-        most, most_wants = max(most, sum(open_wants.values())), max(most_wants, len(net.peers["holder"]._wants))
+        most, most_wants = (
+            max(most, sum(open_wants.values())),
+            max(most_wants, len(net.peers["holder"]._wants)),
+        )
         return message, body
 
     net.tap = watch
-    assert all(await asyncio.gather(*(fetch(reader, part, ["holder"], timeout_s=120) for part in parts)))
+    assert all(
+        await asyncio.gather(*(fetch(reader, part, ["holder"], timeout_s=120) for part in parts))
+    )
     assert 0.5 * WINDOW_BYTES < most <= WINDOW_BYTES
     assert net.peers["holder"].dropped == {}
 
@@ -452,7 +490,9 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
     net.peer("silent")
     net.tap = lambda *frame: None
     tasks = [
-        asyncio.create_task(reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["silent"], "pin", 9.0))
+        asyncio.create_task(
+            reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["silent"], "pin", 9.0)
+        )
         for n in range(40)
     ]
     for _ in range(18):
@@ -462,14 +502,18 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
 
 
 @in_virtual_time
-async def test_two_fetches_of_one_chunk_take_it_over_the_wire_once_even_when_both_had_to_wait_for_room(net):
+async def test_two_fetches_of_one_chunk_take_it_over_the_wire_once_even_when_both_had_to_wait_for_room(
+    net,
+):
     data = data_of(MAX_CHUNK_BYTES)
     net.peer("holder", data)
     net.peer("silent")
     net.tap = lambda sender, to, message, body: None if to == "silent" else (message, body)
     reader = net.peer("reader")
     blockers = [
-        asyncio.create_task(reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["silent"], "pin", 5.0))
+        asyncio.create_task(
+            reader.fetch(bytes([n]) * 32, MAX_CHUNK_BYTES, lambda: ["silent"], "pin", 5.0)
+        )
         for n in range(16)
     ]
     await asyncio.sleep(0.1)

@@ -66,7 +66,8 @@ def on_every_directory(law):
     """Run a law, a coroutine over a way to open directories, on each of them."""
 
     @pytest.mark.parametrize(
-        "world", ["in memory", "in memory, unreliable", pytest.param("over libp2p", marks=pytest.mark.net)]
+        "world",
+        ["in memory", "in memory, unreliable", pytest.param("over libp2p", marks=pytest.mark.net)],
     )
     def test(world, tmp_path):
         if world == "over libp2p":
@@ -75,7 +76,11 @@ def on_every_directory(law):
 
             asyncio.run(_on_libp2p(law, tmp_path, dht))
         else:
-            faults = DirectoryFaults(stale_s=5.0, lost=0.3) if "unreliable" in world else DirectoryFaults()
+            faults = (
+                DirectoryFaults(stale_s=5.0, lost=0.3)
+                if "unreliable" in world
+                else DirectoryFaults()
+            )
 
             async def main():
                 await law(InMemory(faults))
@@ -156,7 +161,14 @@ async def test_nothing_is_announced_that_others_could_not_verify_as_its_owners(w
     writer, reader = await world.open(1), await world.open(2)
     whole = record(1)
     tampered = whole[:-1] + bytes([whole[-1] ^ 1])
-    for blob in (record(3), record(1, run="other"), tampered, whole[:-1], b"", bytes(MAX_RECORD_BYTES + 1)):
+    for blob in (
+        record(3),
+        record(1, run="other"),
+        tampered,
+        whole[:-1],
+        b"",
+        bytes(MAX_RECORD_BYTES + 1),
+    ):
         with pytest.raises(BadRecord):
             await writer.announce(RUN, blob)
     assert await reader.peers(RUN) == []
@@ -185,7 +197,11 @@ async def test_every_different_head_is_shown_whoever_publishes_it(world):
 @on_every_directory
 async def test_a_directory_serves_the_run_that_it_was_opened_for(world):
     directory = await world.open(1)
-    for call in (directory.announce(RUN + "2", record(1)), directory.peers(RUN + "2"), directory.heads(RUN + "2")):
+    for call in (
+        directory.announce(RUN + "2", record(1)),
+        directory.peers(RUN + "2"),
+        directory.heads(RUN + "2"),
+    ):
         with pytest.raises(ValueError, match="open another one"):
             await call
     with pytest.raises(ValueError, match="open another one"):
@@ -193,7 +209,9 @@ async def test_a_directory_serves_the_run_that_it_was_opened_for(world):
 
 
 @on_every_directory
-async def test_what_a_peer_announced_outlives_its_directory_and_what_it_calls_after_closing_ends_quietly(world):
+async def test_what_a_peer_announced_outlives_its_directory_and_what_it_calls_after_closing_ends_quietly(
+    world,
+):
     others = [await world.open(1), await world.open(2)]
     leaver = await world.open(3)
     blob = record(3)

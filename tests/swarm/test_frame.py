@@ -124,7 +124,9 @@ def body_of(message):
 
 def sealed(message_bytes, body=b"", *, incarnation=1, version=frames.VERSION, flags=0, magic=b"FF"):
     """A frame with a right checksum around any message bytes: what a hostile peer can make."""
-    head = struct.pack("<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body))
+    head = struct.pack(
+        "<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body)
+    )
     return head + struct.pack("<I", zlib.crc32(head + message_bytes + body)) + message_bytes + body
 
 
@@ -144,7 +146,11 @@ def small(kind):
 
 
 def filled(kind, chance):
-    key = Key(chance.choice(["", "weights/0", "ä" * 64]), chance.choice([0, 1, 2**62]), chance.choice([0, 255]))
+    key = Key(
+        chance.choice(["", "weights/0", "ä" * 64]),
+        chance.choice([0, 1, 2**62]),
+        chance.choice([0, 255]),
+    )
     many = chance.choice([0, 1, 7])
     offer = Offer(
         key,
@@ -169,9 +175,13 @@ def filled(kind, chance):
         "queue": chance.choice([0.0, 1e9, chance.random()]),
         "rate": chance.choice([1e-6, 1e9, 1 - chance.random()]),
         "resident_s": chance.choice([0.0, 1e9, chance.random()]),
-        "codecs": tuple(CodecId("c" * chance.randrange(65), 7, chance.randbytes(8)) for _ in range(many)),
+        "codecs": tuple(
+            CodecId("c" * chance.randrange(65), 7, chance.randbytes(8)) for _ in range(many)
+        ),
         "prefixes": chance.randbytes(8 * many),
-        "floor": 9 if kind is BranchSign else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
+        "floor": 9
+        if kind is BranchSign
+        else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
         "mask": chance.randbytes(8),
         "views": tuple(chance.randbytes(50) for _ in range(many)),
         "record": chance.randbytes(200),
@@ -189,7 +199,8 @@ def filled(kind, chance):
         "request": chance.randbytes(chance.choice([0, 1000])),
         "body": chance.randbytes(chance.choice([0, 1000])),
         "verdict": chance.choice(["ok", "full", "failed", "late"]),
-        "payloads": (((chance.randbytes(32), chance.randint(1, MAX_CHUNK_BYTES)),) * many,) * chance.randint(0, 4),
+        "payloads": (((chance.randbytes(32), chance.randint(1, MAX_CHUNK_BYTES)),) * many,)
+        * chance.randint(0, 4),
     }
     numbers = {"start", "stop", "size"}
     made = {}
@@ -250,7 +261,9 @@ def test_random_bytes_with_a_right_head_and_checksum_are_a_message_or_refused(ra
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(SPECIMENS), st.integers(0, 10**6), st.integers(0, 255))
-def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limit(message, place, value):
+def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limit(
+    message, place, value
+):
     raw = bytearray(msgspec.msgpack.encode(message))
     raw[place % len(raw)] = value
     try:
@@ -262,7 +275,9 @@ def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limi
 
 def test_the_head_is_as_documented():
     packed = pack(Frame(0x0102030405060708, Piece(A, 0, 3), b"abc"))
-    magic, version, flags, incarnation, message_bytes, body_bytes, checksum = struct.unpack("<2sBBQIII", packed[:24])
+    magic, version, flags, incarnation, message_bytes, body_bytes, checksum = struct.unpack(
+        "<2sBBQIII", packed[:24]
+    )
     assert (magic, version, flags, incarnation) == (b"FF", frames.VERSION, 0, 0x0102030405060708)
     assert HEAD_BYTES + message_bytes + body_bytes == len(packed)
     assert packed[-3:] == b"abc"
@@ -301,7 +316,9 @@ def limited(message, **fields):
 
 
 OVER_THE_LIMIT = {
-    "too many digests": limited(OFFER, digests=(A,) * (MAX_SHARDS + 1), sizes=(1,) * (MAX_SHARDS + 1)),
+    "too many digests": limited(
+        OFFER, digests=(A,) * (MAX_SHARDS + 1), sizes=(1,) * (MAX_SHARDS + 1)
+    ),
     "fewer sizes than digests": limited(OFFER, sizes=(5,)),
     "fewer sizes than digests in a pair's offer": msgspec.msgpack.encode(
         PairPropose(msgspec.structs.replace(OFFER, sizes=()))
@@ -356,7 +373,9 @@ def test_a_message_over_a_limit_is_refused(case):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("message", [OFFER, Ping(0.0), Pong(0.0, 0.0), PairPropose(OFFER), PairAccept(OFFER)])
+@pytest.mark.parametrize(
+    "message", [OFFER, Ping(0.0), Pong(0.0, 0.0), PairPropose(OFFER), PairAccept(OFFER)]
+)
 def test_a_number_that_is_not_finite_is_refused(message, number):
     if isinstance(message, PairPropose | PairAccept):
         bad = type(message)(msgspec.structs.replace(OFFER, weight=number))
@@ -368,7 +387,12 @@ def test_a_number_that_is_not_finite_is_refused(message, number):
 
 
 def test_lengths_of_four_gigabytes_are_refused_in_little_memory():
-    start = b"\x98" + msgspec.msgpack.encode("offer") + msgspec.msgpack.encode(KEY) + msgspec.msgpack.encode(A)
+    start = (
+        b"\x98"
+        + msgspec.msgpack.encode("offer")
+        + msgspec.msgpack.encode(KEY)
+        + msgspec.msgpack.encode(A)
+    )
     huge = b"\xff\xff\xff\xff"
     claims = [
         start + b"\xdd" + huge,  # four thousand million digests
@@ -377,7 +401,11 @@ def test_lengths_of_four_gigabytes_are_refused_in_little_memory():
         b"\x92" + msgspec.msgpack.encode("state?") + b"\xdb" + huge,  # a name of 4 GiB
         b"\xdd" + huge,  # a message of that many fields
         b"\xdf" + huge,
-        b"\x93" + msgspec.msgpack.encode("miss") + msgspec.msgpack.encode(A) + b"\xdd" + huge,  # an unknown field
+        b"\x93"
+        + msgspec.msgpack.encode("miss")
+        + msgspec.msgpack.encode(A)
+        + b"\xdd"
+        + huge,  # an unknown field
     ]
     for raw in claims:
         assert refused_in_little_memory(sealed(raw)) < 64 * 1024
@@ -410,7 +438,11 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
         Decided(long_key, A, value, (2**62, 63), proofs),
         Promise(long_key, A, (2**62, 63), (2**62, 63), value, (2**62, 1)),
         PairPropose(offer),
-        Call(2**62, bytes(MAX_BODY_BYTES), ((((A, MAX_CHUNK_BYTES),) * MAX_PAYLOAD_CHUNKS),) * MAX_PAYLOADS),
+        Call(
+            2**62,
+            bytes(MAX_BODY_BYTES),
+            ((((A, MAX_CHUNK_BYTES),) * MAX_PAYLOAD_CHUNKS),) * MAX_PAYLOADS,
+        ),
     ):
         assert unpack(pack(Frame(2**64 - 1, message))).message == message
 
@@ -425,11 +457,16 @@ def test_unpacking_takes_no_copy_of_the_body():
 
 
 def test_the_bytes_of_every_kind_are_the_golden_ones(request):
-    made = {type(message).__name__: pack(Frame(12345, message, body_of(message))).hex() for message in SPECIMENS}
+    made = {
+        type(message).__name__: pack(Frame(12345, message, body_of(message))).hex()
+        for message in SPECIMENS
+    }
     if request.config.getoption("--write-golden", default=False):
         GOLDEN.write_text(json.dumps({"version": frames.VERSION, "frames": made}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
     assert golden["version"] == frames.VERSION
-    assert made == golden["frames"], "the wire format changed: raise VERSION, then pytest --write-golden"
+    assert made == golden["frames"], (
+        "the wire format changed: raise VERSION, then pytest --write-golden"
+    )
     for name, packed in golden["frames"].items():
         assert type(unpack(bytes.fromhex(packed)).message).__name__ == name

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.identity import SIGNATURE_BYTES, BadIdentity, Identity, peer_id, public_key, verify
+from farflock.swarm.identity import (
+    SIGNATURE_BYTES,
+    BadIdentity,
+    Identity,
+    peer_id,
+    public_key,
+    verify,
+)
 
 A, B = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2))
 
@@ -45,7 +52,10 @@ def test_a_key_of_another_length_has_no_name(size):
     ("name", "reason"),
     [
         ("", "not the id of an Ed25519 key"),
-        ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "not the id of an Ed25519 key"),  # of an RSA key
+        (
+            "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+            "not the id of an Ed25519 key",
+        ),  # of an RSA key
         (str(base58.b58encode(bytes.fromhex("002408011220") + bytes(31)), "ascii"), "not the id"),
         (A.peer[:-1], "not the id"),
         (A.peer[:-1] + "0", "not a peer id"),  # base58 has no 0

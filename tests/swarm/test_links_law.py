@@ -97,7 +97,9 @@ async def acquainted(world, *numbers):
             if other is not links:
                 assert links.send(other.me, b"hello")
     for links in everybody:
-        assert {(await got(links))[0] for _ in everybody[1:]} == {other.me for other in everybody if other is not links}
+        assert {(await got(links))[0] for _ in everybody[1:]} == {
+            other.me for other in everybody if other is not links
+        }
     return everybody
 
 
@@ -184,7 +186,9 @@ async def test_bulk_for_who_does_not_read_is_bounded_by_its_timeout_and_control_
     a, b = await acquainted(world, 1, 2)
     loop, queued = asyncio.get_running_loop(), 0
     if isinstance(world, Simulated):
-        world.network.set_link(a.me, LinkModel(up_bytes_per_s=1000))  # as slow as a reader that does not read
+        world.network.set_link(
+            a.me, LinkModel(up_bytes_per_s=1000)
+        )  # as slow as a reader that does not read
     while True:
         begun_s = loop.time()
         if not await a.send_bulk(b.me, FRAME, 0.3):
@@ -211,7 +215,9 @@ def measured(links, other):
 
 
 @on_all_links
-async def test_a_peers_end_makes_it_suspect_within_a_second_dead_in_five_and_its_next_life_alive_again(world):
+async def test_a_peers_end_makes_it_suspect_within_a_second_dead_in_five_and_its_next_life_alive_again(
+    world,
+):
     a, b = await acquainted(world, 1, 2)
     await world.end(b)
     lives = [a.life(b.me)]

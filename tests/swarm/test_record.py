@@ -136,7 +136,9 @@ def test_fields_that_nobody_knows_or_that_are_missing_are_refused():
 
 @pytest.mark.parametrize("size", [0, SIGNATURE_BYTES, MAX_RECORD_BYTES + 1])
 def test_the_size_is_checked_before_anything_else(size):
-    with pytest.raises(BadRecord, match=f"{SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {size}"):
+    with pytest.raises(
+        BadRecord, match=f"{SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {size}"
+    ):
         unseal(bytes(size), RUN)
 
 

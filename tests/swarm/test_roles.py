@@ -14,7 +14,12 @@ def test_every_part_is_read_as_it_was_written(stage):
 
 
 def test_a_record_says_it_in_words():
-    assert [role_of(stage) for stage in (EVERY, NOTHING, 0, 37)] == ["replica", "trainer", "stage:0", "stage:37"]
+    assert [role_of(stage) for stage in (EVERY, NOTHING, 0, 37)] == [
+        "replica",
+        "trainer",
+        "stage:0",
+        "stage:37",
+    ]
 
 
 @given(st.text(max_size=20))

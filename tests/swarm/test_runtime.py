@@ -93,5 +93,12 @@ def test_the_number_of_partners_is_bounded_and_the_oldest_goes_first():
 def test_on_a_lossy_uneven_network_the_estimate_is_within_a_few_milliseconds():
     clock, chance = RunClock(), random.Random(3)
     for number in range(200):
-        answered(clock, f"peer {number % 7}", 50.0, chance.uniform(0.02, 0.2), chance.uniform(0.3, 0.7), 5.0 * number)
+        answered(
+            clock,
+            f"peer {number % 7}",
+            50.0,
+            chance.uniform(0.02, 0.2),
+            chance.uniform(0.3, 0.7),
+            5.0 * number,
+        )
     assert abs(clock.offset_s - 50.0) < 0.01

@@ -30,7 +30,10 @@ Graph = Mapping[str, set[str]]
 def read(root: Path, *folders: str) -> dict[str, ast.Module]:
     """The parsed files of these folders by dotted name, without the leading farflock."""
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
-    return {".".join(path.relative_to(root).with_suffix("").parts): ast.parse(path.read_text()) for path in paths}
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts): ast.parse(path.read_text())
+        for path in paths
+    }
 
 
 def last_word(node: ast.expr) -> str:
@@ -128,7 +131,9 @@ def cycles(graph: Graph) -> list[str]:
 def longest_chain(graph: Graph) -> list[str]:
     """The longest way along the edges; a cycle counts as one node, named by one of its members."""
     reach, best = reachable(graph), dict[str, list[str]]()
-    for node in sorted(graph, key=lambda node: len(reach[node])):  # all that it leads to comes first
+    for node in sorted(
+        graph, key=lambda node: len(reach[node])
+    ):  # all that it leads to comes first
         group = {node} | {other for other in reach[node] if node in reach[other]}
         tails = [best[next_one] for member in group for next_one in graph[member] - group]
         best[node] = [node, *max(tails, key=len, default=[])]
@@ -150,7 +155,11 @@ def statements(tree: ast.Module) -> int:
     """Statements but for imports, definitions and docstrings: what no formatting and no prose adds to."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     named = (ast.Import, ast.ImportFrom, ast.ClassDef, *Function.__args__)
-    prose = [node for node in found if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    prose = [
+        node
+        for node in found
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
     return sum(not isinstance(node, named) for node in found) - len(prose)
 
 
@@ -176,11 +185,15 @@ def class_rows(trees: Trees) -> dict[str, object]:
         if isinstance(node, ast.ClassDef)
     }
     called = {"Callable"} | {
-        name for tree in trees.values() for name, value in aliases(tree).items() if last_word(value) == "Callable"
+        name
+        for tree in trees.values()
+        for name, value in aliases(tree).items()
+        if last_word(value) == "Callable"
     }
     taken = {name: parameters(node) for name, node in parts.items()}
     functions = {
-        name: sum(not called.isdisjoint(members(arg.annotation)) for arg in given) for name, given in taken.items()
+        name: sum(not called.isdisjoint(members(arg.annotation)) for arg in given)
+        for name, given in taken.items()
     }
     by_methods = {name: len(methods(node)) for name, node in parts.items()}
     by_attributes = {name: len(attributes(node)) for name, node in parts.items()}

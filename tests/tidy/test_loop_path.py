@@ -14,7 +14,9 @@ from tests.tidy.trace import ROOT, Trace
 
 ROUND, PERIOD = 2, 2
 MAX_LINES, TRIES = 120, 5
-MAX_FILES = 8  # of node/ and swarm/peer; the protocol, the method and the codec are read for themselves
+MAX_FILES = (
+    8  # of node/ and swarm/peer; the protocol, the method and the codec are read for themselves
+)
 
 
 def traced_update(monkeypatch):
@@ -47,7 +49,9 @@ def traced_update(monkeypatch):
     monkeypatch.setattr(DiLoCo, "due", marked_due)
     monkeypatch.setattr(Loop, "_apply", marked_apply)
     monkeypatch.setattr(peer, "unpack", marked_unpack)
-    monkeypatch.setattr(compute.Worker, "__call__", lambda self, work: call(self, trace.carried(work)))
+    monkeypatch.setattr(
+        compute.Worker, "__call__", lambda self, work: call(self, trace.carried(work))
+    )
 
     def work(rank, optimize):
         torch.manual_seed(0)
@@ -71,7 +75,9 @@ def test_the_loop_fits_on_one_screen():
 
 def test_one_update_enters_the_files_that_the_page_lists(monkeypatch):
     entered = {}
-    for _ in range(TRIES):  # a peer that is late catches up by another way, and a busy machine makes peers late
+    for _ in range(
+        TRIES
+    ):  # a peer that is late catches up by another way, and a busy machine makes peers late
         with monkeypatch.context() as patch:
             entered = traced_update(patch).entered
         if len(entered) <= MAX_FILES:

@@ -31,7 +31,9 @@ HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "architecture.md").read_text()
 Switchboard = runpy.run_path(str(HERE.parent / "worlds" / "switchboard.py"))["World"]
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 STAGES, TOKENS = 2, 8
 EDGES = Edges(activation_codec("raw"), 1, TOKENS, MODEL.dim, MODEL.vocab_size, 0)
 PATH = [
@@ -69,7 +71,10 @@ class Swarm:
         life = world.peer(self.me)
         self.calls, self.codec_offers = life.calls, SimpleNamespace(of=lambda peer, life: None)
         self.context = self.rounds = self
-        members = (*(Member(str(stage), 1, stage) for stage in range(STAGES)), Member(self.me, 1, NOTHING))
+        members = (
+            *(Member(str(stage), 1, stage) for stage in range(STAGES)),
+            Member(self.me, 1, NOTHING),
+        )
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
         self.logs = {}
 
@@ -101,14 +106,28 @@ def server_of(stage, span):
 
 async def one_microbatch():
     """Train until one microbatch is over, with a round of each stage as soon as its server has merged it."""
-    world, streams = Switchboard(), {stage: StreamName(f"s/{stage}", 0, 1) for stage in range(STAGES)}
+    world, streams = (
+        Switchboard(),
+        {stage: StreamName(f"s/{stage}", 0, 1) for stage in range(STAGES)},
+    )
     servers = [server_of(stage, span) for stage, span in enumerate(even(MODEL, STAGES))]
     for stage, server in enumerate(servers):
         world.peer(str(stage), server)
-    swarm, text = Swarm(world), SimpleNamespace(batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2)
-    directory, policy = StageDirectory(swarm, streams), policy_of("swarm", (1,) * STAGES, 0, swarm.me)
-    trainer = Trainer(swarm, directory, policy, MicrobatchSource(text, EDGES, policy), TrainerTerms(1, 1))
-    tasks = [asyncio.create_task(work) for work in (*(server.run() for server in servers), trainer.run(lambda: False))]
+    swarm, text = (
+        Swarm(world),
+        SimpleNamespace(batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2),
+    )
+    directory, policy = (
+        StageDirectory(swarm, streams),
+        policy_of("swarm", (1,) * STAGES, 0, swarm.me),
+    )
+    trainer = Trainer(
+        swarm, directory, policy, MicrobatchSource(text, EDGES, policy), TrainerTerms(1, 1)
+    )
+    tasks = [
+        asyncio.create_task(work)
+        for work in (*(server.run() for server in servers), trainer.run(lambda: False))
+    ]
     for stage, server in enumerate(servers):
         await server.accounts.merged.wait()
         server.accounts.take()
@@ -124,7 +143,9 @@ async def one_microbatch():
 
 
 def test_a_microbatch_enters_these_files_in_this_order():
-    trace = Trace(("node/pipeline", "swarm/peer"), begin="MicrobatchSource.draw", end="CommitTracker._end")
+    trace = Trace(
+        ("node/pipeline", "swarm/peer"), begin="MicrobatchSource.draw", end="CommitTracker._end"
+    )
     with trace.watching():
         run_virtual(one_microbatch())
     modules = list(trace.entered)

@@ -31,8 +31,15 @@ def test_a_module_is_where_the_page_says():
 
 
 def test_a_name_is_where_the_page_says():
-    paths = {name: (ROOT.joinpath(*name.split(".")[:-1]).with_suffix(".py"), name.rpartition(".")[2]) for name in NAMES}
-    assert not [name for name, (path, word) in paths.items() if not path.is_file() or word not in defined(path)]
+    paths = {
+        name: (ROOT.joinpath(*name.split(".")[:-1]).with_suffix(".py"), name.rpartition(".")[2])
+        for name in NAMES
+    }
+    assert not [
+        name
+        for name, (path, word) in paths.items()
+        if not path.is_file() or word not in defined(path)
+    ]
 
 
 def test_nothing_stands_twice_on_the_left():

@@ -41,11 +41,15 @@ def is_set(node, known):
         case ast.Set() | ast.SetComp():
             return True
         case ast.Call(func=ast.Attribute(value=value, attr=method), args=[*_, _]):
-            return (method in MERGES and is_set(value, known)) or (method in READS and is_set(node.args[-1], known))
+            return (method in MERGES and is_set(value, known)) or (
+                method in READS and is_set(node.args[-1], known)
+            )
         case ast.Call():
             return last_word(node) in ("set", "frozenset")
         case ast.BinOp(left=left, op=ast.Sub() | ast.BitAnd(), right=right):
-            keys = any(isinstance(side, ast.Call) and last_word(side) == "keys" for side in (left, right))
+            keys = any(
+                isinstance(side, ast.Call) and last_word(side) == "keys" for side in (left, right)
+            )
             return keys or is_set(left, known) or is_set(right, known)
         case ast.BinOp(left=left, op=ast.BitOr() | ast.BitXor()):
             return is_set(left, known)
@@ -83,7 +87,9 @@ def passages(scope):
         id(part)
         for node in ast.walk(scope)
         for part in getattr(
-            node, "args" if isinstance(node, ast.Call) and last_word(node) in IN_NO_ORDER else "elts", ()
+            node,
+            "args" if isinstance(node, ast.Call) and last_word(node) in IN_NO_ORDER else "elts",
+            (),
         )
         if not isinstance(node, ast.List | ast.Tuple)
     }
@@ -105,15 +111,27 @@ def passages(scope):
 def out_of_order(tree):
     """The lines that go through a set, or use a hash for anything but to compare it."""
     compared = {
-        id(part) for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in ast.iter_child_nodes(node)
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for part in ast.iter_child_nodes(node)
     }
-    hashes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "hash"]
+    hashes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hash"
+    ]
     found = {node.lineno for node in hashes if id(node) not in compared}
     scopes = [(tree, set())]
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             own = {name for name in sets_of(node) if name.startswith("self.")}
-            own |= {f"self.{name}" for part in node.body if isinstance(part, ast.AnnAssign) for name in sets_of(part)}
+            own |= {
+                f"self.{name}"
+                for part in node.body
+                if isinstance(part, ast.AnnAssign)
+                for name in sets_of(part)
+            }
             scopes += [(part, own) for part in node.body]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             scopes.append((node, sets_of(node)))

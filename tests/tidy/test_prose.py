@@ -8,7 +8,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("node", "swarm", "optimizers", "compression", "experiments")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OPENERS = {"What", "Who", "Whether", "How", "When", "Which"}
-FREE_WHO = re.compile(r"(?:^|\. |\b(?:to|of|for|by|from|as|than|with|at) )[Ww]ho\b")  # "to who lacks it"
+FREE_WHO = re.compile(
+    r"(?:^|\. |\b(?:to|of|for|by|from|as|than|with|at) )[Ww]ho\b"
+)  # "to who lacks it"
 
 
 def docstrings():

@@ -7,12 +7,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOUSES = ("node", "swarm", "optimizers", "compression", "experiments")
-NO_ROOMS = {"tests/docs", "tests/net", "tests/sim", "tests/tidy", "tests/worlds"}  # about the whole, not one room
+NO_ROOMS = {
+    "tests/docs",
+    "tests/net",
+    "tests/sim",
+    "tests/tidy",
+    "tests/worlds",
+}  # about the whole, not one room
 SUBJECTS = {"laws", "spec", "swarm"}  # of a room's tests: what holds for all of its modules
 MAX_FILES = 25
 MIN_LINES = 3
 
-MODULES = {path: ast.parse(path.read_text()) for house in HOUSES for path in (ROOT / house).rglob("*.py")}
+MODULES = {
+    path: ast.parse(path.read_text()) for house in HOUSES for path in (ROOT / house).rglob("*.py")
+}
 ROOMS = sorted({path.parent for path in MODULES})
 
 
@@ -31,7 +39,11 @@ def imported(tree):
             for alias in node.names:
                 yield (*node.module.split(".")[1:], alias.name)
         elif isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.startswith("farflock."))
+            yield from (
+                tuple(alias.name.split(".")[1:])
+                for alias in node.names
+                if alias.name.startswith("farflock.")
+            )
 
 
 def module_of(parts):
@@ -65,7 +77,9 @@ def test_a_folder_is_seen_at_one_glance(folder):
     assert len(files(folder)) <= MAX_FILES
 
 
-@pytest.mark.parametrize("folder", [room for room in ROOMS if room != ROOT / "compression"], ids=name)
+@pytest.mark.parametrize(
+    "folder", [room for room in ROOMS if room != ROOT / "compression"], ids=name
+)
 def test_each_room_says_what_lives_there_what_it_may_import_and_where_to_start(folder):
     said = ast.get_docstring(MODULES[folder / "__init__.py"]) or ""
     assert len(said.splitlines()) >= MIN_LINES
@@ -76,7 +90,9 @@ def test_each_room_says_what_lives_there_what_it_may_import_and_where_to_start(f
 def test_no_room_imports_in_a_circle_lazily_or_not():
     edges = {}
     for path, tree in MODULES.items():
-        targets = {room_of(found) for parts in imported(tree) if (found := module_of(parts)) is not None}
+        targets = {
+            room_of(found) for parts in imported(tree) if (found := module_of(parts)) is not None
+        }
         edges.setdefault(room_of(path), set()).update(targets - {room_of(path)})
     assert not [name(room) for room in circles(edges)]
 
@@ -95,12 +111,19 @@ def test_the_tests_are_where_the_code_is():
         for folder in folders
     }
     assert not [
-        room for room in rooms if name(room) not in NO_ROOMS and not (ROOT / room.relative_to(ROOT / "tests")).is_dir()
+        room
+        for room in rooms
+        if name(room) not in NO_ROOMS and not (ROOT / room.relative_to(ROOT / "tests")).is_dir()
     ]
 
 
 def test_the_protocol_has_no_input_or_output():
     forbidden = {"asyncio", "socket", "threading", "time", "os", "logging"}
     for path in files(ROOT / "swarm" / "protocol"):
-        names = {alias.name for node in ast.walk(MODULES[path]) if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name
+            for node in ast.walk(MODULES[path])
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         assert not names & forbidden, name(path)

@@ -51,13 +51,22 @@ def test_no_class_has_more_attributes_than_one_can_know():
     assert not over(MAX_ATTRIBUTES, lambda node: len(_MEASURE["attributes"](node)))
 
 
-@pytest.mark.parametrize("limit", ["constructors over 8 parameters", "constructors over 2 callables"])
+@pytest.mark.parametrize(
+    "limit", ["constructors over 8 parameters", "constructors over 2 callables"]
+)
 def test_no_constructor_takes_more_than_it_can_say(limit):
     assert not _MEASURE["class_rows"](TREES)[limit].keys() - EXCEPTIONS.keys()
 
 
 def test_the_exceptions_are_few_there_and_needed():
     assert len(EXCEPTIONS) <= MAX_EXCEPTIONS
-    sizes = {name: (_MEASURE["methods"](CLASSES[name]), _MEASURE["attributes"](CLASSES[name])) for name in EXCEPTIONS}
-    needless = [name for name, (own, kept) in sizes.items() if len(own) <= MAX_METHODS and len(kept) <= MAX_ATTRIBUTES]
+    sizes = {
+        name: (_MEASURE["methods"](CLASSES[name]), _MEASURE["attributes"](CLASSES[name]))
+        for name in EXCEPTIONS
+    }
+    needless = [
+        name
+        for name, (own, kept) in sizes.items()
+        if len(own) <= MAX_METHODS and len(kept) <= MAX_ATTRIBUTES
+    ]
     assert not needless

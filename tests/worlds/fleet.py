@@ -39,7 +39,9 @@ class Fleet(contextlib.AsyncExitStack):
     """Links, hostile clients and processes that end with the test."""
 
     async def peer(self, seed: int, **options) -> ZmqLinks:
-        links = await ZmqLinks.open(identity(seed), options.pop("run", "run"), LinkOptions(incarnation=seed, **options))
+        links = await ZmqLinks.open(
+            identity(seed), options.pop("run", "run"), LinkOptions(incarnation=seed, **options)
+        )
         self.push_async_callback(links.close)
         return links
 
@@ -65,7 +67,9 @@ class Fleet(contextlib.AsyncExitStack):
 class Stranger:
     """A client of its own making: holds a CURVE key, says what it likes."""
 
-    def __init__(self, target: ZmqLinks, owner: Identity, lane: int, routing_id: bytes | None = None):
+    def __init__(
+        self, target: ZmqLinks, owner: Identity, lane: int, routing_id: bytes | None = None
+    ):
         self.owner = owner
         self.key = owner.session_key()
         record = unseal(target.record(), "run")
@@ -202,7 +206,9 @@ async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     assert await got(b) == (a.me, b"meet")
     assert b.send(a.me, b"met")
     assert await got(a) == (b.me, b"met")
-    await until(lambda: len(b._table.partners[a.me].routes[1]) and len(a._table.partners[b.me].routes[1]))
+    await until(
+        lambda: len(b._table.partners[a.me].routes[1]) and len(a._table.partners[b.me].routes[1])
+    )
 
 
 async def got(links: ZmqLinks, timeout_s: float = 5.0):

@@ -41,7 +41,8 @@ def contents_of(outcome):
     columns = zip(*outcome.gathered.values(), strict=True)
     number = outcome.key.round
     return tuple(
-        reduce(number, shard, [("", 1.0, data) for data in column]).data for shard, column in enumerate(columns)
+        reduce(number, shard, [("", 1.0, data) for data in column]).data
+        for shard, column in enumerate(columns)
     )
 
 
@@ -119,7 +120,9 @@ class Node:
         while self.herd.stream.terms.enough and (
             missed := self.peer.decided(STREAM, self.applied + self.herd.stream.cadence.stride)
         ):
-            self.apply(missed, None)  # rounds that wait for nobody are many: a node takes in all that it missed at once
+            self.apply(
+                missed, None
+            )  # rounds that wait for nobody are many: a node takes in all that it missed at once
         number = self.applied + self.herd.stream.cadence.stride
         outcome = self.peer.decided(STREAM, number)
         name = None
@@ -127,7 +130,9 @@ class Node:
             self.serial += 1
             name = f"{self.number}.{self.incarnation}.{self.serial}"
             payload = json.dumps({"name": name, "padding": "x" * self.herd.padding}).encode()
-            outcome = await self.peer.exchange(STREAM, number, [payload] * SHARDS, tokens=TOKENS, state=self.state)
+            outcome = await self.peer.exchange(
+                STREAM, number, [payload] * SHARDS, tokens=TOKENS, state=self.state
+            )
         if outcome.status == "lost":
             self.events.append((now(), number, "lost"))
             await self.adopt()
@@ -194,7 +199,9 @@ class Herd:
             assert max(self.counted.values(), default=0) <= 1, "a contribution went to two partners"
             self.pairs[name] = names
             for other in set(names) - {name}:
-                assert self.pairs.get(other, names) in (names, [other]), "partners mean different pairs"
+                assert self.pairs.get(other, names) in (names, [other]), (
+                    "partners mean different pairs"
+                )
 
     def agreed(self, node, outcome, contents, name):
         """There is one result of a round, with everybody's contribution in it at most once and in its own round."""
@@ -204,7 +211,9 @@ class Herd:
             self.results[number] = result
             for content in contents[:1]:
                 self.counted.update(json.loads(content)["names"])
-            assert max(self.counted.values(), default=0) <= 1, f"a contribution counted twice: {self.counted}"
+            assert max(self.counted.values(), default=0) <= 1, (
+                f"a contribution counted twice: {self.counted}"
+            )
         assert self.results[number] == result, f"two results of round {number}"
         for content in contents:
             assert json.loads(content)["round"] == number, "a contribution of another round"
@@ -225,7 +234,9 @@ class Herd:
         """End all nodes; raise what any of them died of."""
         for node in self.nodes.values():
             node.task.cancel()
-        ended = await asyncio.gather(*(node.task for node in self.nodes.values()), return_exceptions=True)
+        ended = await asyncio.gather(
+            *(node.task for node in self.nodes.values()), return_exceptions=True
+        )
         for result in ended:
             if isinstance(result, Exception):
                 raise result
@@ -251,7 +262,10 @@ async def grown(herd, count):
     for number in range(count):
         herd.start(number)
     await until(
-        lambda: all(node.peer.context.chain is not None and len(node.members) == count for node in herd.nodes.values()),
+        lambda: all(
+            node.peer.context.chain is not None and len(node.members) == count
+            for node in herd.nodes.values()
+        ),
         30,
         f"a view of {count}",
     )

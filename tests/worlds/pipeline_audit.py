@@ -36,19 +36,28 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.policy import Microbatch
 from farflock.swarm.sim.virtual_time import run_virtual
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=4, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=4, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
 TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-STORE_BYTES = 2**20  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+STORE_BYTES = (
+    2**20
+)  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
 WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
 
 
 def plan(seed=0, total=1, rate=STILL, **options):
     schedule = Schedule(rate, total, 0, 1.0, 0)
     inner = InnerConfig("sgd", rate, (0.9, 0.95), 0.0)
-    given = {"method": "ddp", "options": {"codec": "fp32", "return_codec": "fp32"}, "batch": 1, "seq": TOKENS} | options
+    given = {
+        "method": "ddp",
+        "options": {"codec": "fp32", "return_codec": "fp32"},
+        "batch": 1,
+        "seq": TOKENS,
+    } | options
     return RunPlan(seed, MODEL, inner, schedule, clip_norm=None, dtype=torch.float64, **given)
 
 
@@ -88,7 +97,9 @@ class Life:
     number: int
     stage: int
     serving: Any
-    computed: dict[tuple[str, int], Pass] = field(default_factory=dict)  # the backward pass whose gradient is put aside
+    computed: dict[tuple[str, int], Pass] = field(
+        default_factory=dict
+    )  # the backward pass whose gradient is put aside
     merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
     used: Any = None  # the weights that the stage computed with last
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
@@ -125,8 +136,12 @@ class Audit:
         self.taken = []  # (life, sums, keys) of every step
         self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
-        self.ages = collections.defaultdict(dict)  # by stage and round, how late each key is that counts
-        self.applied = collections.defaultdict(dict)  # by stage and round, the results that servers applied
+        self.ages = collections.defaultdict(
+            dict
+        )  # by stage and round, how late each key is that counts
+        self.applied = collections.defaultdict(
+            dict
+        )  # by stage and round, the results that servers applied
         self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
         self.events = collections.Counter()
         self.on_event = lambda what, number: None
@@ -141,9 +156,15 @@ class Audit:
     def run(self, during=None):
         async def main():
             self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self._look)
-            beside = [asyncio.create_task(work(self.sim)) for work in (self._measure, during) if work is not None]
+            beside = [
+                asyncio.create_task(work(self.sim))
+                for work in (self._measure, during)
+                if work is not None
+            ]
             for task in beside:
-                task.add_done_callback(lambda task: task.cancelled() or not task.exception() or self.sim.end())
+                task.add_done_callback(
+                    lambda task: task.cancelled() or not task.exception() or self.sim.end()
+                )
             try:
                 return await self.sim.run()
             finally:
@@ -196,7 +217,9 @@ class Audit:
             replies = forward_all(asked)
             for each, reply in zip(asked, replies, strict=True):
                 if isinstance(reply, bytes):
-                    audit._made[audit.output_of(each, reply)] = audit._pass(life, audit.input_of(each))
+                    audit._made[audit.output_of(each, reply)] = audit._pass(
+                        life, audit.input_of(each)
+                    )
             audit._event("forward computed", life)
             return replies
 
@@ -250,15 +273,25 @@ class Audit:
 
     def _pass(self, life, x, outside=None, version=None):
         if self.pipeline.asynchronous is None:
-            return Pass(life.stage, life.serving.state_sync.applied_round, self._weights_of(life), x, outside)
+            return Pass(
+                life.stage,
+                life.serving.state_sync.applied_round,
+                self._weights_of(life),
+                x,
+                outside,
+            )
         number = life.serving.state_sync.applied_round if version is None else version.round
-        return Pass(life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside)
+        return Pass(
+            life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside
+        )
 
     def _weights_of(self, life):
         """Of this server now: the same as every server's of the stage that has applied as many rounds."""
         key = life.stage, life.serving.state_sync.applied_round
         if key[1] not in life.weights:
-            life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server.stage.model.named_parameters()))
+            life.weights[key[1]] = self._seen_weights(
+                key, dict(life.serving.server.stage.model.named_parameters())
+            )
         return life.weights[key[1]]
 
     def _seen_weights(self, key, now):
@@ -266,7 +299,9 @@ class Audit:
             if all(torch.equal(known[name], x) for name, x in now.items()):
                 return known
         versions = self._weights[key]
-        assert self.begun_anew or not versions, f"two servers of stage {key[0]} differ after round {key[1]}"
+        assert self.begun_anew or not versions, (
+            f"two servers of stage {key[0]} differ after round {key[1]}"
+        )
         versions.append({name: x.detach().clone() for name, x in now.items()})
         return versions[-1]
 
@@ -293,20 +328,28 @@ class Audit:
         def taking():
             waiting = list(accounts.sums.rounds)
             taken = take()
-            audit.taken.append((life, taken.staged, [key for key in waiting if key not in accounts.late]))
+            audit.taken.append(
+                (life, taken.staged, [key for key in waiting if key not in accounts.late])
+            )
             return taken
 
         def bringing(number):
             noted = brought(number)
-            if number not in audit.named[life.stage]:  # else it is over, and the contribution goes into the next one
-                audit.brought[life.stage, number, peer] = {key: life.merged[key] for key in counted(noted)}
+            if (
+                number not in audit.named[life.stage]
+            ):  # else it is over, and the contribution goes into the next one
+                audit.brought[life.stage, number, peer] = {
+                    key: life.merged[key] for key in counted(noted)
+                }
             audit._event("offered", life)
             return noted
 
         def closing(number, noted):
             keys = notes.joined([noted]) if noted else []
             known = audit.named[life.stage].setdefault(number, keys)
-            assert known == keys, f"two servers of stage {life.stage} heard different keys of round {number}"
+            assert known == keys, (
+                f"two servers of stage {life.stage} heard different keys of round {number}"
+            )
             audit.ages[life.stage][number] = counted(noted) if noted else {}
             closed(number, noted)
             audit._event("closed", life)
@@ -342,7 +385,11 @@ class Audit:
 
     def _sizes_of(self, server):
         pending, closed = server.pending, server.accounts.rounds_over
-        sizes = {"staged": len(pending.gradients), "queued": server.waiting, "replies": len(pending.replies)}
+        sizes = {
+            "staged": len(pending.gradients),
+            "queued": server.waiting,
+            "replies": len(pending.replies),
+        }
         return sizes | {"slots": len(pending.staging._slots), "closed": len(closed)}
 
     def _note_most(self, sizes):
@@ -356,7 +403,11 @@ class Audit:
         that it visits, in that order."""
         if key not in self._gradients:
             whole = self.order(key) == tuple(range(len(self._stages)))
-            found = self.reference.backward(*self.batch(key)).staged.gradients if whole else self._of_these(key)
+            found = (
+                self.reference.backward(*self.batch(key)).staged.gradients
+                if whole
+                else self._of_these(key)
+            )
             self._gradients[key] = found
         return self._gradients[key]
 
@@ -366,8 +417,12 @@ class Audit:
         visited = [self._stages[stage] for stage in self.order(key)]
         for model in visited:
             x = model(x)
-        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
-        names = {name: parameter for model in visited for name, parameter in model.named_parameters()}
+        loss = torch.nn.functional.cross_entropy(
+            x.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        names = {
+            name: parameter for model in visited for name, parameter in model.named_parameters()
+        }
         return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
 
     def order(self, key):
@@ -375,7 +430,9 @@ class Audit:
         trainer, number = key
         if trainer not in self._policies:
             cut = self.pipeline
-            self._policies[trainer] = policy_of(cut.policy, cut.layers, self.plan.run_seed, trainer, cut.paths)
+            self._policies[trainer] = policy_of(
+                cut.policy, cut.layers, self.plan.run_seed, trainer, cut.paths
+            )
         return self._policies[trainer].stage_order(Microbatch(number, 0, lane_of(trainer)))
 
     def batch(self, key):
@@ -402,7 +459,9 @@ class Audit:
             x = forwards[stage].x
         for stage, one in backs.items():
             assert one.stage == stage
-            assert stage == 0 or self._made[one.x] is forwards[source[stage]], "a pass whose input is of another way"
+            assert stage == 0 or self._made[one.x] is forwards[source[stage]], (
+                "a pass whose input is of another way"
+            )
         marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
         mark = (
             key,
@@ -423,14 +482,18 @@ class Audit:
             tokens, targets = self.batch(key)
             leaves = {name: x.detach().requires_grad_() for name, x in back.weights.items()}
             x = functional_call(self.reference.model, leaves, (tokens,))
-            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = torch.nn.functional.cross_entropy(
+                x.flatten(0, 1), targets.flatten(), reduction="sum"
+            )
             found = torch.autograd.grad(loss, list(leaves.values()))
             self._expected[mark] = dict(zip(leaves, found, strict=True))
         return self._expected[mark]
 
     def _graph(self, key, wanted, forwards, backs):
         tokens, targets = self.batch(key)
-        leaves = {name: x.detach().double().requires_grad_() for name, x in backs[wanted].weights.items()}
+        leaves = {
+            name: x.detach().double().requires_grad_() for name, x in backs[wanted].weights.items()
+        }
         x = tokens
         order = self.order(key)
         for place, stage in enumerate(order):
@@ -444,32 +507,43 @@ class Audit:
                 continue
             back = self._call(stage, leaves if stage == wanted else backs[stage].weights, x)
             x = back if value is None else back + (value - back).detach()
-        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            x.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
     def _call(self, stage, weights, x):
         """What a stage computes with these weights, in double precision."""
-        return functional_call(self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,))
+        return functional_call(
+            self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,)
+        )
 
     def expected(self, stage, passes):
         """The sum over microbatches, given the backward pass of each, by name."""
         found = [self.gradient_of(key, back) for key, back in passes.items()]
         names = names_of(self.plan.model, self.pipeline.stages[stage])
-        return {name: sum((one[name] for one in found), torch.zeros((), dtype=torch.float64)) for name in names}
+        return {
+            name: sum((one[name] for one in found), torch.zeros((), dtype=torch.float64))
+            for name in names
+        }
 
     def check(self):
         """Every sum that was taken, every mean that was applied, and every account."""
         for life, staged, keys in self.taken:
             assert staged.tokens == TOKENS * len(keys)
             if keys:
-                for name, x in self.expected(life.stage, {key: life.merged[key] for key in keys}).items():
+                for name, x in self.expected(
+                    life.stage, {key: life.merged[key] for key in keys}
+                ).items():
                     torch.testing.assert_close(staged.gradients[name].double(), x, **self.close)
         for stage, rounds in self.applied.items():
             for number, results in rounds.items():
                 self._check_round(stage, number, results)
         for stage, rounds in self.named.items():
             listed = collections.Counter(key for keys in rounds.values() for key in keys)
-            assert set(listed.values()) <= {1}, f"stage {stage} counts some twice: {listed.most_common(3)}"
+            assert set(listed.values()) <= {1}, (
+                f"stage {stage} counts some twice: {listed.most_common(3)}"
+            )
         return self
 
     def _check_round(self, stage, number, results):
@@ -477,14 +551,18 @@ class Audit:
         passes, keys = {}, sorted(self.ages[stage][number])
         for peer in results[0].participants:
             mine = self.brought[stage, number, peer]
-            assert not mine.keys() & passes.keys(), f"two contributions to round {number} of stage {stage} share some"
+            assert not mine.keys() & passes.keys(), (
+                f"two contributions to round {number} of stage {stage} share some"
+            )
             passes |= mine
         assert sorted(passes) == keys, (
             f"round {number} of stage {stage} names others than its contributions are made of"
         )
         for name, x in self.expected(stage, passes).items() if self.check_means else ():
             for result in results:
-                torch.testing.assert_close(result.mean[name], (x / (TOKENS * max(len(keys), 1))).float(), **WIRE)
+                torch.testing.assert_close(
+                    result.mean[name], (x / (TOKENS * max(len(keys), 1))).float(), **WIRE
+                )
 
     def finished(self):
         """The microbatches that their trainers know to count at every stage."""
@@ -492,13 +570,21 @@ class Audit:
         for number, part in enumerate(self.world.parts):
             if part.trains:
                 me = identity_of(self.plan, number).peer
-                events = (entry for entry in self.tale.events if entry[1] == number and entry[2] == "microbatch")
+                events = (
+                    entry
+                    for entry in self.tale.events
+                    if entry[1] == number and entry[2] == "microbatch"
+                )
                 done |= {(me, fields["number"]) for _, _, _, fields in events}
         return done
 
     def check_finished(self, patience_s=60.0):
         """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
-        assert not sum(node.trainer.commits.lost for node in self.sim.nodes.values() if node.trainer is not None)
+        assert not sum(
+            node.trainer.commits.lost
+            for node in self.sim.nodes.values()
+            if node.trainer is not None
+        )
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
             lacking = sorted(key for key in self.finished() - listed if stage in self.order(key))
@@ -507,7 +593,9 @@ class Audit:
             if node.trainer is not None:
                 assert node.trainer.commits.doubled == 0
                 oldest_s = min(begun_of(node.trainer), default=self.tale.virtual_s)
-                assert self.tale.virtual_s - oldest_s < patience_s, "a microbatch that never comes to count"
+                assert self.tale.virtual_s - oldest_s < patience_s, (
+                    "a microbatch that never comes to count"
+                )
         return self
 
     def check_memory(self):

@@ -33,7 +33,11 @@ class Echo:
 
     def __init__(self, slow_s=0.0, refuse=None, answer=None):
         self.slow_s, self.refuse, self.answer = slow_s, refuse, answer
-        self.judged, self.served, self.ended = collections.Counter(), collections.Counter(), collections.Counter()
+        self.judged, self.served, self.ended = (
+            collections.Counter(),
+            collections.Counter(),
+            collections.Counter(),
+        )
 
     def admit(self, caller, request, sizes):
         self.judged[caller, request] += 1
@@ -88,7 +92,9 @@ class Life:
             await asyncio.sleep(0.1)
 
     async def ask(self, peer, request=b"do", payloads=(), timeout_s=30.0, max_reply_bytes=2**26):
-        return await self.calls.ask(peer, request, payloads, timeout_s=timeout_s, max_reply_bytes=max_reply_bytes)
+        return await self.calls.ask(
+            peer, request, payloads, timeout_s=timeout_s, max_reply_bytes=max_reply_bytes
+        )
 
     async def fails(self, peer, *args, **options):
         with pytest.raises(CallFailed) as failure:
@@ -100,7 +106,13 @@ class Life:
         """Everything that is kept for any call."""
         calls, serving = self.calls, self.calls._serving
         busy = 0 if calls._sending.idle else 1
-        return len(calls._asked), len(serving._served), serving._held_bytes, self.store.size_bytes, busy
+        return (
+            len(calls._asked),
+            len(serving._served),
+            serving._held_bytes,
+            self.store.size_bytes,
+            busy,
+        )
 
     def kill(self):
         self.world.network.kill(self.name)
@@ -112,7 +124,12 @@ class World:
     """Peers by name; the first tap that returns something decides what becomes of a message."""
 
     def __init__(self, seed=1, link=LINK):
-        self.network, self.failures, self.lives, self.incarnation = SimNetwork(seed, link), [], [], 10
+        self.network, self.failures, self.lives, self.incarnation = (
+            SimNetwork(seed, link),
+            [],
+            [],
+            10,
+        )
         self.sent, self.taps = collections.Counter(), []
         self.network.tap = self.tap
 
@@ -149,7 +166,9 @@ class World:
         living = [life for life in self.lives if life.tasks]
         begun_s = now()
         while any(any(life.kept) for life in living):
-            assert now() - begun_s < within_s, f"kept: {[(life.name, life.kept) for life in living]}"
+            assert now() - begun_s < within_s, (
+                f"kept: {[(life.name, life.kept) for life in living]}"
+            )
             await asyncio.sleep(0.05)
 
 

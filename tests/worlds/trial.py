@@ -44,10 +44,14 @@ class Trial(Chaos):
     """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
 
     def __init__(self, arm: ChaosCase, peers: int, misfortunes=MISFORTUNES, seed=0):
-        super().__init__(zlib.crc32(f"{arm.method}/{peers}/{misfortunes}/{seed}".encode()), arm, peers)
+        super().__init__(
+            zlib.crc32(f"{arm.method}/{peers}/{misfortunes}/{seed}".encode()), arm, peers
+        )
         self.misfortunes, self.shown = misfortunes, collections.Counter()
         self.happened = []
-        self.population = Dishonest(self.seed, arm, self.network, self.watch, self.population.identities)
+        self.population = Dishonest(
+            self.seed, arm, self.network, self.watch, self.population.identities
+        )
 
     def _faults(self):
         order = self._random.sample(self.misfortunes, len(self.misfortunes))
@@ -87,7 +91,9 @@ class Trial(Chaos):
         """Frames change on the way; chunks are not what they are called; somebody sends what no codec writes."""
         self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
-        there = there and await self.until(lambda: self.population.liar is None or not self._streams)
+        there = there and await self.until(
+            lambda: self.population.liar is None or not self._streams
+        )
         self.tap.lying, self.population.liar = 0.0, None
         return there
 
@@ -103,13 +109,19 @@ class Trial(Chaos):
         """Somebody is cut off until its exchange is overdue (a pair's ends then), and hears of it later."""
         victim, before = self.last(), self.watch.statuses["failed"] + self.watch.statuses["alone"]
         life, peer = self.population.lives[victim], self.population.identities[victim].peer
-        self.network.partition({peer}, {identity.peer for identity in self.population.identities} - {peer})
+        self.network.partition(
+            {peer}, {identity.peer for identity in self.population.identities} - {peer}
+        )
 
         def overdue():
             now_s = life.peer.run_s()
             ages = [now_s - one.since_s - one.exchange.deadline_s for one in life.loop.driver.table]
             ended = self.watch.statuses["failed"] + self.watch.statuses["alone"] > before
-            return not self._streams or max(ages, default=0) > 0 or (self.arm.method == "noloco" and ended)
+            return (
+                not self._streams
+                or max(ages, default=0) > 0
+                or (self.arm.method == "noloco" and ended)
+            )
 
         there = await self.until(overdue)
         self.network.heal()
@@ -117,7 +129,9 @@ class Trial(Chaos):
 
     async def join(self):
         index = len(self.population.identities)
-        self.population.identities.append(Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")))
+        self.population.identities.append(
+            Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big"))
+        )
         self.watch._peers.append(self.population.identities[index].peer)
         self.population.begin(index)
         return await self.until(self.all_know_all)
@@ -127,7 +141,9 @@ class Trial(Chaos):
         life = self.population.lives.pop(victim)
         life.loop.stop()
         await life.task
-        return await self.until(lambda: all(victim not in self.members_of(index) for index in self.population.lives))
+        return await self.until(
+            lambda: all(victim not in self.members_of(index) for index in self.population.lives)
+        )
 
     # who
 
@@ -136,18 +152,25 @@ class Trial(Chaos):
         return self.members_of(next(iter(self.population.lives)))[-1]
 
     def members_of(self, index):
-        numbers = {identity.peer: number for number, identity in enumerate(self.population.identities)}
-        return [numbers[peer] for peer in self.population.lives[index].peer.context.chain.newest.peers]
+        numbers = {
+            identity.peer: number for number, identity in enumerate(self.population.identities)
+        }
+        return [
+            numbers[peer] for peer in self.population.lives[index].peer.context.chain.newest.peers
+        ]
 
     def all_know_all(self):
         here = all(life.loop is not None for life in self.population.lives.values())
         return here and all(
-            self.population.lives.keys() <= set(self.members_of(index)) for index in self.population.lives
+            self.population.lives.keys() <= set(self.members_of(index))
+            for index in self.population.lives
         )
 
     def without_somebody(self):
         pairs = self.arm.method == "noloco"
-        return sum(self.watch.statuses[one] for one in (("alone", "failed") if pairs else ("partial",)))
+        return sum(
+            self.watch.statuses[one] for one in (("alone", "failed") if pairs else ("partial",))
+        )
 
 
 def tried(arm, peers, misfortunes=MISFORTUNES, seed=0):

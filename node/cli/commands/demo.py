@@ -14,12 +14,28 @@ from farflock.node.errors import Terminated, Usage
 
 @click.command("demo")
 @click.option("--peers", type=click.IntRange(1, 8), default=4, show_default=True)
-@click.option("--steps", type=click.IntRange(20), default=390, show_default=True, help="Steps of each peer.")
-@click.option("--method", default="noloco", show_default=True, help="Any of the catalogue: noloco, diloco, …")
-@click.option("--pipeline", is_flag=True, help="A model in three stages, of which nobody holds all; six processes.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to write (default: a new one).")
-@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
-def command(peers: int, steps: int, method: str, pipeline: bool, folder: Path | None, as_json: bool) -> None:
+@click.option(
+    "--steps", type=click.IntRange(20), default=390, show_default=True, help="Steps of each peer."
+)
+@click.option(
+    "--method", default="noloco", show_default=True, help="Any of the catalogue: noloco, diloco, …"
+)
+@click.option(
+    "--pipeline",
+    is_flag=True,
+    help="A model in three stages, of which nobody holds all; six processes.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to write (default: a new one).",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
+)
+def command(
+    peers: int, steps: int, method: str, pipeline: bool, folder: Path | None, as_json: bool
+) -> None:
     """Watch a swarm of real processes train a language model on this machine.
 
     With --pipeline, --peers and --method stand as they are: a trainer and six servers of a stage each, one of whom is killed,
@@ -38,14 +54,18 @@ def command(peers: int, steps: int, method: str, pipeline: bool, folder: Path | 
     with _place(folder) as place:
         file = place / "run.toml"
         file.write_bytes(described.canonical())
-        out.line(f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}")
+        out.line(
+            f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}"
+        )
         with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
             demo.run()
         from farflock.node.demo.report import report
 
         with out.progress("comparing") as progress:
             plan, lines = described.plan(), demo_manifest("ddp", peers, steps).plan()
-            facts = report(plan, lines, place, demo.children, peers, lambda name, share: progress(share))
+            facts = report(
+                plan, lines, place, demo.children, peers, lambda name, share: progress(share)
+            )
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
         out.result(facts, _text(facts))
 
@@ -58,8 +78,13 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
     with _place(folder) as place:
         file = place / "run.toml"
         file.write_bytes(described.canonical())
-        out.line(f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens; files in {place}")
-        with live("farflock demo") as show, PipelineDemo(place, file, processes, show).running() as demo:
+        out.line(
+            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens; files in {place}"
+        )
+        with (
+            live("farflock demo") as show,
+            PipelineDemo(place, file, processes, show).running() as demo,
+        ):
             demo.run()
         with out.progress("comparing") as progress:
             facts = report(described, place, demo.children, lambda name, share: progress(share))
@@ -73,7 +98,11 @@ def _place(named: Path | None) -> Iterator[Path]:
     place = named or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
     place.mkdir(parents=True, exist_ok=True)
     if any(place.iterdir()):
-        raise Usage(f"{place} is not empty", "a demo's files would mix with those there", "name another --folder")
+        raise Usage(
+            f"{place} is not empty",
+            "a demo's files would mix with those there",
+            "name another --folder",
+        )
     try:
         yield place
     except (KeyboardInterrupt, Terminated):
@@ -82,12 +111,16 @@ def _place(named: Path | None) -> Iterator[Path]:
         raise
 
 
-def _text(facts: dict[str, object], ddp: str = "DDP, one model", none: str = "no communication") -> str:
+def _text(
+    facts: dict[str, object], ddp: str = "DDP, one model", none: str = "no communication"
+) -> str:
     def loss(name: str) -> str:
         return f"{facts[name + '_loss']:.4f} ± {facts[name + '_error']:.4f}"
 
     share = facts["share_of_gain"]
-    kept = "too short to tell" if share is None else f"{share:.0%} of DDP's gain over no communication"
+    kept = (
+        "too short to tell" if share is None else f"{share:.0%} of DDP's gain over no communication"
+    )
     return "\n".join(
         (
             "held-out loss, nats per byte          bytes sent per peer",

@@ -19,8 +19,14 @@ LOOK_TIMEOUT_S = 30.0
 @click.command("join")
 @click.argument("invite")
 @machine_options
-@click.option("--dry-run", is_flag=True, help="Look the run up, print its manifest and hash, and join nothing.")
-@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Look the run up, print its manifest and hash, and join nothing.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
+)
 def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int:
     """Join the run of INVITE: download its state, train, and leave with Ctrl-C whenever you like.
 
@@ -49,7 +55,11 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
             out,
             "farflock join",
             lambda started: join(
-                machine_of(machine), invited, started, LEARN_TIMEOUT_S, lambda here, total: progress(here / total)
+                machine_of(machine),
+                invited,
+                started,
+                LEARN_TIMEOUT_S,
+                lambda here, total: progress(here / total),
             ),
             greet,
         )
@@ -75,5 +85,8 @@ def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
         "hash": manifest.hash(),
     }
     memory = f"about {needed / 1e6:,.0f} MB of memory"
-    out.result(facts, f"{text}\nrun {invited.run}, founded by {invited.founder}; {memory}\nhash {manifest.hash()}")
+    out.result(
+        facts,
+        f"{text}\nrun {invited.run}, founded by {invited.founder}; {memory}\nhash {manifest.hash()}",
+    )
     return 0

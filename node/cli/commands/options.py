@@ -15,13 +15,33 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def machine_options(command: Command) -> Command:
     """Add the options."""
     for option in (
-        click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where this node's files are."),
-        click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads of torch."),
         click.option(
-            "--host", default="127.0.0.1", show_default=True, help="Address to listen on; loopback unless told."
+            "--folder",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where this node's files are.",
         ),
-        click.option("--port", type=click.IntRange(0, 65534), default=0, help="Port of the links (0: any)."),
-        click.option("--dht-port", type=click.IntRange(0, 65535), default=0, help="Port of the directory (0: any)."),
+        click.option(
+            "--threads",
+            type=click.IntRange(1, 256),
+            default=1,
+            show_default=True,
+            help="Threads of torch.",
+        ),
+        click.option(
+            "--host",
+            default="127.0.0.1",
+            show_default=True,
+            help="Address to listen on; loopback unless told.",
+        ),
+        click.option(
+            "--port", type=click.IntRange(0, 65534), default=0, help="Port of the links (0: any)."
+        ),
+        click.option(
+            "--dht-port",
+            type=click.IntRange(0, 65535),
+            default=0,
+            help="Port of the directory (0: any).",
+        ),
         click.option(
             "--checkpoint-every",
             type=click.FloatRange(1, 86400),
@@ -36,7 +56,9 @@ def machine_options(command: Command) -> Command:
             metavar="ROLE",
             help="In a run of stages: trainer, replica (all stages), stage (the one that has the fewest), stage:N, or auto.",
         ),
-        click.option("--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."),
+        click.option(
+            "--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."
+        ),
     ):
         command = option(command)
     return command

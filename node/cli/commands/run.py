@@ -14,11 +14,23 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--set", "assignments", multiple=True, metavar="A.B=C", help="Override one value of the manifest.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="A.B=C",
+    help="Override one value of the manifest.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing."
+)
 @machine_options
-@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
-def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object) -> int:
+@click.option(
+    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
+)
+def command(
+    manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object
+) -> int:
     """Found the run that MANIFEST (a TOML file) describes; prints the invite that lets others join.
 
     Ctrl-C saves and leaves the run in good order, and exits with 130; a second one ends at once. SIGTERM, as from
@@ -37,7 +49,11 @@ def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json
 
     def greet(node: "NodeProcess") -> None:
         invite = node.invite()
-        write_whole(node.machine.folder.path / "invite.txt", f"{invite}\n".encode())  # scripts wait for it
+        write_whole(
+            node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
+        )  # scripts wait for it
         out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {invite}\n")
 
-    return train(out, "farflock run", lambda started: found(machine_of(machine), described, started), greet)
+    return train(
+        out, "farflock run", lambda started: found(machine_of(machine), described, started), greet
+    )

@@ -17,35 +17,111 @@ if TYPE_CHECKING:
     from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
     from farflock.node.simulate.simulation import World
+    from farflock.swarm.sim.network import LinkModel
 
 EVALUATED = 128  # held-out sequences
 
 
 @click.command("sim")
-@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@click.option("--set", "assignments", multiple=True, metavar="A.B=C", help="Override one value of the manifest.")
+@click.argument(
+    "manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="A.B=C",
+    help="Override one value of the manifest.",
+)
 @click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True)
-@click.option("--replicas", type=click.IntRange(0), default=0, help="In a run of stages: of the peers, full replicas.")
-@click.option("--loss", type=click.FloatRange(0, 0.9), default=0.0, show_default=True, help="Share of frames lost.")
-@click.option("--churn", type=click.FloatRange(0.1), help="Mean seconds between two kills; the killed come back.")
-@click.option("--rate", type=click.FloatRange(0.01), default=100.0, show_default=True, help="Mbit/s of every line.")
 @click.option(
-    "--latency", type=click.FloatRange(0), default=20.0, show_default=True, help="ms, one way, of every line."
+    "--replicas",
+    type=click.IntRange(0),
+    default=0,
+    help="In a run of stages: of the peers, full replicas.",
 )
 @click.option(
-    "--step", "step_s", type=click.FloatRange(0.001), default=0.5, show_default=True, help="Seconds a step takes."
+    "--loss",
+    type=click.FloatRange(0, 0.9),
+    default=0.0,
+    show_default=True,
+    help="Share of frames lost.",
 )
-@click.option("--lost", type=click.FloatRange(0, 1), default=0.0, help="Share of stores that the directory loses.")
-@click.option("--stale", type=click.FloatRange(0), default=0.0, help="Seconds by which the directory may lag behind.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Save legs here, and go on from them.")
-@click.option("--leg", "leg_tokens", type=click.IntRange(1), help="With --folder: tokens from one leg to the next.")
-@click.option("--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed.")
-@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many.")
-@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="With --chaos: the first.")
+@click.option(
+    "--churn",
+    type=click.FloatRange(0.1),
+    help="Mean seconds between two kills; the killed come back.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0.01),
+    default=100.0,
+    show_default=True,
+    help="Mbit/s of every line.",
+)
+@click.option(
+    "--latency",
+    type=click.FloatRange(0),
+    default=20.0,
+    show_default=True,
+    help="ms, one way, of every line.",
+)
+@click.option(
+    "--step",
+    "step_s",
+    type=click.FloatRange(0.001),
+    default=0.5,
+    show_default=True,
+    help="Seconds a step takes.",
+)
+@click.option(
+    "--lost",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Share of stores that the directory loses.",
+)
+@click.option(
+    "--stale",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Seconds by which the directory may lag behind.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Save legs here, and go on from them.",
+)
+@click.option(
+    "--leg",
+    "leg_tokens",
+    type=click.IntRange(1),
+    help="With --folder: tokens from one leg to the next.",
+)
+@click.option(
+    "--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed."
+)
+@click.option(
+    "--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many."
+)
+@click.option(
+    "--first-seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="With --chaos: the first.",
+)
 @click.option("--method", "name", help="With --chaos: only this method; all in turn if not said.")
-@click.option("--workers", type=click.IntRange(1), help="With --chaos: processes at once; one a core if not said.")
-@click.option("--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="With --chaos: processes at once; one a core if not said.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
+)
 def command(
     manifest: Path | None,
     assignments: tuple[str, ...],
@@ -68,27 +144,27 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run MANIFEST with real training steps among simulated peers. The same seed gives the same state hash."""
+    """Run MANIFEST with real training steps among simulated peers.
+
+    The same seed gives the same state hash."""
     out = Output(as_json)
     if leg_tokens and not folder:
-        raise click.UsageError("--leg saves the run now and then, so it needs a --folder")
+        raise click.UsageError("--leg saves the run at intervals, so it needs a --folder")
+    if chaos and (manifest or assignments):
+        raise click.UsageError("--chaos makes its own runs; leave out the manifest and --set")
     if chaos:
-        if manifest or assignments:
-            raise click.UsageError("--chaos makes small runs of its own; leave out the manifest and --set")
-        _disasters(out, first_seed, seeds, min(workers or os.cpu_count() or 1, seeds), name, dry_run)
+        _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
     if name:
-        raise click.UsageError("--method is for --chaos; the method of a run is said by --set method.name=NAME")
+        raise click.UsageError("--method is for --chaos; a run has --set method.name=NAME")
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
     from farflock.node.simulate.simulation import World
     from farflock.optimizers.catalog import method
     from farflock.swarm.sim.directory import DirectoryFaults
-    from farflock.swarm.sim.network import LinkModel
 
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
-    line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
-    link = LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss)
+    link = _link(rate, latency, loss)
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
@@ -97,7 +173,7 @@ def command(
             sim_pipeline.simulate(out, described, staged)
         return
     if replicas:
-        raise click.UsageError("--replicas is for a run of stages; without a [pipeline] table all peers are replicas")
+        raise click.UsageError("--replicas needs a [pipeline] table; else all peers are replicas")
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = World(
@@ -115,13 +191,23 @@ def command(
         _simulate(out, described, world, folder)
 
 
+def _link(rate: float, latency: float, loss: float) -> "LinkModel":
+    """Return the model of every line, from Mbit/s, ms one way and the share of frames lost."""
+    from farflock.swarm.sim.network import LinkModel
+
+    line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
+    return LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss)
+
+
 def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry_run: bool) -> bool:
     """Return whether this is a dry run; if so, print what would be run and its hash."""
     if dry_run:
         text, around = described.canonical().decode(), dataclasses.asdict(world)
         digest = hashlib.sha256(text.encode() + one_line(around).encode()).hexdigest()
         facts = {"manifest": text, "hash": described.hash(), "world": around, "world_hash": digest}
-        out.result(facts, f"{text}\n{one_line(around)}\nhash {described.hash()}, with its world {digest}")
+        out.result(
+            facts, f"{text}\n{one_line(around)}\nhash {described.hash()}, with its world {digest}"
+        )
     return dry_run
 
 
@@ -135,7 +221,10 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
     from farflock.node.simulate.simulation import held_out, simulate
 
     torch.set_num_threads(1)
-    corpus, tokenizer = load_corpus(described.data.corpus, described.data.sha256 or None), ByteTokenizer()
+    corpus, tokenizer = (
+        load_corpus(described.data.corpus, described.data.sha256 or None),
+        ByteTokenizer(),
+    )
     plan = described.plan()
     with out.progress("simulating") as progress:
         result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder)
@@ -156,7 +245,9 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
 
 
-def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str | None, dry_run: bool) -> None:
+def _disasters(
+    out: Output, seeds: range, workers: int | None, name: str | None, dry_run: bool
+) -> None:
     """Run seeded disasters; exit with 1 on a violation, or if many seeds leave a fault unfired."""
     from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
     from farflock.node.simulate.chaos_methods import PHASES, cases_of
@@ -164,22 +255,29 @@ def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str
     arms = [[arm.method, arm.options] for arm in cases_of(name)]
     phases = sorted(set(PHASES.values()))
     if dry_run:
-        plan = {"first_seed": first_seed, "seeds": seeds, "kinds": KINDS, "phases": phases, "arms": arms}
+        plan = {
+            "first_seed": seeds.start,
+            "seeds": len(seeds),
+            "kinds": KINDS,
+            "phases": phases,
+            "arms": arms,
+        }
         digest = hashlib.sha256(one_line(plan).encode()).hexdigest()
         out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
         return
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
     reports: list[SeedReport] = []
     with out.progress("seeds") as progress:
-        for report in run_seeds(first_seed, seeds, workers, name):
+        at_once = min(workers or os.cpu_count() or 1, len(seeds))
+        for report in run_seeds(seeds.start, len(seeds), at_once, name):
             reports.append(report)
-            progress(len(reports) / seeds)
+            progress(len(reports) / len(seeds))
     fired = sum((report.fired for report in reports), collections.Counter[tuple[str, str]]())
     empty = [f"{kind} in {phase}" for kind, phase in empty_cells(fired)]
     failures = [_failure(report, name) for report in reports if report.violations]
     slowest = max(reports, key=lambda report: report.recovery_s)
     facts = {
-        "seeds": seeds,
+        "seeds": len(seeds),
         "violations": len(failures),
         "failures": failures,
         "faults": {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS},
@@ -188,15 +286,20 @@ def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str
     }
     out.table(("", *phases), [(kind, *(fired[kind, phase] for phase in phases)) for kind in KINDS])
     lines = [
-        f"{len(failures)} of {seeds} seeds with a violation; the slowest recovery took {slowest.recovery_s} s",
-        *(f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}" for entry in failures),
+        f"{len(failures)} of {len(seeds)} seeds with a violation; the slowest recovery took {slowest.recovery_s} s",
+        *(
+            f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}"
+            for entry in failures
+        ),
         *([f"never fired: {', '.join(empty)}"] if empty else []),
     ]
     out.result(facts, "\n".join(lines))
-    if failures or (empty and seeds >= ENOUGH_SEEDS and not name):
+    if failures or (empty and len(seeds) >= ENOUGH_SEEDS and not name):
         raise SystemExit(1)
 
 
 def _failure(report: "SeedReport", name: str | None) -> dict[str, object]:
-    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (f" --method {name}" if name else "")
+    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (
+        f" --method {name}" if name else ""
+    )
     return {"seed": report.seed, "command": command, "violation": report.violations[0]}

@@ -21,7 +21,12 @@ PASSES = 4  # of a step: a forward pass, its recomputation, gradients of inputs 
 
 
 def world_of(
-    described: "Manifest", peers: int, link: "LinkModel", step_s: float, churn_s: float | None, replicas: int = 0
+    described: "Manifest",
+    peers: int,
+    link: "LinkModel",
+    step_s: float,
+    churn_s: float | None,
+    replicas: int = 0,
 ) -> "PipelineWorld":
     """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back. So many of the peers are
     full replicas, as fast as a server; beside them stages may have no servers, and there need be no trainer."""
@@ -42,9 +47,17 @@ def world_of(
     whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
     servers = [PeerRole(number % stages, forward_s=forward_s) for number in range(others - 1)]
     parts = (*whole, *servers, *([PeerRole(trains=True)] if others else []))
-    limit_s = 100 * step_s * described.run.total_tokens / (described.train.batch * described.train.seq) + 3600
+    limit_s = (
+        100 * step_s * described.run.total_tokens / (described.train.batch * described.train.seq)
+        + 3600
+    )
     return PipelineWorld(
-        parts, described.run.total_tokens, link, churn_s, view_s=described.exchange.view_s, limit_s=limit_s
+        parts,
+        described.run.total_tokens,
+        link,
+        churn_s,
+        view_s=described.exchange.view_s,
+        limit_s=limit_s,
     )
 
 
@@ -58,12 +71,17 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)
-    corpus, tokenizer = load_corpus(described.data.corpus, described.data.sha256 or None), ByteTokenizer()
+    corpus, tokenizer = (
+        load_corpus(described.data.corpus, described.data.sha256 or None),
+        ByteTokenizer(),
+    )
     pipeline = described.pipeline_plan()
     assert pipeline is not None, "a run of stages"
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
-        simulation = PipelineSimulation(described.plan(), pipeline, world, tokenizer.encode(corpus.train))
+        simulation = PipelineSimulation(
+            described.plan(), pipeline, world, tokenizer.encode(corpus.train)
+        )
         return await simulation.run(), simulation.nodes
 
     with out.progress("simulating"):
@@ -72,8 +90,12 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     tenth = max(len(losses) // 10, 1)
     facts: dict[str, Any] = {
         **_measured(described, nodes, tokenizer.encode(corpus.held_out)),
-        "rounds": len({(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}),
-        "losses": [round(sum(losses[at : at + tenth]) / tenth, 4) for at in range(0, tenth * 10, tenth)],
+        "rounds": len(
+            {(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}
+        ),
+        "losses": [
+            round(sum(losses[at : at + tenth]) / tenth, 4) for at in range(0, tenth * 10, tenth)
+        ],
         "microbatches": len(tale.fields("microbatch")),
         "bytes": tale.sent_bytes,
         "virtual_s": tale.virtual_s,
@@ -82,7 +104,9 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
 
 
-def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any) -> dict[str, Any]:  # noqa: ANN401 - tokens
+def _measured(
+    described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any
+) -> dict[str, Any]:  # noqa: ANN401 - tokens
     """Return hash and held-out loss of the model, assembled from each stage's furthest server."""
     import torch
 

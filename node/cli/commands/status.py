@@ -19,8 +19,12 @@ LOOK_TIMEOUT_S = 30.0
 
 @click.command("status")
 @click.argument("invite", required=False)
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="The node's folder.")
-@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+@click.option(
+    "--folder", type=click.Path(file_okay=False, path_type=Path), help="The node's folder."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
+)
 def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
     """Show what the local node does now; or look at the run of INVITE, and join nothing."""
     if invite is not None:
@@ -30,7 +34,9 @@ def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
         status = read_status(path)
     except (OSError, msgspec.MsgspecError) as error:
         raise Failure(
-            "there is no status", f"{path} cannot be read ({error})", "start a node there, or name its --folder"
+            "there is no status",
+            f"{path} cannot be read ({error})",
+            "start a node there, or name its --folder",
         ) from None
     lives = is_node(status.pid)
     facts = {**msgspec.to_builtins(status), "running": lives}
@@ -48,11 +54,18 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
     from farflock.node.run.invite import parse
 
     invite, ending = parse(word, time.time()), GracefulStop()
-    sight = run_until_asked(ending, lambda: inspect_run(MachineOptions(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S))
+    sight = run_until_asked(
+        ending, lambda: inspect_run(MachineOptions(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S)
+    )
     if sight is None:
         return conclude(out, None, ending.asked)
     text = sight.manifest.canonical().decode()
-    facts = {"run": invite.run, "founder": invite.founder, "manifest": text, "hash": sight.manifest.hash()}
+    facts = {
+        "run": invite.run,
+        "founder": invite.founder,
+        "manifest": text,
+        "hash": sight.manifest.hash(),
+    }
     said = msgspec.to_builtins((sight.view, sight.branch, sight.members))
     facts |= dict(zip(("view", "branch", "members"), said, strict=True))
     out.result(facts, _seen(invite.run, sight))
@@ -68,7 +81,9 @@ def _seen(run: str, sight: "RunInspection") -> str:
     ]
     for member in sight.members:
         how = "does not answer" if not member.answers else _ms(member.rtt_ms) or "answers"
-        lines.append(f"  {member.peer[-8:]}  {how:15}  {member.addresses[0] if member.addresses else 'dials out only'}")
+        lines.append(
+            f"  {member.peer[-8:]}  {how:15}  {member.addresses[0] if member.addresses else 'dials out only'}"
+        )
     return "\n".join(lines)
 
 
@@ -81,16 +96,23 @@ def _text(status: Status, lives: bool) -> str:
     pace = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
     rounds = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
     lines = [
-        f"process {status.pid} {status.doing}" if lives else "the node does not run; this is what it wrote last",
+        f"process {status.pid} {status.doing}"
+        if lives
+        else "the node does not run; this is what it wrote last",
         f"run {status.run}: {status.tokens / status.total_tokens:.1%} of {status.total_tokens:,} tokens",
         f"{step}{pace}",
-        f"rounds applied: {rounds}; the last is {status.last_round}" if rounds else "no round applied yet",
-        f"view {status.view}: {len(status.members)} members" + ("" if status.is_member else " (not a member yet)"),
+        f"rounds applied: {rounds}; the last is {status.last_round}"
+        if rounds
+        else "no round applied yet",
+        f"view {status.view}: {len(status.members)} members"
+        + ("" if status.is_member else " (not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
     if status.branch is not None:
         name, since = status.branch
-        lines.append(f"on branch {name} since round {since}: a majority was lost, and may come back")
+        lines.append(
+            f"on branch {name} since round {since}: a majority was lost, and may come back"
+        )
     lines += [
         f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} " + _ms(partner.rtt_ms)
         for partner in status.partners

@@ -21,7 +21,9 @@ NodeT = TypeVar("NodeT", bound=WatchedNode)
 TrainingCommand = Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
 
 
-def train(out: Output, title: str, work: TrainingCommand[NodeT], greet: Callable[[NodeT], None]) -> int:
+def train(
+    out: Output, title: str, work: TrainingCommand[NodeT], greet: Callable[[NodeT], None]
+) -> int:
     """Run a node to its end, or until it is asked to end; returns the exit code.
 
     `work` is given what to call with the node once it is in its run; `greet` then prints what a person must know."""

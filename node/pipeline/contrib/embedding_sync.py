@@ -17,7 +17,11 @@ from torch import Tensor
 
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig
-from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions, VersionedContributions, finite_table
+from farflock.node.pipeline.contrib.embedding_versions import (
+    EmbeddingVersions,
+    VersionedContributions,
+    finite_table,
+)
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica
@@ -67,7 +71,9 @@ class EmbeddingSync(FrozenEmbedding):
             return dict(driver.method.eval_params(driver.replica))
 
         self._applied, self._rewrite = applied, lambda: driver.replica.write(averaged(), "param")
-        self._first = VersionedContributions(contributions, self._tables, lambda: averaged()[EMBEDDING], replica)
+        self._first = VersionedContributions(
+            contributions, self._tables, lambda: averaged()[EMBEDDING], replica
+        )
         return self._first
 
     def founded(self) -> None:
@@ -91,7 +97,10 @@ class EmbeddingSync(FrozenEmbedding):
     def _begun_first(self, first: VersionedContributions, *, anew: bool) -> None:
         applied = self._applied()
         if anew and first.begin_anew(applied):
-            log.warning("nobody has the frozen embedding of round %d: it is taken from the average as it is", applied)
+            log.warning(
+                "nobody has the frozen embedding of round %d: it is taken from the average as it is",
+                applied,
+            )
         if self._tables.turns.in_effect(applied) != FIRST_VERSION:
             first.follow(applied)
             self._rewrite()
@@ -100,7 +109,9 @@ class EmbeddingSync(FrozenEmbedding):
     async def run(self) -> None:
         """Download and serve versions forever."""
         for slot in range(self._tables.turns.most):
-            self._peer.snapshots.serve(f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot))
+            self._peer.snapshots.serve(
+                f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot)
+            )
         # By slot: a lost version must not hold up the others.
         downloads: dict[int, asyncio.Task[bool]] = {}
         try:
@@ -173,9 +184,13 @@ class EmbeddingSync(FrozenEmbedding):
         )
         task, began = asyncio.ensure_future(fetch), asyncio.ensure_future(comes.wait())
         try:
-            await asyncio.wait([task, began], timeout=FIND_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [task, began], timeout=FIND_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if not (task.done() or comes.is_set()):
-                raise SnapshotUnavailable(f"nobody of stage {stage} offers {name} within {FIND_TIMEOUT_S:.0f} s")
+                raise SnapshotUnavailable(
+                    f"nobody of stage {stage} offers {name} within {FIND_TIMEOUT_S:.0f} s"
+                )
             return await task
         finally:
             for each in (task, began):
@@ -186,7 +201,9 @@ class EmbeddingSync(FrozenEmbedding):
         """Return the last version served in this slot, negative if there is none. The first version
         is not served: every peer has it."""
         held = [version for version in self._tables.codec.held if version != FIRST_VERSION]
-        return max((version for version in held if version % self._tables.turns.most == slot), default=-1)
+        return max(
+            (version for version in held if version % self._tables.turns.most == slot), default=-1
+        )
 
     async def _offered(self, slot: int) -> Snapshot:
         return await self._compute(partial(self._encoded, slot))

@@ -33,7 +33,12 @@ def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
     4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ =
     the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. Raise
     `ValueError` for a table that is not finite."""
-    return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
+    return Basis(
+        version,
+        basis.columns_DK,
+        table_VD.detach().to("cpu", torch.float32, copy=True),
+        basis.fixed_LD,
+    )
 
 
 class EmbeddingVersions:
@@ -62,7 +67,8 @@ class EmbeddingVersions:
         turns, effect = self.turns, self.turns.in_effect(applied)
         wanted = range(turns.oldest(applied), turns.newest(applied) + 1)
         return sorted(
-            (v for v in wanted if v not in self.codec.held), key=lambda version: (version != effect, -version)
+            (v for v in wanted if v not in self.codec.held),
+            key=lambda version: (version != effect, -version),
         )
 
     def give_up(self, applied: int) -> None:
@@ -85,7 +91,12 @@ class VersionedContributions:
         embedding: Callable[[], Tensor],
         replica: ConstrainedReplica | None,
     ) -> None:
-        self._contributions, self._tables, self._embedding, self._replica = contributions, tables, embedding, replica
+        self._contributions, self._tables, self._embedding, self._replica = (
+            contributions,
+            tables,
+            embedding,
+            replica,
+        )
         tables.embeds = replica is not None
         self._changed = False  # with the round that is being applied
 
@@ -137,9 +148,16 @@ class VersionedContributions:
         return lost
 
 
-def finite_table(tensors: dict[str, Tensor], name: str, vocabulary: int, width: int) -> Tensor | None:
+def finite_table(
+    tensors: dict[str, Tensor], name: str, vocabulary: int, width: int
+) -> Tensor | None:
     """Return another peer's table, (V, D) in float32 and finite; None for anything else."""
     table = tensors.get(name)
-    if table is None or len(tensors) != 1 or table.shape != (vocabulary, width) or table.dtype != torch.float32:
+    if (
+        table is None
+        or len(tensors) != 1
+        or table.shape != (vocabulary, width)
+        or table.dtype != torch.float32
+    ):
         return None
     return table if bool(table.isfinite().all()) else None

@@ -13,10 +13,21 @@ from torch import nn
 
 from farflock.node.pipeline.contrib.stash import Stash, Weights
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingReason, MissingVersion, WeightVersions
+from farflock.node.pipeline.server.weight_versions import (
+    ORIGIN,
+    MissingReason,
+    MissingVersion,
+    WeightVersions,
+)
 from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
-from farflock.optimizers.parts.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
+from farflock.optimizers.parts.corrections import (
+    AdaptiveBraking,
+    Age,
+    SpikeCompensation,
+    Trend,
+    along_trend,
+)
 
 FINENESS = 16  # agreed delays are counted in 1/16 steps, since states hold integers
 DELAY = "delay"  # name of a state mark (node/train/state_sync.py)
@@ -26,7 +37,9 @@ def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) ->
     """Hook a correction into an inner optimizer; `nesterov` is the optimizer itself."""
     if "spike" in correction:
         if not isinstance(inner, torch.optim.SGD):
-            raise ValueError(f"spike compensation is for sgd with momentum, not for {type(inner).__name__}")
+            raise ValueError(
+                f"spike compensation is for sgd with momentum, not for {type(inner).__name__}"
+            )
         SpikeCompensation(inner, age)
     if "prediction" in correction:
         Trend(inner)
@@ -138,7 +151,10 @@ class Versions(WeightVersions):
         if self.agreed is not None:
             places = dict(self.module.named_parameters())
             self._stash.serve({name: x.to(places[name]) for name, x in self.agreed().items()})
-        elif self.terms.predicts and (ahead := min(self.marks().get(DELAY, 0) / FINENESS, self.bound)) > 0:
+        elif (
+            self.terms.predicts
+            and (ahead := min(self.marks().get(DELAY, 0) / FINENESS, self.bound)) > 0
+        ):
             self._stash.serve(along_trend(self.module, self.inner, ahead))
 
 

@@ -79,7 +79,9 @@ class ServerMemory(EdgeEnds):
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
-        self._sent.forget(name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag)
+        self._sent.forget(
+            name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag
+        )
         out = bytearray()
         self._sent.encode(y_BLD, _context(self.edges, request, names), out)
         return bytes(out)
@@ -110,7 +112,9 @@ class Known:
     @property
     def visit(self) -> Visit:
         """The samples and tags as a request names them."""
-        return Visit(self.samples, b"".join(NO_TAG if entry is None else entry.tag for entry in self.entries))
+        return Visit(
+            self.samples, b"".join(NO_TAG if entry is None else entry.tag for entry in self.entries)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,9 @@ class TrainerMemory:
         for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
             values = None if part.kind == HELD else self._end.value(part, latest[sample], context)
             if values is None:
-                raise CorruptPayload(f"the difference of sample {sample} does not belong to what was said to be held")
+                raise CorruptPayload(
+                    f"the difference of sample {sample} does not belong to what was said to be held"
+                )
             latest[sample] = CacheEntry(values, part.after, 0) if part.kind != FULL else None
             change = bytes(part.payload) if part.kind == DIFFERENCE else b""
             rows.append(Row(values, part.after, part.before, change, part.kind != FULL))
@@ -181,7 +187,12 @@ class TrainerMemory:
         return written(parts)
 
     def taken(
-        self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row], lacking: Collection[int] = ()
+        self,
+        stage: int,
+        server: str,
+        samples: Sequence[int],
+        rows: Sequence[Row],
+        lacking: Collection[int] = (),
     ) -> None:
         """Note that a server has read this input, except the rows in `lacking`.
 
@@ -205,7 +216,9 @@ class TrainerMemory:
                 cache.put(sample, entry.values, entry.tag)
 
     def _cache(self, stage: int) -> Cache:
-        return self._caches.setdefault(stage, Cache(self._end.max_samples, self._end.max_cache_bytes))
+        return self._caches.setdefault(
+            stage, Cache(self._end.max_samples, self._end.max_cache_bytes)
+        )
 
 
 def fresh(edges: Edges) -> AqSgd:
@@ -231,7 +244,9 @@ def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
     return tuple(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in texts)
 
 
-def _context(edges: Edges, request: Forward | Backward, samples: tuple[int, ...]) -> ActivationContext:
+def _context(
+    edges: Edges, request: Forward | Backward, samples: tuple[int, ...]
+) -> ActivationContext:
     """Return the codec's context of a forward pass; a backward request carries the same input."""
     return ActivationContext(
         (edges.batch, edges.seq, edges.dim),

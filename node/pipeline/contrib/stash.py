@@ -33,7 +33,9 @@ class Stash:
 
     def __init__(self, module: nn.Module, keep: int = 2, epoch: int = 0) -> None:
         if not 1 <= keep <= MAX_VERSIONS:
-            raise ValueError(f"a stash of {keep} versions; choose 1 (none but the newest) to {MAX_VERSIONS}, usually 2")
+            raise ValueError(
+                f"a stash of {keep} versions; choose 1 (none but the newest) to {MAX_VERSIONS}, usually 2"
+            )
         self.epoch = epoch
         self._module, self._keep = module, keep
         self._old: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
@@ -96,7 +98,9 @@ class Stash:
         assert not self._lent, "an epoch ended inside the block of a version"
         if self._keep > 1:
             room = self._old.popitem(last=False)[1] if len(self._old) == self._keep - 1 else None
-            self._old[self.epoch] = self._served if self._served is not None else _copied(self._module, room)
+            self._old[self.epoch] = (
+                self._served if self._served is not None else _copied(self._module, room)
+            )
         self._served = None
         self.epoch += 1
 

@@ -14,7 +14,11 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
-from farflock.node.pipeline.passes.constraint import ConstrainedReplica, ConstrainedStage, Constraint
+from farflock.node.pipeline.passes.constraint import (
+    ConstrainedReplica,
+    ConstrainedStage,
+    Constraint,
+)
 from farflock.node.pipeline.passes.edges import Edges, basis_of
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
@@ -89,25 +93,52 @@ class Assembly:
         def report_delay(fields: dict[str, object]) -> None:
             means.report("delay", {"stage": index, **fields})
 
-        make_versions, weights = weight_versions(pipeline.asynchronous), (stage.model, inner, driver)
+        make_versions, weights = (
+            weight_versions(pipeline.asynchronous),
+            (stage.model, inner, driver),
+        )
         versions = make_versions(
             staleness, *weights, applied=applied, marks=marks, summing=summing, report=report_delay
         )
         terms, life = replace(pipeline.server, staleness=staleness), peer.context.incarnation
         ends = edge_ends(self.edges)
-        server = StageServer(index, stage, ends, terms, means, life=life, applied=applied, versions=versions)
-        driver.contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
+        server = StageServer(
+            index, stage, ends, terms, means, life=life, applied=applied, versions=versions
+        )
+        driver.contributions = (
+            server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
+        )
         state_sync = StateSync(peer, driver, exchange_client, means.compute)
         training_task = StageTask(
-            server.accounts, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing
+            server.accounts,
+            stage,
+            replica,
+            of_share(plan.schedule, share),
+            self.edges.tokens,
+            summing,
         )
         training_task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
         tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
         batch = BatchTrigger(
-            server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stop.requested
+            server.accounts,
+            peer.rounds,
+            peer.tallies,
+            name,
+            index,
+            tokens,
+            stopping=lambda: loop.stop.requested,
         )
         report, train = self._report_of(index), gated(batch, means.train)
-        loop = Loop(driver, exchange_client, state_sync, training_task, means.compute, train, report, adopt=_over)
+        loop = Loop(
+            driver,
+            exchange_client,
+            state_sync,
+            training_task,
+            means.compute,
+            train,
+            report,
+            adopt=_over,
+        )
         return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
 
     def _report_of(self, index: int) -> Report:
@@ -131,13 +162,19 @@ class Assembly:
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
-        constraint = Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
+        constraint = (
+            Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
+        )
         if constraint is not None:
             constraint.begin(model)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
         if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
             return Stage(model), PlainReplica(model, inner, clip), inner
-        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint), inner
+        return (
+            ConstrainedStage(model, constraint),
+            ConstrainedReplica(model, inner, clip, constraint),
+            inner,
+        )
 
 
 async def _over(reason: str) -> None:

@@ -13,7 +13,13 @@ from typing import Protocol
 from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
-from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
+from farflock.node.pipeline.lifecycle.state import (
+    SCALE,
+    begin_anew,
+    living,
+    round_of,
+    scale_snapshot,
+)
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
 from farflock.node.pipeline.server.task import StageTask
 from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
@@ -76,8 +82,13 @@ class StageStartup:
         after = max(rounds.values(), default=-1)
         await self.embedding.before(after)
         ends = await self._end_copy() if after >= 0 else None
-        begun = await begin_anew(serving.peer, self.plan, self.pipeline, serving.index, after, self.saved, ends)
-        self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
+        begun = await begin_anew(
+            serving.peer, self.plan, self.pipeline, serving.index, after, self.saved, ends
+        )
+        self.report(
+            "stage",
+            {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after},
+        )
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
             serving.state_sync.marks["bumped"] = after

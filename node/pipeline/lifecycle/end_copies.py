@@ -65,10 +65,15 @@ class EndCopies:
         """Serve and keep copies forever."""
         index = self._index
         if index in (0, len(self._streams) - 1):
-            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._state_sync.applied_round)
+            self._peer.snapshots.serve(
+                f"{OWN}/{index}", self._own, lambda: self._state_sync.applied_round
+            )
         while True:
             for end in self._beside:
-                if self._peer.rounds.newest(self._streams[end]) >= self._next[end] and self._is_keeper():
+                if (
+                    self._peer.rounds.newest(self._streams[end]) >= self._next[end]
+                    and self._is_keeper()
+                ):
                     await self._keep(end)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -82,7 +87,9 @@ class EndCopies:
             return  # its servers are leaving or busy: ask again later
         self._next[end] = snapshot.round + self._every
         if end not in self._copies:
-            self._peer.snapshots.serve(f"{KEPT}/{end}", lambda: self._offered(end), lambda: self._copies[end].round)
+            self._peer.snapshots.serve(
+                f"{KEPT}/{end}", lambda: self._offered(end), lambda: self._copies[end].round
+            )
         self._copies[end] = EndCopy.of(snapshot.round, tensors)
 
     async def _own(self) -> Snapshot:
@@ -115,16 +122,26 @@ class _Wanted:
     config: ModelConfig
     span: range
 
-    async def fetch(self, peer: Peer, name: str, timeout_s: float, least: int, stage: int) -> Snapshot:
-        most = HEAD_BYTES + 4 * sum(math.prod(shape) for shape in end_shapes(self.config, self.span).values())
-        return await peer.snapshots.fetch(name, timeout_s, least=least, stage=stage, most_bytes=most)
+    async def fetch(
+        self, peer: Peer, name: str, timeout_s: float, least: int, stage: int
+    ) -> Snapshot:
+        most = HEAD_BYTES + 4 * sum(
+            math.prod(shape) for shape in end_shapes(self.config, self.span).values()
+        )
+        return await peer.snapshots.fetch(
+            name, timeout_s, least=least, stage=stage, most_bytes=most
+        )
 
     def tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Decode the tensors; raise `CorruptSnapshot` unless they are exactly these, in float32."""
         found = decode_state(snapshot)
         shapes = {name: tuple(x.shape) for name, x in found.items()}
-        if shapes != end_shapes(self.config, self.span) or any(x.dtype != torch.float32 for x in found.values()):
-            raise CorruptSnapshot(f"the copy of round {snapshot.round} holds other tensors than its stage has")
+        if shapes != end_shapes(self.config, self.span) or any(
+            x.dtype != torch.float32 for x in found.values()
+        ):
+            raise CorruptSnapshot(
+                f"the copy of round {snapshot.round} holds other tensors than its stage has"
+            )
         return found
 
 
@@ -132,7 +149,9 @@ def _rank(peer: PeerId) -> bytes:
     return hashlib.sha256(f"farflock-keeper-v1 {peer}".encode()).digest()
 
 
-async def find_copy(peer: Peer, config: ModelConfig, stages: Sequence[range], index: int) -> dict[str, Tensor] | None:
+async def find_copy(
+    peer: Peer, config: ModelConfig, stages: Sequence[range], index: int
+) -> dict[str, Tensor] | None:
     """Download an end stage's own tensors from the stage beside it, None if there is no copy. Raise
     `Unrecoverable` if what came is corrupt."""
     wanted = _Wanted(config, stages[index])
@@ -140,7 +159,9 @@ async def find_copy(peer: Peer, config: ModelConfig, stages: Sequence[range], in
         if not 0 <= beside < len(stages):
             continue
         try:
-            return wanted.tensors(await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside))
+            return wanted.tensors(
+                await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside)
+            )
         except SnapshotUnavailable:
             continue
         except CorruptSnapshot as error:

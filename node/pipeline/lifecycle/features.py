@@ -56,7 +56,11 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
 def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
     """Return the factory of a server's weight versions; it takes the arguments of
     `contrib.kept_versions.versions_of` after the terms."""
-    return (lambda *given, **named: WeightVersions()) if terms is None else partial(_maker("weight versions"), terms)
+    return (
+        (lambda *given, **named: WeightVersions())
+        if terms is None
+        else partial(_maker("weight versions"), terms)
+    )
 
 
 def frozen_embedding(
@@ -71,7 +75,9 @@ def frozen_embedding(
     """Make a node's versions of the frozen embedding; `stream` is that of the first stage."""
     if turns is None or not isinstance(codec, SubspaceVersions):
         return FrozenEmbedding()
-    made: FrozenEmbedding = _maker("embedding versions")(codec, turns, peer, config, stages, stream, compute)
+    made: FrozenEmbedding = _maker("embedding versions")(
+        codec, turns, peer, config, stages, stream, compute
+    )
     return made
 
 

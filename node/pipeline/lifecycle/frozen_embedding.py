@@ -25,7 +25,9 @@ class FrozenEmbedding:
        of `founded` and `begun` is called for each life; `before` comes before `begun` where a stage
        is begun anew. `run` may be cancelled at any time."""
 
-    def at_first(self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]) -> ContributionLog:
+    def at_first(
+        self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]
+    ) -> ContributionLog:
         """Note that this node serves the first stage, whose weights are of round `applied()`.
         Return its contribution log, through which versions are made and followed."""
         return contributions

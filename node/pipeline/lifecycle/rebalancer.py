@@ -23,13 +23,19 @@ class LifeOver(Exception):
         self.stage = stage
 
 
-def due_move(balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None) -> Move | None:
+def due_move(
+    balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None
+) -> Move | None:
     """Return the move that is due in a period, None if none is. A stage without servers in this
     period and the one `before` gets one, in every `RESCUE_EVERY`th period; after one such period
     alone, its first server may just be arriving. Ordinary moves come every `balance.every_s`."""
     every = round(balance.every_s / EMERGENCY_S)
     if _lost(snapshot):
-        is_new = before is None or before.number + 1 != snapshot.number or not _lost(snapshot) & _lost(before)
+        is_new = (
+            before is None
+            or before.number + 1 != snapshot.number
+            or not _lost(snapshot) & _lost(before)
+        )
         if is_new or snapshot.number % RESCUE_EVERY:
             return None
     elif not every or snapshot.number % every:

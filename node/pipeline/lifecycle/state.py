@@ -26,7 +26,14 @@ from farflock.node.pipeline.recovery.rebuild import (
 from farflock.node.run.policies import SWAP
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
+from farflock.node.train.state_sync import (
+    MARK,
+    NEXT,
+    STATE,
+    CorruptSnapshot,
+    decode_state,
+    most_state_bytes,
+)
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.state import WrongState
@@ -55,7 +62,9 @@ def living(peer: Peer, stages: int) -> tuple[int, ...]:
     """Return how many other peers serve each stage and are not known to be gone."""
     view, port = peer.context.views.newest, peer.context
     others = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
-    return tuple(sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others)
+    return tuple(
+        sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others
+    )
 
 
 async def begin_anew(
@@ -71,7 +80,9 @@ async def begin_anew(
     run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
-        began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
+        began = (
+            "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
+        )
         return InitialState("initial" if snapshot is None else "snapshot", began)
     now = Situation(
         round=after,
@@ -89,7 +100,9 @@ async def begin_anew(
             return InitialState("mean", chosen.reason, await _mean(peer, plan, stages, index))
         if chosen.kind == "copy":
             partner = await _neighbour(peer, plan, stages, chosen.stages[0])
-            return InitialState("copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends))
+            return InitialState(
+                "copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends)
+            )
         if chosen.kind == "snapshot":
             return InitialState("snapshot", chosen.reason)
         raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")
@@ -106,8 +119,12 @@ def round_of(saved: Checkpoint | None) -> int | None:
     return min(rounds.values()) if rounds else None
 
 
-async def _mean(peer: Peer, plan: RunPlan, stages: Sequence[range], index: int) -> dict[str, torch.Tensor]:
-    before, after = [await _neighbour(peer, plan, stages, beside) for beside in (index - 1, index + 1)]
+async def _mean(
+    peer: Peer, plan: RunPlan, stages: Sequence[range], index: int
+) -> dict[str, torch.Tensor]:
+    before, after = [
+        await _neighbour(peer, plan, stages, beside) for beside in (index - 1, index + 1)
+    ]
     return neighbour_mean(plan.model, stages[index], before, after)
 
 
@@ -116,10 +133,16 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner.build(model))
     most = most_state_bytes(replica.shapes)
-    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, most_bytes=most)
+    snapshot = await peer.snapshots.fetch(
+        f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, most_bytes=most
+    )
     kept = method(plan.method, **plan.options)
     try:
-        state = {name: x for name, x in decode_state(snapshot).items() if not name.startswith((NEXT, MARK))}
+        state = {
+            name: x
+            for name, x in decode_state(snapshot).items()
+            if not name.startswith((NEXT, MARK))
+        }
         kept.restore(replica, state, "adopt")
     except (CorruptSnapshot, WrongState) as error:
         raise Unrecoverable(f"the state of stage {stage} cannot be used: {error}") from None

@@ -37,7 +37,11 @@ _OUTPUT, _ROW = 0, 1
 
 def writers(names: Iterable[str], tail: int) -> dict[str, int]:
     """Return, for tensors that write to the stream before layer `tail`, the stream's dimension."""
-    found = {name: _OUTPUT for name in names if (match := _WRITER.fullmatch(name)) and int(match[1]) < tail}
+    found = {
+        name: _OUTPUT
+        for name in names
+        if (match := _WRITER.fullmatch(name)) and int(match[1]) < tail
+    }
     return {EMBEDDING: _ROW, **found} if tail and EMBEDDING in set(names) else found
 
 
@@ -103,7 +107,11 @@ class ConstrainedReplica(PlainReplica):
     """A replica that projects its weights after every step and every write of a method."""
 
     def __init__(
-        self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None, constraint: Constraint
+        self,
+        module: nn.Module,
+        inner: torch.optim.Optimizer,
+        clip_norm: float | None,
+        constraint: Constraint,
     ) -> None:
         super().__init__(module, inner, clip_norm)
         self._constraint = constraint

@@ -10,10 +10,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from farflock.compression.activation import ActivationCodec, ActivationContext, Direction, Incompatible
+from farflock.compression.activation import (
+    ActivationCodec,
+    ActivationContext,
+    Direction,
+    Incompatible,
+)
 from farflock.compression.activation_catalog import activation_codec, known_of, subspace_terms
 from farflock.compression.aqsgd import AqSgd
-from farflock.compression.subspace import Basis, Subspace, id_bytes, pack_tokens, stamp_of, unpack_tokens
+from farflock.compression.subspace import (
+    Basis,
+    Subspace,
+    id_bytes,
+    pack_tokens,
+    stamp_of,
+    unpack_tokens,
+)
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.requests import Backward, Forward
 from farflock.node.run.basis import require_digest, run_basis
@@ -41,7 +53,9 @@ class Edges:
     def reads(self) -> tuple[CodecId, ...]:
         """Codecs readable here; where versions change, those held now."""
         offers = [offer for codec in (self.codec, *self.others) for offer in codec.offers(0)]
-        return tuple(CodecId(offer.name, offer.version, offer.digest[:8]) for offer in offers[:MAX_CODECS])
+        return tuple(
+            CodecId(offer.name, offer.version, offer.digest[:8]) for offer in offers[:MAX_CODECS]
+        )
 
     def knows(self, named: CodecId | None) -> bool:
         """True if this codec is known here; shared parameters' versions are checked on decoding."""
@@ -73,7 +87,9 @@ class Edges:
     def max_bytes(self, direction: Direction, named: CodecId | None = None) -> int:
         """Return the maximum size of an activation, or of its gradient, in this codec."""
         shape = (self.batch, self.seq, self.dim)
-        return self._codec(named).max_bytes(ActivationContext(shape, self.dtype, direction=direction))
+        return self._codec(named).max_bytes(
+            ActivationContext(shape, self.dtype, direction=direction)
+        )
 
     def pack(self, tokens_BL: Tensor) -> bytes:
         """Encode token ids as a payload."""
@@ -83,10 +99,14 @@ class Edges:
         """Decode token ids; raise `CorruptPayload` for anything else."""
         return unpack_tokens(payload, self.batch, self.seq, self.vocabulary)
 
-    def output(self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None) -> bytes:
+    def output(
+        self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None
+    ) -> bytes:
         """Encode a stage's output, in the version that the payload of its input, `came`, is in."""
         out = bytearray()
-        context = self._context("forward", request.stage, request, tokens_BL, version=self._version_of(came))
+        context = self._context(
+            "forward", request.stage, request, tokens_BL, version=self._version_of(came)
+        )
         self._codec(request.sends).encode(y_BLD, context, out)
         return bytes(out)
 
@@ -96,17 +116,28 @@ class Edges:
         return self._codec(request.came).decode(payload, context)
 
     def input_gradient(
-        self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor, came: bytes | None = None
+        self,
+        grad_BLD: Tensor,
+        request: Backward,
+        tokens_BL: Tensor,
+        arrived_BLD: Tensor,
+        came: bytes | None = None,
     ) -> bytes:
         """Encode the gradient of a stage's input, of payload `came`, decoded as `arrived_BLD`."""
         version = self._version_of(came)
-        context = self._context("backward", request.source, request, tokens_BL, arrived_BLD, version)
+        context = self._context(
+            "backward", request.source, request, tokens_BL, arrived_BLD, version
+        )
         out = bytearray()
         self._codec(request.came).encode_grad(grad_BLD, context, out)
         return bytes(out)
 
     def output_gradient(
-        self, payload: bytes, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor | None = None
+        self,
+        payload: bytes,
+        request: Backward,
+        tokens_BL: Tensor,
+        arrived_BLD: Tensor | None = None,
     ) -> Tensor:
         """Decode the gradient of a stage's output, as `input_gradient` wrote it."""
         context = self._context("backward", request.stage, request, tokens_BL, arrived_BLD)
@@ -130,19 +161,32 @@ class Edges:
         """Return the codec; raise `Incompatible` if it is not read here."""
         found = self._find(named)
         if found is None:
-            raise Incompatible(f"{named} is not read here; these are: {', '.join(map(str, self.reads))}")
+            raise Incompatible(
+                f"{named} is not read here; these are: {', '.join(map(str, self.reads))}"
+            )
         return found
 
     def _find(self, named: CodecId | None) -> ActivationCodec | None:
         if named is None or (self.follows_weights and named.name == self.codec.name):
             return self.codec
         version = named.name, named.version
-        return next((codec for codec in (self.codec, *self.others) if (codec.name, codec.version) == version), None)
+        return next(
+            (
+                codec
+                for codec in (self.codec, *self.others)
+                if (codec.name, codec.version) == version
+            ),
+            None,
+        )
 
     def _version_of(self, came: bytes | None) -> int | None:
         """Return the version that a payload is in, None where the codec has one alone."""
         codec = self.codec
-        return codec.version_of(came) if isinstance(codec, SubspaceVersions) and came is not None else None
+        return (
+            codec.version_of(came)
+            if isinstance(codec, SubspaceVersions) and came is not None
+            else None
+        )
 
     def _context(
         self,
@@ -177,7 +221,16 @@ def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
         codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
     if pipeline.turns is not None and isinstance(codec, Subspace):
         codec = SubspaceVersions(codec)
-    return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype, others)
+    return Edges(
+        codec,
+        plan.batch,
+        plan.seq,
+        config.dim,
+        config.vocab_size,
+        plan.run_seed,
+        plan.dtype,
+        others,
+    )
 
 
 def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:

@@ -21,7 +21,9 @@ SourceStage = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
 
 Samples = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_VISIT)]
 Tags = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_VISIT)]
-RowIndices = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]
+RowIndices = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)
+]
 Made = Literal["input", "gradient"]  # of a stage: its input, or the gradient of its output
 
 

@@ -106,9 +106,13 @@ def backward_through(
     for stage in stages:
         y = stage.model(y)
     loss = _summed_loss(y, targets_BL)
-    found = iter(torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights]))
+    found = iter(
+        torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights])
+    )
     staged = [
-        MicrobatchGradient(stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel())
+        MicrobatchGradient(
+            stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel()
+        )
         for stage in stages
     ]
     return tuple(staged), float(loss.detach())
@@ -123,8 +127,12 @@ class GradientAccumulator:
 
     def add(self, staged: MicrobatchGradient) -> None:
         """Add one more gradient or sum."""
-        assert not self.sums or self.sums.keys() == staged.gradients.keys(), "gradients of another stage"
-        self.sums = {name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()}
+        assert not self.sums or self.sums.keys() == staged.gradients.keys(), (
+            "gradients of another stage"
+        )
+        self.sums = {
+            name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()
+        }
         self.tokens += staged.tokens
 
     def take(self) -> MicrobatchGradient:

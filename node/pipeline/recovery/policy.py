@@ -41,7 +41,9 @@ class Situation:
     def __post_init__(self) -> None:
         if not len(self.layers) == len(self.living) == len(self.snapshots) or not self.layers:
             counts = len(self.layers), len(self.living), len(self.snapshots)
-            raise ValueError(f"layers, living and snapshots are of {counts} stages; give one entry a stage of each")
+            raise ValueError(
+                f"layers, living and snapshots are of {counts} stages; give one entry a stage of each"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ def source(now: Situation, stage: int) -> StateSource:
     for rung in (_peer, _snapshot, _neighbours, _cut):
         found = rung(now, stage)
         if isinstance(found, StateSource):
-            return StateSource(found.kind, found.stages, found.round, "; ".join((*refusals, found.reason)))
+            return StateSource(
+                found.kind, found.stages, found.round, "; ".join((*refusals, found.reason))
+            )
         refusals.append(found)
     remedy = "keep checkpoints of every stage at a common round, and begin again from what is left"
     raise Unrecoverable(f"stage {stage} cannot be recovered: {'; '.join(refusals)}; {remedy}")
@@ -83,7 +87,10 @@ def source(now: Situation, stage: int) -> StateSource:
 def _peer(now: Situation, stage: int) -> StateSource | str:
     if living := now.living[stage]:
         return StateSource(
-            "peer", (stage,), now.round, f"{living} of stage {stage} {'is' if living == 1 else 'are'} there"
+            "peer",
+            (stage,),
+            now.round,
+            f"{living} of stage {stage} {'is' if living == 1 else 'are'} there",
         )
     return f"nobody of stage {stage} is left"
 
@@ -95,7 +102,9 @@ def _snapshot(now: Situation, stage: int) -> StateSource | str:
     age = now.round - taken
     if age >= now.max_age_rounds:
         return f"its freshest snapshot is {age} rounds old, {now.max_age_rounds} or more"
-    return StateSource("snapshot", (stage,), taken, f"its snapshot of round {taken} is {age} rounds old")
+    return StateSource(
+        "snapshot", (stage,), taken, f"its snapshot of round {taken} is {age} rounds old"
+    )
 
 
 def _neighbours(now: Situation, stage: int) -> StateSource | str:
@@ -109,7 +118,9 @@ def _neighbours(now: Situation, stage: int) -> StateSource | str:
     if odd := [other for other in beside if now.layers[other] != now.layers[stage]]:
         return f"{UNEQUAL}: stage {stage} has {now.layers[stage]} layers, stage {odd[0]} {now.layers[odd[0]]}"
     if twin is not None:
-        return StateSource("copy", beside, now.round, f"copy of stage {twin}, which was trained to stand in for it")
+        return StateSource(
+            "copy", beside, now.round, f"copy of stage {twin}, which was trained to stand in for it"
+        )
     return StateSource("mean", beside, now.round, f"mean of stages {stage - 1} and {stage + 1}")
 
 
@@ -122,7 +133,9 @@ def _end(now: Situation, stage: int) -> StateSource | str:
         return f"{DOUBLE}: its only neighbour is lost too"
     if now.layers[beside] != now.layers[stage]:
         return f"{UNEQUAL}: stage {stage} has {now.layers[stage]} layers, stage {beside} {now.layers[beside]}"
-    return StateSource("copy", (beside,), now.round, f"copy of stage {beside}, and the exact copy of its {part}")
+    return StateSource(
+        "copy", (beside,), now.round, f"copy of stage {beside}, and the exact copy of its {part}"
+    )
 
 
 def _twin(now: Situation, stage: int) -> int | None:

@@ -51,7 +51,9 @@ class GradientScale:
         found = math.fsum(float(x.detach().double().square().sum()) for x in layers)
         if not math.isfinite(found):
             return self
-        return GradientScale(EMA_BETA * self.squared + (1 - EMA_BETA) * found if self.squared else found)
+        return GradientScale(
+            EMA_BETA * self.squared + (1 - EMA_BETA) * found if self.squared else found
+        )
 
     def omega(self, norm_power: Literal[1, 2] = 2) -> float:
         """Return the stage's weight ω in the mean: its gradient's norm to this power. The paper
@@ -86,8 +88,12 @@ def neighbour_mean(
         )
     if before is None or after is None:
         raise Unrecoverable(f"{DOUBLE}: layers {_told(lost)} need both their neighbours; {_ELSE}")
-    assert before.span.stop == lost.start, f"layers {_told(before.span)} are not before layers {_told(lost)}"
-    assert after.span.start == lost.stop, f"layers {_told(after.span)} are not after layers {_told(lost)}"
+    assert before.span.stop == lost.start, (
+        f"layers {_told(before.span)} are not before layers {_told(lost)}"
+    )
+    assert after.span.start == lost.stop, (
+        f"layers {_told(after.span)} are not after layers {_told(lost)}"
+    )
     pieces = [moved(config, beside.span, lost, beside.tensors) for beside in (before, after)]
     share = _share(before.omega, after.omega)
     return {name: _between(name, x, pieces[1][name], share) for name, x in pieces[0].items()}
@@ -114,7 +120,9 @@ def end_tensors(tensors: Tensors) -> dict[str, Tensor]:
 
 def end_shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of a stage's `end_tensors`."""
-    return {name: shape for name, shape in _shapes(config, span).items() if not _LAYER.fullmatch(name)}
+    return {
+        name: shape for name, shape in _shapes(config, span).items() if not _LAYER.fullmatch(name)
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +166,9 @@ def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -
     return made
 
 
-def bumped_rate(rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf) -> float:
+def bumped_rate(
+    rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf
+) -> float:
     """Return the learning rate of a stage that was rebuilt `steps_since` of its steps ago: `bump`
     times the schedule's at first.
 
@@ -168,7 +178,9 @@ def bumped_rate(rate: float, steps_since: int, bump: float = LR_BUMP, decay_step
         raise ValueError(
             f"a bump of {bump} that decays in {decay_steps} steps trains nothing; usual are 1.1 and infinity"
         )
-    excess = (bump - 1) if math.isinf(decay_steps) else (bump - 1) * math.exp(-steps_since / decay_steps)
+    excess = (
+        (bump - 1) if math.isinf(decay_steps) else (bump - 1) * math.exp(-steps_since / decay_steps)
+    )
     return rate * (1 + excess)
 
 
@@ -176,7 +188,9 @@ def _share(before: float, after: float) -> float:
     """Return the earlier neighbour's weight in the mean, 0 to 1."""
     for omega in (before, after):
         if not 0 <= omega < math.inf:
-            raise Unrecoverable(f"neighbour mean: a weight ω of {omega} is no squared norm; ask another neighbour")
+            raise Unrecoverable(
+                f"neighbour mean: a weight ω of {omega} is no squared norm; ask another neighbour"
+            )
     largest = max(before, after)
     if largest == 0:
         return 0.5
@@ -187,7 +201,9 @@ def _share(before: float, after: float) -> float:
 
 def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
     if before.dtype != after.dtype:
-        raise Unrecoverable(f"{UNEQUAL}: {name} would be of {before.dtype} and of {after.dtype}; give both in float32")
+        raise Unrecoverable(
+            f"{UNEQUAL}: {name} would be of {before.dtype} and of {after.dtype}; give both in float32"
+        )
     if share in (0.0, 1.0):
         return before if share else after
     low, high = torch.minimum(before, after), torch.maximum(before, after)
@@ -199,11 +215,17 @@ def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
     """Return a checked copy of one of a peer's tensors."""
     x = tensors.get(name)
     if x is None:
-        raise Unrecoverable(f"{name} is missing among what a neighbour gave; ask another one, or {_ELSE}")
+        raise Unrecoverable(
+            f"{name} is missing among what a neighbour gave; ask another one, or {_ELSE}"
+        )
     if tuple(x.shape) != shape:
-        raise Unrecoverable(f"{UNEQUAL}: {name} has shape {tuple(x.shape)}, the lost one {shape}; {_ELSE}")
+        raise Unrecoverable(
+            f"{UNEQUAL}: {name} has shape {tuple(x.shape)}, the lost one {shape}; {_ELSE}"
+        )
     if not x.is_floating_point() or not bool(torch.isfinite(x).all()):
-        raise Unrecoverable(f"{name} holds something else than finite numbers; ask another neighbour, or {_ELSE}")
+        raise Unrecoverable(
+            f"{name} holds something else than finite numbers; ask another neighbour, or {_ELSE}"
+        )
     return x.detach().clone()
 
 

@@ -51,7 +51,13 @@ class AccumulatorByRound:
     _sums: dict[int, GradientAccumulator] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
 
-    def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, round_number: int) -> None:
+    def add(
+        self,
+        key: GradientKey,
+        staged: MicrobatchGradient,
+        loss_sum: float | None,
+        round_number: int,
+    ) -> None:
         """Add a microbatch's gradient at weights of `round_number`; the loss is summed, in nats."""
         self._sums.setdefault(round_number, GradientAccumulator()).add(staged)
         self._losses[round_number] = self._losses.get(round_number, 0.0) + (loss_sum or 0.0)
@@ -136,7 +142,9 @@ class StageAccounts:
     def _discard(self, number: int) -> int:
         """Discard what earlier steps took and no round did, once part of it is too late for this
         round: it is one sum. Return the number of microbatches."""
-        waiting = {key: step for key, step in self.taken.items() if not self._staging.is_offered(key)}
+        waiting = {
+            key: step for key, step in self.taken.items() if not self._staging.is_offered(key)
+        }
         if not any(self._is_late(step.weights, number, step.after) for step in waiting.values()):
             return 0
         self.taken = {key: step for key, step in self.taken.items() if key not in waiting}

@@ -44,12 +44,20 @@ class EdgeEnds:
 
     def misfit(self, request: Forward | Backward) -> str | None:
         """Return why the samples that a request names are impossible, or None."""
-        return None if request.visit is None else "samples are named, and the run's codec remembers none"
+        return (
+            None
+            if request.visit is None
+            else "samples are named, and the run's codec remembers none"
+        )
 
-    def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:
+    def output(
+        self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None
+    ) -> bytes:
         """Write a stage's output (B, L, D); `came` is the payload of its input, None for tokens."""
         return self.edges.output(y_BLD, request, tokens_BL, came)
 
-    def input(self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
+    def input(
+        self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor
+    ) -> Tensor:
         """Read a stage's input (B, L, D)."""
         return self.edges.input(payload, request, tokens_BL)

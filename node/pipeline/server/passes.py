@@ -73,7 +73,9 @@ class StagePasses:
 
     # admission
 
-    def refusal(self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool) -> StageAnswer | None:
+    def refusal(
+        self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool
+    ) -> StageAnswer | None:
         """Return the reason to refuse a request, or None; change nothing. Room in the queue is
         checked elsewhere. `known`: the pass already runs, or its gradient is pending."""
         if asked.stage != self._index:
@@ -95,12 +97,16 @@ class StagePasses:
         if (unfit := self.ends.misfit(asked)) is not None:
             return Refused(unfit)
         edges = self.ends.edges
-        return None if edges.knows(asked.came) and edges.knows(asked.sends) else Foreign(edges.reads)
+        return (
+            None if edges.knows(asked.came) and edges.knows(asked.sends) else Foreign(edges.reads)
+        )
 
     def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
         """Return a refusal if the number or sizes of the payloads do not fit the request."""
         most = self._largest(asked)
-        if len(sizes) == len(most) and all(size <= limit for size, limit in zip(sizes, most, strict=True)):
+        if len(sizes) == len(most) and all(
+            size <= limit for size, limit in zip(sizes, most, strict=True)
+        ):
             return None
         return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
 
@@ -122,7 +128,9 @@ class StagePasses:
 
     # computing
 
-    def forward(self, asked: Sequence[PassRequest]) -> tuple[list[bytes | Unread | Stale], Version | None]:
+    def forward(
+        self, asked: Sequence[PassRequest]
+    ) -> tuple[list[bytes | Unread | Stale], Version | None]:
         """Compute forward passes together; return payloads or refusals, and the version."""
         with self.versions.using(None) as version:
             return self._forward_all(asked), version
@@ -200,7 +208,9 @@ class StagePasses:
         if self.stage.is_first:
             return tokens_BL, tokens_BL
         try:
-            return tokens_BL, self.ends.input(asked.caller, asked.payloads[1], asked.request, tokens_BL)
+            return tokens_BL, self.ends.input(
+                asked.caller, asked.payloads[1], asked.request, tokens_BL
+            )
         except NotHeld as lacking:
             return Lacks(lacking.rows)
         except Superseded:

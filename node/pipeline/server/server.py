@@ -105,7 +105,9 @@ class StageServer:
         self.passes = StagePasses(index, stage, ends, versions, applied, terms.staleness)
         self.pending = PendingGradients(staging)
         tokens, knows_loss = ends.edges.tokens, stage.is_last
-        self.accounts = StageAccounts(staging, versions, applied, terms.staleness, tokens, knows_loss=knows_loss)
+        self.accounts = StageAccounts(
+            staging, versions, applied, terms.staleness, tokens, knows_loss=knows_loss
+        )
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
         self._pass_s = Ema()
@@ -125,7 +127,9 @@ class StageServer:
             self._served[type(refusal).__name__.lower()] += 1
         return None if refusal is None else encode(refusal)
 
-    def _refusal(self, key: GradientKey, asked: StageRequest, sizes: tuple[int, ...]) -> StageAnswer | None:
+    def _refusal(
+        self, key: GradientKey, asked: StageRequest, sizes: tuple[int, ...]
+    ) -> StageAnswer | None:
         known = isinstance(asked, Backward) and key in self.pending.replies
         refusal = self.passes.refusal(asked, sizes, known=known)
         if refusal is not None or known or isinstance(asked, Confirm | Revoke):
@@ -178,14 +182,18 @@ class StageServer:
             await self._merge(key, found)
         return Merged() if found else Unknown()
 
-    async def contribute(self, key: GradientKey, staged: MicrobatchGradient, loss: float | None, number: int) -> None:
+    async def contribute(
+        self, key: GradientKey, staged: MicrobatchGradient, loss: float | None, number: int
+    ) -> None:
         """Merge the gradient of a microbatch that this node itself took through all stages, at the
         weights of round `number`. `loss` is given at the last stage, in nats summed over tokens."""
         self.pending.staging.own(key)
         await self._merge(key, PendingGradient(staged, loss, number))
 
     async def _merge(self, key: GradientKey, found: PendingGradient) -> None:
-        await self._computing.compute(lambda: self.accounts.sums.add(key, found.staged, found.loss_sum, found.round))
+        await self._computing.compute(
+            lambda: self.accounts.sums.add(key, found.staged, found.loss_sum, found.round)
+        )
         self.accounts.count_merge()
 
     # computing
@@ -215,7 +223,9 @@ class StageServer:
 
     async def _do_forward(self, jobs: list[_Job], started_s: float) -> None:
         asked = [job.asked for job in jobs]
-        outputs, version = await self._computing.run_pass(lambda: self.passes.forward(asked), len(jobs))
+        outputs, version = await self._computing.run_pass(
+            lambda: self.passes.forward(asked), len(jobs)
+        )
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
             self._served["forward"] += 1
@@ -229,13 +239,17 @@ class StageServer:
         request, caller = job.asked.request, job.asked.caller
         assert isinstance(request, Backward)
         key = (caller, request.number)
-        found, version = await self._computing.run_pass(lambda: self.passes.backward(job.asked), BACKWARD_COST)
+        found, version = await self._computing.run_pass(
+            lambda: self.passes.backward(job.asked), BACKWARD_COST
+        )
         took_s = self._now() - started_s
         if not isinstance(found, BackwardResult):
             self.pending.drop(key, request.attempt)
             job.resolve(found)
             return
-        gradient = PendingGradient(found.staged, found.loss_sum, 0 if version is None else version.round)
+        gradient = PendingGradient(
+            found.staged, found.loss_sum, 0 if version is None else version.round
+        )
         attempt = self.pending.put_aside(key, gradient, self._now())
         if attempt is None:
             job.resolve(Refused("it was given up"))
@@ -271,7 +285,9 @@ class StageServer:
     @property
     def served(self) -> collections.Counter[str]:
         """Counts of passes by kind, of refusals by answer, and of merged and late microbatches."""
-        return self._served + collections.Counter(merged=self.accounts.merges, late=self.accounts.left_out)
+        return self._served + collections.Counter(
+            merged=self.accounts.merges, late=self.accounts.left_out
+        )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

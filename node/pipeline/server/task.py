@@ -45,7 +45,9 @@ class StageTask:
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Add what was merged to the stage's gradients. Return the last known loss in nats per
         token, NaN if none is known."""
-        self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
+        self.replica.lr = self.rate_factor() * self.schedule.rate(
+            progress.tokens, step - self.joined_at
+        )
         taken = self.accounts.take()
         self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
         self.weight = self.tokens_per_step / self.tokens if self.summing else 1.0
@@ -57,13 +59,17 @@ class StageTask:
                 parameter.grad += taken.staged.gradients[name] / divisor
         if taken.staged.tokens:
             tokens = taken.staged.tokens
-            self.scale = self.scale.after({name: x / tokens for name, x in taken.staged.gradients.items()})
+            self.scale = self.scale.after(
+                {name: x / tokens for name, x in taken.staged.gradients.items()}
+            )
         self.last_loss = taken.loss if taken.loss is not None else self.last_loss
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
         """Set the rate at the run's `tokens`, without a joiner's warm-up: all take this step."""
-        self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(tokens, 0)
+        self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(
+            tokens, 0
+        )
 
 
 @dataclass(slots=True)

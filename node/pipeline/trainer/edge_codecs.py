@@ -39,13 +39,21 @@ class EdgeCodecs:
         able = [told for told in self._heard(senders) if came is None or came in told]
         both = able, self._heard(receivers)
         try:
-            chosen = agree(_offers(mine), _offers(read_by_all(mine, [told for side in both for told in side])))
+            chosen = agree(
+                _offers(mine), _offers(read_by_all(mine, [told for side in both for told in side]))
+            )
             return CodecId(chosen.name, chosen.version, chosen.digest)
         except Incompatible as reason:
             if str(reason) not in self._reasons:
                 self._reasons.add(str(reason))
-                log.warning("not all servers of two stages read the same, and some get no work: %s", reason)
-        shared = (one for one in mine if all(not side or any(one in told for told in side) for side in both))
+                log.warning(
+                    "not all servers of two stages read the same, and some get no work: %s", reason
+                )
+        shared = (
+            one
+            for one in mine
+            if all(not side or any(one in told for told in side) for side in both)
+        )
         return next(shared, mine[0])
 
     def unfit(self, servers: Servers, needs: Collection[CodecId | None]) -> set[PeerId]:
@@ -54,7 +62,9 @@ class EdgeCodecs:
         If that is every server, return none: a refusal then states the reason."""
         needed = {need for need in needs if need is not None}
         told = {server.peer: self._told(server.peer, server.sequence) for server in servers}
-        unfit = {peer for peer, reads in told.items() if reads is not None and not needed.issubset(reads)}
+        unfit = {
+            peer for peer, reads in told.items() if reads is not None and not needed.issubset(reads)
+        }
         return unfit if unfit != told.keys() else set()
 
     def _heard(self, servers: Servers) -> list[ReadableCodecs]:

@@ -238,4 +238,6 @@ class MicrobatchSource:
         microbatch = self.next()
         tokens, targets = map(self.edges.pack, self.batch(microbatch))
         order = self.order(microbatch)
-        return InFlight(microbatch, order, tokens, epoch, PassWeights(self._gone), {order[-1]: targets})
+        return InFlight(
+            microbatch, order, tokens, epoch, PassWeights(self._gone), {order[-1]: targets}
+        )

@@ -70,7 +70,9 @@ class StageClient:
     def waits(self) -> list[OpenWait]:
         """Return the calls in progress, and the stages that have no server to ask."""
         now_s = _now()
-        waits = [OpenWait(what, (peer,), ends_s - now_s) for what, peer, ends_s in self._asked.values()]
+        waits = [
+            OpenWait(what, (peer,), ends_s - now_s) for what, peer, ends_s in self._asked.values()
+        ]
         for stage, since_s in self._lacking.items():
             waits.append(OpenWait(Key(f"server of stage {stage}", 0), (), since_s - now_s))
         return waits
@@ -94,7 +96,9 @@ class StageClient:
             self._lacking.setdefault(stage, _now())
             await asyncio.sleep(PAUSE_S)
 
-    async def ask(self, server: ServerLife, request: StageRequest, payloads: Sequence[bytes] = ()) -> Asked:
+    async def ask(
+        self, server: ServerLife, request: StageRequest, payloads: Sequence[bytes] = ()
+    ) -> Asked:
         """Make one call and tell the policy its outcome. Pause after a refusal or a failed call."""
         started_s, timeout_s = _now(), self._timeout_s(request)
         number = next(self._numbers)

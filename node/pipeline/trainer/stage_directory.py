@@ -50,7 +50,9 @@ class StageDirectory:
     """The stages as one trainer sees them, with `streams` by stage. `whole`: full replicas serve
     passes of other trainers."""
 
-    def __init__(self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True) -> None:
+    def __init__(
+        self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True
+    ) -> None:
         self._peer, self._streams, self._whole = peer, dict(streams), whole
         # By stage, the next round to read.
         self._heard = {stage: stream.first for stage, stream in streams.items()}
@@ -73,31 +75,45 @@ class StageDirectory:
         """The newest round known to be over at any stage, which new microbatches carry.
 
         A stage that is behind accepts it too, since only microbatches move it forward."""
-        return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values()))
+        return max(
+            -1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values())
+        )
 
     def tokens(self) -> int:
         """Return the run's tokens at the slowest stage: each one's agreed tokens over its share."""
-        return min(int(self._peer.rounds.tokens(stream.name) / stream.share) for stream in self._streams.values())
+        return min(
+            int(self._peer.rounds.tokens(stream.name) / stream.share)
+            for stream in self._streams.values()
+        )
 
     def serving(self) -> StageServers:
         """Return the servers not known to be gone; the same object while nothing changes."""
         view = self._peer.context.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
-        alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
+        alive = [
+            [member for member in members if self._is_asked(view, member)] for members in listed
+        ]
         mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))
         if self._serving is None or self._serving[0] != mark:
-            stages = tuple(tuple(self._announced(member) for member in members) for members in alive)
+            stages = tuple(
+                tuple(self._announced(member) for member in members) for members in alive
+            )
             seniority = tuple(tuple(member.peer for member in members) for members in listed)
             self._serving = (mark, StageServers(view.number, stages, seniority))
         return self._serving[1]
 
     def _is_asked(self, view: View, member: Member) -> bool:
-        return not self._peer.context.gone(view, member.peer) and (self._whole or member.stage != EVERY)
+        return not self._peer.context.gone(view, member.peer) and (
+            self._whole or member.stage != EVERY
+        )
 
     def at(self, stage: int, peer: PeerId) -> ServerLife | None:
         """Return the life of this peer that serves the stage now, or None."""
         members = self._members(self._peer.context.views.newest, stage)
-        return next((ServerLife(peer, member.incarnation) for member in members if member.peer == peer), None)
+        return next(
+            (ServerLife(peer, member.incarnation) for member in members if member.peer == peer),
+            None,
+        )
 
     def server(self, name: str) -> ServerLife | None:
         """Return the server life of this name, None if it is no longer a member."""
@@ -121,7 +137,9 @@ class StageDirectory:
                     self._skipped.append(stage)
                 else:
                     ages = notes.joined_ages(told)
-                    self.left_out += [(stage, key) for key, age in ages.items() if age == notes.LATE]
+                    self.left_out += [
+                        (stage, key) for key, age in ages.items() if age == notes.LATE
+                    ]
                     yield stage, sorted(ages)
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
@@ -144,12 +162,20 @@ class StageDirectory:
 
     def left(self) -> Iterator[tuple[int, str]]:
         """Yield (stage, server) for servers that left the view, once their rounds are known."""
-        views = [entry.view for entry in self._peer.context.views.views if entry.view.number >= self._view]
+        views = [
+            entry.view
+            for entry in self._peer.context.views.views
+            if entry.view.number >= self._view
+        ]
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):
                 gone = set(self._members(before, stage)) - set(after.members)
                 self._leaving += [
-                    (stage, ServerLife(member.peer, member.incarnation), axes.at(after.begins, stage))
+                    (
+                        stage,
+                        ServerLife(member.peer, member.incarnation),
+                        axes.at(after.begins, stage),
+                    )
                     for member in sorted(gone, key=lambda member: member.peer)
                 ]
         self._view = views[-1].number

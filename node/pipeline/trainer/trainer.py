@@ -12,7 +12,12 @@ from typing import Any
 from farflock.node.pipeline.trainer.blame import Quarantine
 from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
-from farflock.node.pipeline.trainer.in_flight import InFlight, MicrobatchSource, StageInputs, WholeInputs
+from farflock.node.pipeline.trainer.in_flight import (
+    InFlight,
+    MicrobatchSource,
+    StageInputs,
+    WholeInputs,
+)
 from farflock.node.pipeline.trainer.stage_client import StageClient
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.walker import Walker

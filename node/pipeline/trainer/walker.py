@@ -54,7 +54,12 @@ class Walker:
         report: Report,
         spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
-        self._client, self._stage_directory, self._codecs, self._inputs = client, stage_directory, codecs, inputs
+        self._client, self._stage_directory, self._codecs, self._inputs = (
+            client,
+            stage_directory,
+            codecs,
+            inputs,
+        )
         self._quarantine, self._commits = quarantine, commits
         self._report, self._spawn = report, spawn
 
@@ -113,7 +118,10 @@ class Walker:
         walk begins again; or None if another server may be asked."""
         after = flight.after(stage)
         assert after is not None
-        came, stages = flight.codecs.get(flight.source(stage)), self._stage_directory.serving().stages
+        came, stages = (
+            flight.codecs.get(flight.source(stage)),
+            self._stage_directory.serving().stages,
+        )
         sends = self._codecs.choose(stages[stage], stages[after], came)
         server = await self._client.next_hop(flight, stage, 1.0, came, sends)
         expected = self._inputs.expect(flight, stage)

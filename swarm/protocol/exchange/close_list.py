@@ -63,20 +63,29 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
     union = functools.reduce(operator.or_, masks, 0)
     included = [member for member in range(MAX_MEMBERS) if union >> member & 1]
     if members != included or not all(masks) or not set(members) <= set(contributors):
-        raise BadCloseList(f"a close list of members {members}, its items of {included}; {contributors} contribute")
+        raise BadCloseList(
+            f"a close list of members {members}, its items of {included}; {contributors} contribute"
+        )
     if terms.uniform and len(set(masks)) > 1:
-        raise BadCloseList("shards with different contributions, in a mean that has each as a whole")
+        raise BadCloseList(
+            "shards with different contributions, in a mean that has each as a whole"
+        )
     _require_places(close, terms, members, masks)
     return close
 
 
-def _require_places(close: CloseList, terms: RoundTerms, members: list[int], masks: list[int]) -> None:
+def _require_places(
+    close: CloseList, terms: RoundTerms, members: list[int], masks: list[int]
+) -> None:
     """Raise `BadCloseList` unless the items are its members' shards, in order."""
     owners = members if terms.kind == "gather" else [0] if close.items else []
     places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]
     if [item.index for item in close.items] != places:
         raise BadCloseList(f"a close list of {len(close.items)} items, but {terms.shards} shards")
-    owned = (mask == 1 << item.index // terms.shards for mask, item in zip(masks, close.items, strict=True))
+    owned = (
+        mask == 1 << item.index // terms.shards
+        for mask, item in zip(masks, close.items, strict=True)
+    )
     if terms.kind == "gather" and not all(owned):
         raise BadCloseList("a gathered item that is not its owner's alone")
 

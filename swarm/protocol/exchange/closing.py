@@ -67,7 +67,11 @@ class Closing:
     and this member accepts nothing."""
 
     def __init__(
-        self, context: ExchangeContext, content: Content, prior_tokens: int | None, holds_back: Callable[[], bool]
+        self,
+        context: ExchangeContext,
+        content: Content,
+        prior_tokens: int | None,
+        holds_back: Callable[[], bool],
     ) -> None:
         self._context, self._content, self.prior_tokens = context, content, prior_tokens
         roster = self._roster = context.roster

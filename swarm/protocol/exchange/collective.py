@@ -20,7 +20,17 @@ stage with one live member nobody else could.
 from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Decided, Holds, Key, Offer, PaxosMessage, Promise, Propose, Reduced, ShardMessage
+from farflock.swarm.messages import (
+    Decided,
+    Holds,
+    Key,
+    Offer,
+    PaxosMessage,
+    Promise,
+    Propose,
+    Reduced,
+    ShardMessage,
+)
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
@@ -98,7 +108,9 @@ class Collective:
             self._actions.send(self.closing.decision.resume())
         self._advance(now_s)
 
-    def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
+    def reduced(
+        self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]
+    ) -> None:
         """Note that the reduction of a shard, without `rejected` members, is in the chunk store."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
         self.content.reduced(shard, digest, size, rejected)

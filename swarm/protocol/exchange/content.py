@@ -54,7 +54,9 @@ class Content:
     def __init__(self, context: ExchangeContext, places: int, *, fewest: bool = False) -> None:
         self._context, self._roster, self._terms = context, context.roster, context.terms
         self.offers = Offers(context.terms.shards)
-        self.availability = Availability(places, len(context.roster.peers), context.roster.me, fewest=fewest)
+        self.availability = Availability(
+            places, len(context.roster.peers), context.roster.me, fewest=fewest
+        )
         self._fetching: set[bytes] = set()
         # By digest, the members that announced the item, and so hold it.
         self._announcers: dict[bytes, set[int]] = {}

@@ -78,7 +78,9 @@ class Mean(Content):
         self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
         self.availability.hold(digest)
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
-        message = self._results[shard] = Reduced(context.key, context.view, shard, digest, size, mask)
+        message = self._results[shard] = Reduced(
+            context.key, context.view, shard, digest, size, mask
+        )
         self._take_reduced(self._roster.me, message)
         context.actions.to_others(message)
 
@@ -117,7 +119,9 @@ class Mean(Content):
     def closable(self, now_s: float) -> Iterable[int] | None:
         """Return the places of all shards once one result of each is agreed."""
         agreed, shards = self.availability.agreed, self._terms.shards
-        if len(agreed) < shards or (self._terms.uniform and len({item.mask for item in agreed.values()}) > 1):
+        if len(agreed) < shards or (
+            self._terms.uniform and len({item.mask for item in agreed.values()}) > 1
+        ):
             return None
         return range(shards)
 
@@ -159,13 +163,19 @@ class Mean(Content):
         if rank == 0:
             return True
         results = self.availability.rivals[shard].values()
-        rivals = [item.digest for item in results if not int.from_bytes(item.mask, "little") & ~self._common]
+        rivals = [
+            item.digest
+            for item in results
+            if not int.from_bytes(item.mask, "little") & ~self._common
+        ]
         if any(digest in self.availability.held for digest in rivals):
             return False
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
         return (
-            not rivals and now_s >= self._context.started_s + self._terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
+            not rivals
+            and now_s
+            >= self._context.started_s + self._terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
         )
 
     def _usable(self, shard: int) -> tuple[Input, ...]:

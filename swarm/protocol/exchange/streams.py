@@ -60,10 +60,20 @@ class Stream:
     def __post_init__(self) -> None:
         terms, first, stride = self.terms, self.cadence.first, self.cadence.stride
         if stride < 1 or first < 0 or terms.enough < 0:
-            raise ValueError(f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}")
-        if (self.is_paired and stride > 1) or (terms.enough and (self.is_paired or terms.kind == "mean")):
-            raise ValueError(f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`")
-        most = MAX_SHARDS // MAX_MEMBERS if terms.kind == "gather" and not self.is_paired else MAX_SHARDS
+            raise ValueError(
+                f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}"
+            )
+        if (self.is_paired and stride > 1) or (
+            terms.enough and (self.is_paired or terms.kind == "mean")
+        ):
+            raise ValueError(
+                f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`"
+            )
+        most = (
+            MAX_SHARDS // MAX_MEMBERS
+            if terms.kind == "gather" and not self.is_paired
+            else MAX_SHARDS
+        )
         if not 1 <= terms.shards <= most:
             raise ValueError(
                 f"stream {self.name}: a {terms.kind} has 1 to {most} shards, got {terms.shards}; cut larger ones"

@@ -37,7 +37,9 @@ def as_hex(x):
 
 
 def from_hex(text):
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.float32) if text else torch.empty(0)
+    return (
+        torch.frombuffer(bytearray.fromhex(text), dtype=torch.float32) if text else torch.empty(0)
+    )
 
 
 def encoded(name, x):
@@ -61,7 +63,10 @@ def case(name, x):
 def record(golden, values):
     """What the golden file says: the input values of every case, and each codec's payload and decoded values."""
     inputs = [values(kind, count, seed=7) for kind, count in CASES]
-    now = {"inputs": [as_hex(x) for x in inputs], "codecs": {name: [case(name, x) for x in inputs] for name in NAMES}}
+    now = {
+        "inputs": [as_hex(x) for x in inputs],
+        "codecs": {name: [case(name, x) for x in inputs] for name in NAMES},
+    }
     return golden("codecs", now)
 
 

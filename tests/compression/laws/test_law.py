@@ -33,7 +33,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 each_codec = pytest.mark.parametrize("name", NAMES)
 both_versions = pytest.mark.usefixtures("version")
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def absmax_of_block(x, block):
@@ -161,7 +163,9 @@ def test_a_value_that_is_not_finite_is_never_sent(name, bad):
 
 
 @each_codec
-@pytest.mark.parametrize("x", [torch.zeros(2, 2), torch.zeros(4).double(), torch.zeros(4).int(), torch.tensor(1.0)])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 2), torch.zeros(4).double(), torch.zeros(4).int(), torch.tensor(1.0)]
+)
 def test_only_flat_float32_is_taken(name, x):
     check.check_only_flat(codec(name), x)
 
@@ -186,7 +190,9 @@ def test_any_bytes_at_all_decode_to_finite_values_or_are_refused(name, data):
         for _ in range(data.draw(st.integers(1, 3)) if payload else 0):
             payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     else:
-        payload = data.draw(st.binary(min_size=len(payload), max_size=len(payload)) | st.binary(max_size=50))
+        payload = data.draw(
+            st.binary(min_size=len(payload), max_size=len(payload)) | st.binary(max_size=50)
+        )
     check.check_bytes(c, payload, count)
 
 
@@ -426,7 +432,8 @@ def test_a_codec_that_cannot_read_itself_breaks_the_first_law():
             raise IndexError("no such byte")
 
     with pytest.raises(
-        CodecLawBroken, match=r"codec law 1 .* 0 finite values do not round-trip: IndexError\('no such byte"
+        CodecLawBroken,
+        match=r"codec law 1 .* 0 finite values do not round-trip: IndexError\('no such byte",
     ):
         check_codec(Unreadable)
 

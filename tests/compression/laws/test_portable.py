@@ -69,7 +69,9 @@ print(json.dumps(report))
 
 def report(processor):
     """The script's JSON line, run with torch and numpy held to one level of vector instructions."""
-    done = processor.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    done = processor.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -94,6 +96,8 @@ def test_flushing_denormals_does_not_change_a_decoded_bit(plain):
     assert len(set(plain["products"])) == 1
 
 
-def test_every_kernel_writes_and_reads_the_same_bits_as_torch_also_while_denormals_are_flushed(plain):
+def test_every_kernel_writes_and_reads_the_same_bits_as_torch_also_while_denormals_are_flushed(
+    plain,
+):
     for instructions, codecs in plain["kernels"].items():
         assert codecs == plain["codecs"], instructions

@@ -137,7 +137,9 @@ def read_fp4(payload, n, block):
     stored = [half for byte in payload[4 * blocks :] for half in (byte & 15, byte >> 4)]
     need(8 not in stored)
     need(stored[n:] in ([], [0]))
-    codes = [(-1 if code & 8 else 1) * (2 ** ((code & 7) - 1) if code & 7 else 0) for code in stored]
+    codes = [
+        (-1 if code & 8 else 1) * (2 ** ((code & 7) - 1) if code & 7 else 0) for code in stored
+    ]
     return [bits_of(code * scales[i // block]) for i, code in enumerate(codes[:n])]
 
 
@@ -154,7 +156,10 @@ def read_planes(payload, count, width):
     """The numbers of `count` times `width` bits, lowest plane first."""
     stream = int.from_bytes(payload, "little")
     need(stream >> (count * width) == 0)
-    return [sum((stream >> (plane * count + i) & 1) << plane for plane in range(width)) for i in range(count)]
+    return [
+        sum((stream >> (plane * count + i) & 1) << plane for plane in range(width))
+        for i in range(count)
+    ]
 
 
 def read_list(payload, count):
@@ -207,7 +212,9 @@ def read_topk2(payload, n, k, chunk):
         for code, gap in zip(codes[used : used + count], gaps[used : used + count], strict=True):
             position += 1 + gap
             need(position < min(chunk, n - number * chunk))
-            out[number * chunk + position] = levels[2 * number + (code >> 1)] << 16 | (code & 1) << 31
+            out[number * chunk + position] = (
+                levels[2 * number + (code >> 1)] << 16 | (code & 1) << 31
+            )
         used += count
     return out
 
@@ -351,7 +358,17 @@ def test_both_readers_agree_on_every_written_payload(values, name, count):
 
 
 @pytest.mark.parametrize(
-    "name", ["topk:64/4096", "topk:5/4095", "topk2:64/4096", "topk2:2/17", "ecsq:150", "int4", "fp4", "sign:300"]
+    "name",
+    [
+        "topk:64/4096",
+        "topk:5/4095",
+        "topk2:64/4096",
+        "topk2:2/17",
+        "ecsq:150",
+        "int4",
+        "fp4",
+        "sign:300",
+    ],
 )
 def test_both_readers_agree_on_several_chunks(values, name):
     for count in (4096, 4097, 8300):
@@ -361,7 +378,9 @@ def test_both_readers_agree_on_several_chunks(values, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_both_readers_agree_on_what_to_refuse(values, name, data):
     count = data.draw(st.sampled_from([0, 1, 2, 3, 9, 10, 11, 12, 65]))

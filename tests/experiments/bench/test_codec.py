@@ -59,11 +59,15 @@ def test_a_codec_that_is_not_there_is_a_usage_error_with_the_nearest(quick):
 def test_both_ways_through_a_codec_see_the_whole_buffer(monkeypatch):
     values = torch.randn(2 * SHARD_VALUES, generator=torch.Generator().manual_seed(1))
     raw = CODECS["fp32"]()
-    shards = codec.Shards(raw, ShardLayout.of({"x": tuple(values.shape)}, raw), values, torch.zeros_like(values))
+    shards = codec.Shards(
+        raw, ShardLayout.of({"x": tuple(values.shape)}, raw), values, torch.zeros_like(values)
+    )
     assert shards.alone() == 4 * values.numel()
     assert torch.equal(shards.out, values)
     decoded = []
-    monkeypatch.setattr(codec, "decode_all", lambda *arguments: decoded.append(codec_decode_all(*arguments)))
+    monkeypatch.setattr(
+        codec, "decode_all", lambda *arguments: decoded.append(codec_decode_all(*arguments))
+    )
     shards.whole()
     assert torch.equal(decoded[0]["x"], values)
 

@@ -53,7 +53,9 @@ def test_without_a_name_everything_is_measured(farflock, asked):
     assert all(options.only is None for options in asked.values())
 
 
-def test_one_that_cannot_be_measured_is_said_at_the_end_and_the_others_stand(farflock, asked, monkeypatch):
+def test_one_that_cannot_be_measured_is_said_at_the_end_and_the_others_stand(
+    farflock, asked, monkeypatch
+):
     load_module = command.import_module
 
     def load(path):
@@ -69,7 +71,12 @@ def test_one_that_cannot_be_measured_is_said_at_the_end_and_the_others_stand(far
     monkeypatch.setattr(command, "import_module", load)
     code, out, err = farflock("bench")
     assert code == 1
-    assert [json.loads(line).get("metric") for line in out.splitlines()][:4] == ["codec.a", "codec.b", "sim.a", "sim.b"]
+    assert [json.loads(line).get("metric") for line in out.splitlines()][:4] == [
+        "codec.a",
+        "codec.b",
+        "sim.a",
+        "sim.b",
+    ]
     assert "loop could not be measured: the two loops train different models" in err
     assert "kill.b" in err
 
@@ -123,11 +130,15 @@ def test_rates_are_bits_a_second(text, bits):
     assert command.rate_bits(text) == bits
 
 
-@pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "0mbit", "1e9gbit", "100mbyte", "100000gbit", "nanmbit"])
+@pytest.mark.parametrize(
+    "text", ["", "100", "mbit", "-1mbit", "0mbit", "1e9gbit", "100mbyte", "100000gbit", "nanmbit"]
+)
 def test_what_is_no_rate_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="such as 100mbit"):
         command.rate_bits(text)
 
 
 def test_every_benchmark_in_the_table_is_a_module_of_this_package():
-    assert all(path == f"farflock.experiments.bench.{name}" for name, path in command.BENCHMARKS.items())
+    assert all(
+        path == f"farflock.experiments.bench.{name}" for name, path in command.BENCHMARKS.items()
+    )

@@ -54,7 +54,10 @@ def test_workers_know_their_place_and_answer_in_any_order(echo):
     async def main():
         async with fleet(echo, [Host()] * 2, {"colour": "red"}) as workers:
             said = await hear_all(workers, "settings")
-            assert [(one["number"], one["count"], one["colour"]) for one in said] == [(0, 2, "red"), (1, 2, "red")]
+            assert [(one["number"], one["count"], one["colour"]) for one in said] == [
+                (0, 2, "red"),
+                (1, 2, "red"),
+            ]
             for x, worker in enumerate(workers):
                 worker.tell("go", x=x)
             assert [one["x"] for one in await hear_all(workers, "second")] == [0, 1]

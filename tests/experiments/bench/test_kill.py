@@ -21,7 +21,14 @@ class Said:
 
 
 def said(number, state="aa", **fields):
-    return {"number": number, "state": state, "at_s": float(number), "members": 3, "lost": 0, **fields}
+    return {
+        "number": number,
+        "state": state,
+        "at_s": float(number),
+        "members": 3,
+        "lost": 0,
+        **fields,
+    }
 
 
 def test_states_that_differ_after_the_same_round_are_not_passed_over():
@@ -49,7 +56,9 @@ def test_notice_counts_from_the_first_round_that_ended_after_the_signal():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("agreed", "honest"), [(40, True), (45, True), (35, False), (50, False), (41, False)])
+@pytest.mark.parametrize(
+    ("agreed", "honest"), [(40, True), (45, True), (35, False), (50, False), (41, False)]
+)
 def test_the_runs_tokens_must_confirm_what_the_workers_count(agreed, honest):
     """Two survivors, one a round ahead with five steps more, and a victim whose last five steps may have counted."""
     workers = [Said("a"), Said("victim"), Said("b")]
@@ -66,7 +75,12 @@ def test_the_runs_tokens_must_confirm_what_the_workers_count(agreed, honest):
 
 def test_the_metrics_are_the_median_notice_and_the_worst_loss():
     notice, lost = kill._metrics("kill.", [Blow(0.2, 0), Blow(0.9, 3), Blow(0.4, 0)], "SIGKILL")
-    assert (notice.metric, notice.value, notice.yardstick, notice.n) == ("kill.notice_s", 0.4, 1.0, 3)
+    assert (notice.metric, notice.value, notice.yardstick, notice.n) == (
+        "kill.notice_s",
+        0.4,
+        1.0,
+        3,
+    )
     assert "0.90 s" in notice.note
     assert (lost.metric, lost.value, lost.unit) == ("kill.steps_lost", 3, "steps")
 
@@ -94,7 +108,12 @@ def test_held_reductions_wait_and_others_do_not(capsysbinary):
 @pytest.mark.long
 def test_three_nodes_lose_one_to_a_stop_and_to_a_kill_and_go_on():
     metrics = {metric.metric: metric for metric in kill.run(Options(quick=True))}
-    assert list(metrics) == ["kill.notice_s", "kill.steps_lost", "kill.stop_notice_s", "kill.stop_steps_lost"]
+    assert list(metrics) == [
+        "kill.notice_s",
+        "kill.steps_lost",
+        "kill.stop_notice_s",
+        "kill.stop_steps_lost",
+    ]
     assert metrics["kill.steps_lost"].value == metrics["kill.stop_steps_lost"].value == 0
     assert metrics["kill.notice_s"].value > 0
     assert metrics["kill.stop_notice_s"].value > 0

@@ -53,7 +53,10 @@ def test_the_bare_loop_learns(tokens):
 
 def test_the_bare_loop_clips_only_where_the_plan_does(tokens):
     plan = plan_of("tiny", 2, 16, "local")
-    clipped, free = Bare(replace(plan, clip_norm=1e-6), tokens, "a"), Bare(replace(plan, clip_norm=None), tokens, "a")
+    clipped, free = (
+        Bare(replace(plan, clip_norm=1e-6), tokens, "a"),
+        Bare(replace(plan, clip_norm=None), tokens, "a"),
+    )
     for bare in (clipped, free):
         bare.train(20)
     assert clipped.loss != free.loss

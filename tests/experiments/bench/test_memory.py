@@ -9,7 +9,11 @@ from farflock.experiments.bench.memory import NoExchange, Taken, one_exchange, w
 from farflock.experiments.bench.memory_peer import Peak
 
 MIB = 1024 * 1024
-ROUNDS = [[Taken(100, 150), Taken(100, 130)], [Taken(120, 150), Taken(110, 190)], [Taken(130, 170), Taken(140, 160)]]
+ROUNDS = [
+    [Taken(100, 150), Taken(100, 130)],
+    [Taken(120, 150), Taken(110, 190)],
+    [Taken(130, 170), Taken(140, 160)],
+]
 
 
 @pytest.mark.net

@@ -62,7 +62,9 @@ def test_hosts_talk_to_each_other(able):
 
 def test_each_end_of_a_cable_has_the_limit(able):
     with hosts(1, 25e6) as (host,):
-        shown = subprocess.run([*host.prefix, "tc", "qdisc"], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            [*host.prefix, "tc", "qdisc"], capture_output=True, text=True, check=True
+        ).stdout
         assert "tbf" in shown
         assert "25Mbit" in shown
 
@@ -92,7 +94,9 @@ def test_nothing_stays_when_the_owner_is_killed(able):
     )
     before = spaces()
     owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"up\n"

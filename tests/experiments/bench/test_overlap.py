@@ -7,7 +7,16 @@ import pytest
 
 from farflock.experiments.bench import overlap
 from farflock.experiments.bench.netns import NoHosts, hosts
-from farflock.experiments.bench.overlap import ARMS, FULL, QUICK, NoOverlap, Piece, Size, measure, metric_of
+from farflock.experiments.bench.overlap import (
+    ARMS,
+    FULL,
+    QUICK,
+    NoOverlap,
+    Piece,
+    Size,
+    measure,
+    metric_of,
+)
 from farflock.experiments.measure.metric import Options
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.fit import require_layers
@@ -17,7 +26,9 @@ SMALLEST = Size(PRESETS["tiny"], batch=1, seq=16, steps=4, fragments=2, overlap=
 
 
 def turn(local, overlapping, waiting):
-    return {arm: Piece(s, s / 2) for arm, s in zip(ARMS, (local, overlapping, waiting), strict=True)}
+    return {
+        arm: Piece(s, s / 2) for arm, s in zip(ARMS, (local, overlapping, waiting), strict=True)
+    }
 
 
 @pytest.mark.parametrize("size", [FULL, QUICK, SMALLEST])
@@ -33,9 +44,19 @@ def test_the_arms_train_alike_and_differ_in_their_exchanges_alone(size):
 
 
 def test_the_full_size_is_what_the_docstring_says():
-    assert (FULL.model.parameters() // 100_000, FULL.fragments, FULL.fragments * FULL.steps) == (12, 3, 99)
+    assert (FULL.model.parameters() // 100_000, FULL.fragments, FULL.fragments * FULL.steps) == (
+        12,
+        3,
+        99,
+    )
     assert (FULL.batch * FULL.seq, FULL.overlap) == (1024, 5)
-    for said in ("1.2 million parameters", "3 fragments", "99 steps", "1,024 tokens", "5 steps later"):
+    for said in (
+        "1.2 million parameters",
+        "3 fragments",
+        "99 steps",
+        "1,024 tokens",
+        "5 steps later",
+    ):
         assert said in " ".join(overlap.__doc__.split())
 
 
@@ -91,7 +112,11 @@ def measured(monkeypatch):
 
 
 def test_both_rates_are_measured_or_the_one_that_was_asked_for(measured):
-    for options in (Options(), Options(rate_bits=5e7), Options(only="overlap.10.waiting", quick=True)):
+    for options in (
+        Options(),
+        Options(rate_bits=5e7),
+        Options(only="overlap.10.waiting", quick=True),
+    ):
         list(overlap.run(options))
     names = ["overlap.100", "overlap.10", "overlap.50", "overlap.10"]
     assert [name for _, _, name in measured] == names

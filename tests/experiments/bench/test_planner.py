@@ -10,7 +10,12 @@ from farflock.experiments.placement import genetic
 from farflock.experiments.placement.layout import Costs, Layout
 from farflock.experiments.placement.planner import balanced
 
-METRICS = ["planner.seconds", "planner.over_optimum", "planner.over_genetic", "planner.over_kernighan_lin"]
+METRICS = [
+    "planner.seconds",
+    "planner.over_optimum",
+    "planner.over_genetic",
+    "planner.over_kernighan_lin",
+]
 
 
 def test_all_metrics_are_there_and_sane(quick):
@@ -54,20 +59,32 @@ def test_over_the_optimum_is_the_worst_case(monkeypatch):
 def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
     theirs = {"circular": 4.0, "kernighan-lin": 2.0}
     monkeypatch.setattr(
-        genetic, "search", lambda costs, sizes, seed, setting: Layout((), theirs[setting.gain] - 1.0, 1.0)
+        genetic,
+        "search",
+        lambda costs, sizes, seed, setting: Layout((), theirs[setting.gain] - 1.0, 1.0),
     )
     for (name, gain), ratio in zip(planner.BASELINES.items(), (0.75, 1.5), strict=True):
         ours = iter([1.0, 3.0, 1.0])
-        monkeypatch.setattr(networks, "plan", lambda *arguments, ours=ours: Layout((), next(ours), 0.0))
+        monkeypatch.setattr(
+            networks, "plan", lambda *arguments, ours=ours: Layout((), next(ours), 0.0)
+        )
         metric = planner._over_genetic(planner.QUICK, name, gain)
-        assert (metric.metric, metric.value, metric.yardstick, metric.ratio) == (name, 1.0, theirs[gain], ratio)
+        assert (metric.metric, metric.value, metric.yardstick, metric.ratio) == (
+            name,
+            1.0,
+            theirs[gain],
+            ratio,
+        )
         assert f"gcp 3 s to {theirs[gain]:.0f} s" in metric.note
 
 
 def test_the_optimum_is_the_least_of_all_partitions():
     case = networks.drawn(4, 0)
     costs = Costs(case.links, case.traffic)
-    by_hand = [costs.layout(stages).seconds for stages in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)])]
+    by_hand = [
+        costs.layout(stages).seconds
+        for stages in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)])
+    ]
     assert planner.optimum(costs, balanced(4, 2)) == min(by_hand)
 
 

@@ -11,7 +11,9 @@ from farflock.experiments.measure.metric import Options
 def test_ideal_is_what_reduce_scatter_and_all_gather_move():
     size = Size(parameters=10_000_000)
     assert size.payload_bytes == 40_000_000  # two bytes a value out, two back
-    assert [each_way_bytes(size, peers) * 8 / 1e8 for peers in (2, 4, 8)] == pytest.approx([1.6, 2.4, 2.8])
+    assert [each_way_bytes(size, peers) * 8 / 1e8 for peers in (2, 4, 8)] == pytest.approx(
+        [1.6, 2.4, 2.8]
+    )
     assert each_way_bytes(Size(1000, out="fp32", back="fp32"), 4) == 0.75 * 8000
 
 

@@ -43,10 +43,14 @@ def test_a_line_is_one_json_object_with_every_field():
 
 
 def test_a_metric_without_a_yardstick_says_null():
-    assert json.loads(one_line(asdict(Metric("sim.peer_s", 0.1, None, None, 1, 0.0))))["ratio"] is None
+    assert (
+        json.loads(one_line(asdict(Metric("sim.peer_s", 0.1, None, None, 1, 0.0))))["ratio"] is None
+    )
 
 
-@pytest.mark.parametrize(("only", "wanted"), [(None, True), ("codec.int8", True), ("codec.int4", False)])
+@pytest.mark.parametrize(
+    ("only", "wanted"), [(None, True), ("codec.int8", True), ("codec.int4", False)]
+)
 def test_options_want_everything_or_the_one_metric(only, wanted):
     assert Options(only=only).wants("codec.int8") is wanted
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from farflock.experiments.pipelines import checkfree
-from farflock.experiments.pipelines.checkfree import Failure, Pipeline, Recovery, Text, Trial, run, trace
+from farflock.experiments.pipelines.checkfree import (
+    Failure,
+    Pipeline,
+    Recovery,
+    Text,
+    Trial,
+    run,
+    trace,
+)
 from farflock.node.model.llama import PRESETS
 from farflock.optimizers.parts.state import state_hash
 
@@ -26,7 +34,11 @@ TINY = Trial(
 @pytest.fixture(scope="module")
 def text():
     torch.set_num_threads(1)
-    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)).numpy().astype("uint16")
+    tokens = (
+        torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0))
+        .numpy()
+        .astype("uint16")
+    )
     return Text.of(TINY, tokens[:3000], tokens[3000:])
 
 
@@ -45,7 +57,11 @@ def test_without_failures_every_arm_is_plain_training_bit_for_bit(text):
     plain = run(TINY, "no failure", (), text)
     for name in ("checkfree", "re-initialised", "checkpoint"):
         assert run(TINY, name, (), text).losses == plain.losses
-    assert run(TINY, "swap, no failure", (), text).losses == run(TINY, "checkfree+", (), text).losses != plain.losses
+    assert (
+        run(TINY, "swap, no failure", (), text).losses
+        == run(TINY, "checkfree+", (), text).losses
+        != plain.losses
+    )
     assert len(plain.losses) == 2
     assert plain.progress == 6
 
@@ -76,11 +92,17 @@ def test_no_other_stage_and_no_batch_pointer_changes(text, name, stage, how):
         pipeline.train()
     before = [everything(served) for served in pipeline.stages]
     assert Recovery(pipeline, name)(stage) == how
-    changed = [place for place, served in enumerate(pipeline.stages) if everything(served) != before[place]]
+    changed = [
+        place for place, served in enumerate(pipeline.stages) if everything(served) != before[place]
+    ]
     assert changed == [stage]
     assert pipeline.step == 3
     replica = pipeline.stages[stage].replica
-    assert not any(bool(x.any()) for what in checkfree.SAVED[1:] for x in replica.read(replica.names, what).values())
+    assert not any(
+        bool(x.any())
+        for what in checkfree.SAVED[1:]
+        for x in replica.read(replica.names, what).values()
+    )
 
 
 def test_a_checkpoint_sends_all_back_and_the_steps_are_spent_again(text):
@@ -91,7 +113,9 @@ def test_a_checkpoint_sends_all_back_and_the_steps_are_spent_again(text):
     broken.save()
     broken.train()
     assert Recovery(broken, "checkpoint")(1) == "all from step 2"
-    assert [everything(served) for served in broken.stages] == [everything(served) for served in trained.stages]
+    assert [everything(served) for served in broken.stages] == [
+        everything(served) for served in trained.stages
+    ]
     arm = run(TINY, "checkpoint", (Failure(3, 1),), text)
     assert arm.progress == 5
     shorter = dataclasses.replace(TINY, points=(5,))
@@ -131,8 +155,8 @@ def test_rows_are_of_all_arms_and_seeds(monkeypatch):
         (3, (11, 22, 33, 44, 55, 66)),
         (4, (11, 22, 33, 44, 55, 66)),
     ]
-    assert {(trial.steps, trial.warmup_steps, trial.batch, trial.held_out_sequences) for trial in made} == {
-        (66, 4, 2, 5)
-    }
+    assert {
+        (trial.steps, trial.warmup_steps, trial.batch, trial.held_out_sequences) for trial in made
+    } == {(66, 4, 2, 5)}
     assert shares == [0.5, 1.0]
     assert not any(row.exact for row in table.rows)

@@ -20,7 +20,9 @@ def simulated(useful, period, chance, draws):
 def test_replay_costs_what_a_simulation_spends(period, chance):
     draws = random.Random(1)
     found = simulated(40_000 // period * period, period, chance, draws)
-    assert found == pytest.approx(hours.replayed(40_000 // period * period, period, chance), rel=0.03)
+    assert found == pytest.approx(
+        hours.replayed(40_000 // period * period, period, chance), rel=0.03
+    )
 
 
 def test_replay_obeys_its_recursion_and_costs_nothing_without_failures():
@@ -57,7 +59,11 @@ def test_a_crossover_is_where_straight_lines_meet():
 def test_the_tables_hours_are_whole_numbers_of_evaluations():
     """Which is how the iterations, and CheckFree's penalty, are known; but for checkpointing at 16 %, whose hours are those of
     25,000 iterations at the other columns' 91.35 s."""
-    found = {(name, rate): hours.iterations(name, at) for name in hours.TABLE for at, rate in enumerate(hours.RATES)}
+    found = {
+        (name, rate): hours.iterations(name, at)
+        for name in hours.TABLE
+        for at, rate in enumerate(hours.RATES)
+    }
     odd = found.pop(("checkpointing", 0.16))
     assert odd * 92.14 / 91.35 == pytest.approx(25_000, abs=2)
     for iterations in found.values():

@@ -9,7 +9,9 @@ from farflock.experiments.pipelines.contention import Setting, Wires
 from farflock.experiments.placement.layout import LinkCosts
 
 SIZE = 100.0
-LINKS = LinkCosts.of([[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]])
+LINKS = LinkCosts.of(
+    [[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]]
+)
 
 
 def wires(shared=True, overhead=0.125):
@@ -39,7 +41,9 @@ def test_both_directions_are_free_of_each_other():
     assert line.send("a", "b", 0.0) == line.send("b", "a", 0.0) == 2.5
 
 
-hops = st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.floats(0, 1)).filter(lambda hop: hop[0] != hop[1])
+hops = st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.floats(0, 1)).filter(
+    lambda hop: hop[0] != hop[1]
+)
 
 
 @given(st.lists(hops, max_size=20))
@@ -84,7 +88,12 @@ def test_hops_and_origins_together_are_both_one_after_the_other_either_way(made_
 
 
 def test_the_published_order_is_kept_where_links_queue(made_s):
-    assert made_s["full, three origins"] > made_s["random"] > made_s["not collision-aware"] > made_s["collision-aware"]
+    assert (
+        made_s["full, three origins"]
+        > made_s["random"]
+        > made_s["not collision-aware"]
+        > made_s["collision-aware"]
+    )
     ours_s = Setting().makespan_s(Setting().planned(seed=0, work=30))
     assert ours_s <= made_s["collision-aware"] + 1e-9
     assert made_s["random"] / ours_s > 1.5
@@ -110,7 +119,10 @@ def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
     skipping = contention._in_turn(contention._chains(released.RANDOM), 5)
     assert len(full.paths) == len(skipping.paths) == contention.MICROBATCHES
     for plan, chains in ((full, 3), (skipping, 5)):
-        uses = [sum(path[1:] == chain for path in plan.paths) for chain in {path[1:] for path in plan.paths}]
+        uses = [
+            sum(path[1:] == chain for path in plan.paths)
+            for chain in {path[1:] for path in plan.paths}
+        ]
         assert uses == [contention.MICROBATCHES // chains] * chains
 
 

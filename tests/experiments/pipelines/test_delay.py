@@ -49,7 +49,12 @@ def test_what_diverges_has_an_infinite_loss():
 
 def test_each_optimizer_is_compared_with_itself_without_delay_and_nadam_has_the_momentum_of_its_source():
     assert len({arm.name for arm in ARMS}) == len(ARMS) == 8
-    assert {(arm.base, arm.delay) for arm in ARMS} >= {("adamw", 0), ("nadam", 0), ("muon", 0), ("nadam", 1)}
+    assert {(arm.base, arm.delay) for arm in ARMS} >= {
+        ("adamw", 0),
+        ("nadam", 0),
+        ("muon", 0),
+        ("nadam", 1),
+    }
     nadam = Arm("nadam", 1).inner(nn.Linear(1, 1), 1e-3)
     assert {group["betas"][0] for group in nadam.param_groups} == {0.99}
 

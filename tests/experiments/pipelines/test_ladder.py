@@ -3,7 +3,14 @@
 import pytest
 
 CODECS = ["fp32", "aqsgd8", "aqsgd4", "hadamard4"]
-SMALL = {"length": 32, "width": 64, "microbatches": 6, "stage_s": 0.1, "mbit_per_s": [1.0, 10.0, 1e6], "codecs": CODECS}
+SMALL = {
+    "length": 32,
+    "width": 64,
+    "microbatches": 6,
+    "stage_s": 0.1,
+    "mbit_per_s": [1.0, 10.0, 1e6],
+    "codecs": CODECS,
+}
 
 
 def test_the_faster_the_line_the_faster_until_only_computing_is_left(table):
@@ -26,4 +33,6 @@ def test_aqsgd_sends_a_sample_whole_once_and_then_its_change(table):
     assert once["aqsgd4, bits a value forward"] == pytest.approx(16, rel=0.02)
     whole, change = once["aqsgd4, bits a value forward"], often["aqsgd4, bits a value forward"]
     assert change == pytest.approx((whole + 9 * 4.4) / 10, rel=0.05)
-    assert once["hadamard4, bits a value forward"] == often["hadamard4, bits a value forward"] == 4.5
+    assert (
+        once["hadamard4, bits a value forward"] == often["hadamard4, bits a value forward"] == 4.5
+    )

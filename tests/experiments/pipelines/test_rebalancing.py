@@ -6,10 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.experiments.pipelines.rebalancing import HOUR_S, Size, Speed, played, queues, share, trace
+from farflock.experiments.pipelines.rebalancing import (
+    HOUR_S,
+    Size,
+    Speed,
+    played,
+    queues,
+    share,
+    trace,
+)
 from farflock.swarm.protocol.rebalance import RebalanceRule
 
-SMALL = {"stages": 4, "servers": 40, "lifetime_h": 4.0, "hours": 6.0, "periods_s": [300.0, 60.0], "in_flight": 32}
+SMALL = {
+    "stages": 4,
+    "servers": 40,
+    "lifetime_h": 4.0,
+    "hours": 6.0,
+    "periods_s": [300.0, 60.0],
+    "in_flight": 32,
+}
 
 
 def size(**changes):
@@ -30,7 +45,9 @@ def test_a_trace_is_in_order_begins_evenly_and_lets_nobody_leave_who_is_not_ther
 
 def test_as_many_join_as_leave_and_each_lives_as_long_as_told():
     events = list(trace(size(hours=400.0), random.Random(2)))
-    joins, leaves = (sum(what == one for when_s, what, *_ in events if when_s) for one in ("join", "leave"))
+    joins, leaves = (
+        sum(what == one for when_s, what, *_ in events if when_s) for one in ("join", "leave")
+    )
     assert joins == pytest.approx(400 * 40 / 4, rel=0.1)
     assert leaves == pytest.approx(joins, rel=0.1)
 
@@ -57,7 +74,8 @@ def test_no_policy_changes_who_is_there():
     """The best that is possible is the same for all: moves only move."""
     events = list(trace(size(), random.Random(3)))
     still, moved = (
-        {speed.since_s: speed for speed in played(size(), events, policy)} for policy in (None, (60.0, RebalanceRule()))
+        {speed.since_s: speed for speed in played(size(), events, policy)}
+        for policy in (None, (60.0, RebalanceRule()))
     )
     assert all(moved[when_s].best == speed.best for when_s, speed in still.items())
     assert all(speed.least <= speed.best for speed in moved.values())
@@ -65,7 +83,11 @@ def test_no_policy_changes_who_is_there():
 
 
 def test_without_churn_nothing_moves_and_nothing_is_lost(table):
-    found = table("swarm-rebalancing", **{**SMALL, "lifetime_h": 1000.0, "servers": 8, "hours": 2.0}, seeds=[5])
+    found = table(
+        "swarm-rebalancing",
+        **{**SMALL, "lifetime_h": 1000.0, "servers": 8, "hours": 2.0},
+        seeds=[5],
+    )
     quiet = [value for name, values in found.items() if "overall" in name for value in values]
     assert min(quiet) > 40
     everybody = [(0.0, "join", f"{number}", number % 4) for number in range(8)]
@@ -75,5 +97,7 @@ def test_without_churn_nothing_moves_and_nothing_is_lost(table):
 
 def test_a_move_each_period_beats_none_and_more_often_is_better(table):
     found = table("swarm-rebalancing", **SMALL, seeds=[1, 2, 3])
-    for none, slow, fast in zip(*(found[f"{name}, overall"] for name in ("none", "300 s", "60 s")), strict=True):
+    for none, slow, fast in zip(
+        *(found[f"{name}, overall"] for name in ("none", "300 s", "60 s")), strict=True
+    ):
         assert none < slow < fast <= 100

@@ -21,8 +21,14 @@ from farflock.experiments.pipelines.selective import (
 from farflock.node.errors import Failure
 from farflock.optimizers.method import Progress
 
-SIZE = Size(replicas=2, steps=6, period=3, codec="fp32", ranks=[8, 2], rates=[6e-3], seeds=[1], held_out=4)
-TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)).numpy().astype("uint16")
+SIZE = Size(
+    replicas=2, steps=6, period=3, codec="fp32", ranks=[8, 2], rates=[6e-3], seeds=[1], held_out=4
+)
+TEXT = (
+    torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0))
+    .numpy()
+    .astype("uint16")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +45,9 @@ def test_a_replica_that_compresses_stays_in_the_subspace_and_its_frozen_embeddin
     before = tensors(weak)[EMBEDDING].clone()
     for one in (strong, weak):
         one.begin()
-    assert torch.equal(tensors(weak)[EMBEDDING], before) or torch.allclose(tensors(weak)[EMBEDDING], before, atol=1e-6)
+    assert torch.equal(tensors(weak)[EMBEDDING], before) or torch.allclose(
+        tensors(weak)[EMBEDDING], before, atol=1e-6
+    )
     for number in range(3):
         strong.step(number, 6e-3)
         weak.step(number, 6e-3)
@@ -55,7 +63,11 @@ def test_the_last_stage_and_what_only_reads_the_stream_are_free():
     assert not any(f"layers.{MODEL.layers - 1}." in name for name in writers(MODEL))
     weak = group_of(SIZE, Arm("", 2, 2), 6e-3, 1, TEXT)[0]
     weak.begin()
-    rest = {name: x for name, x in tensors(weak).items() if name not in writers(MODEL) and x.shape[:1] == (MODEL.dim,)}
+    rest = {
+        name: x
+        for name, x in tensors(weak).items()
+        if name not in writers(MODEL) and x.shape[:1] == (MODEL.dim,)
+    }
     assert outside(rest, dict.fromkeys(rest, 0), weak.basis) > 0.5
 
 
@@ -83,7 +95,9 @@ def test_replicas_that_start_in_the_subspace_of_all_columns_lose_nothing():
     plain = selective.train(SIZE, Arm("", 0, 64), 6e-3, 1, TEXT)
     whole = selective.train(SIZE, Arm("", 2, 64), 6e-3, 1, TEXT)
     for name, x in plain.items():
-        torch.testing.assert_close(x, whole[name], rtol=1e-3, atol=2e-3)  # AdamW makes rounding of tiny gradients large
+        torch.testing.assert_close(
+            x, whole[name], rtol=1e-3, atol=2e-3
+        )  # AdamW makes rounding of tiny gradients large
 
 
 def test_the_table_has_a_row_for_each_arm_and_what_selection_saves():

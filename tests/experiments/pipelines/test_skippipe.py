@@ -24,7 +24,12 @@ def test_the_four_published_times_come_out_to_the_last_digit():
 
 
 def test_with_the_times_of_the_present_script_it_gives_what_that_gives():
-    times = {"full": 154.2028, "random": 87.1663, "not collision-aware": 75.8060, "collision-aware": 68.5538}
+    times = {
+        "full": 154.2028,
+        "random": 87.1663,
+        "not collision-aware": 75.8060,
+        "collision-aware": 68.5538,
+    }
     assert reproduce(released.SCRIPT_FORWARD_S) == pytest.approx(times, abs=5e-5)
 
 
@@ -55,7 +60,9 @@ def test_no_node_computes_twice_at_a_time_or_holds_too_much_and_all_come_back():
         assert len(outcome.finished_s) == count
         assert not outcome.forgotten
         works = [
-            ScheduledPass(planned.NAMES[w.node], (w.number // 100, w.number % 100), w.start_s, w.end_s)
+            ScheduledPass(
+                planned.NAMES[w.node], (w.number // 100, w.number % 100), w.start_s, w.end_s
+            )
             for w in outcome.worked
         ]
         require_timetable(works, released.MEMORY)
@@ -76,7 +83,9 @@ def test_the_plan_without_regard_to_collisions_keeps_to_them_too():
 
 
 def test_a_plan_that_skips_too_much_is_refused():
-    short = planned.as_plan([[path[:3] for path in paths] for paths in released.COLLISION_AWARE.values()])
+    short = planned.as_plan(
+        [[path[:3] for path in paths] for paths in released.COLLISION_AWARE.values()]
+    )
     with pytest.raises(BadPlan, match="skip ratio"):
         require_paths(short, planned.instance(released.delays_s()).serving, planned.TERMS)
 
@@ -88,7 +97,9 @@ def test_the_program_forgets_a_microbatch_whose_slot_is_taken_when_its_second_en
     assert outcome.forgotten == (107,)
     assert set(outcome.finished_s) == {7}
     assert outcome.makespan_s == outcome.finished_s[7]
-    assert not simulate([Start(7, 0.0, (0, 1)), Start(107, 1.0, (0, 1))], delays, 0.4, memory=1).forgotten
+    assert not simulate(
+        [Start(7, 0.0, (0, 1)), Start(107, 1.0, (0, 1))], delays, 0.4, memory=1
+    ).forgotten
 
 
 def literal(starts, delays, c, memory, ticks=400):
@@ -175,7 +186,11 @@ def test_on_other_instances_it_does_what_the_literal_rules_do(seed):
         for turn in range(2):
             for q in range(3):
                 path = (lane, *chance.sample(range(2, 7), 3))
-                starts.append(Start(100 * turn + 10 * q + lane, 2.5 * turn + chance.choice((0.1, 0.5)) * q, path))
+                starts.append(
+                    Start(
+                        100 * turn + 10 * q + lane, 2.5 * turn + chance.choice((0.1, 0.5)) * q, path
+                    )
+                )
     memory = chance.choice((2, 3))
     outcome = simulate(starts, delays, 0.3, memory)
     expected = literal(starts, delays, 0.3, memory, ticks=150)

@@ -14,14 +14,24 @@ def pipeline(stages, hop, times):
     return PipelineTimes((times,) * stages, (hop,) * (stages - 1))
 
 
-@given(stages=st.integers(1, 5), microbatches=st.integers(1, 9), wire_s=seconds, latency_s=seconds, each_s=seconds)
+@given(
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    wire_s=seconds,
+    latency_s=seconds,
+    each_s=seconds,
+)
 def test_gpipe_takes_its_formula(stages, microbatches, wire_s, latency_s, each_s):
     hop, times = HopTime(wire_s, latency_s), StageTime(each_s, 2 * each_s)
     found = step_s(pipeline(stages, hop, times), microbatches, [microbatches] * stages)
     assert found == pytest.approx(gpipe_s(stages, microbatches, hop, times))
 
 
-@given(stages=st.integers(1, 5), times=st.tuples(seconds, seconds, seconds), hop=st.tuples(seconds, seconds))
+@given(
+    stages=st.integers(1, 5),
+    times=st.tuples(seconds, seconds, seconds),
+    hop=st.tuples(seconds, seconds),
+)
 def test_one_microbatch_takes_its_round_trip(stages, times, hop):
     alone = pipeline(stages, HopTime(*hop), StageTime(*times))
     for order in ("fixed", "backward_first"):
@@ -38,7 +48,9 @@ def test_one_microbatch_takes_its_round_trip(stages, times, hop):
     shared=st.booleans(),
     order=st.sampled_from(["fixed", "backward_first"]),
 )
-def test_no_order_is_faster_than_the_bound(stages, microbatches, depth, wire_s, latency_s, each_s, shared, order):
+def test_no_order_is_faster_than_the_bound(
+    stages, microbatches, depth, wire_s, latency_s, each_s, shared, order
+):
     under = pipeline(stages, HopTime(wire_s, latency_s), StageTime(each_s, each_s))
     found = step_s(under, microbatches, [depth] * stages, order, shared)
     assert found >= under.step_bound_s(microbatches, depth) * (1 - 1e-9)
@@ -51,8 +63,12 @@ def test_1f1b_without_wires_has_its_bubble_of_p_minus_one():
 
 def test_one_line_in_and_out_makes_forwards_and_gradients_wait_for_each_other():
     slow = pipeline(3, HopTime(1.0), StageTime(0.0, 0.0))
-    alone, shared = (step_s(slow, 8, [8] * 3, "backward_first", shared_access=shared) for shared in (False, True))
-    assert shared >= 2 * 8 * 1.0, "the middle sends each microbatch on and each gradient back over one line"
+    alone, shared = (
+        step_s(slow, 8, [8] * 3, "backward_first", shared_access=shared) for shared in (False, True)
+    )
+    assert shared >= 2 * 8 * 1.0, (
+        "the middle sends each microbatch on and each gradient back over one line"
+    )
     assert alone < shared
 
 

@@ -15,4 +15,6 @@ def test_the_simulated_stage_agrees_with_the_formula(table):
 def test_depth_hides_the_round_trip_but_not_a_slow_wire(table):
     found = table("swarm-utilisation", layers=LAYERS, round_trips_ms=[200], microbatches=1000)
     assert found["wide, 200 ms, deeper"] > 99
-    assert found["narrow, 200 ms, deeper"] == pytest.approx(100 * 10 / 15, rel=0.02), "its wire takes 15 ms each way"
+    assert found["narrow, 200 ms, deeper"] == pytest.approx(100 * 10 / 15, rel=0.02), (
+        "its wire takes 15 ms each way"
+    )

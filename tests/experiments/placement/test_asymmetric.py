@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.experiments.placement.asymmetric import MachineProfile, ModelCosts, assigned, parts, split
+from farflock.experiments.placement.asymmetric import (
+    MachineProfile,
+    ModelCosts,
+    assigned,
+    parts,
+    split,
+)
 
 GB = 1e9
-PLAIN = ModelCosts(layers=12, layer_bytes=1 * GB, embedding_bytes=0, head_bytes=0, head_layers=0, edge_bytes=0)
+PLAIN = ModelCosts(
+    layers=12, layer_bytes=1 * GB, embedding_bytes=0, head_bytes=0, head_layers=0, edge_bytes=0
+)
 FAST = 1e12
 
 
@@ -28,10 +36,16 @@ def by_hand(model, layers, machines, teams):
         need += 0 if first else model.microbatch * model.in_flight * model.edge_bytes
         if any(machines[member].memory_bytes < need for member in members):
             return None
-        speed = sum(machines[member].rate for member in members) / (count + last * model.head_layers)
+        speed = sum(machines[member].rate for member in members) / (
+            count + last * model.head_layers
+        )
         crossing = ((not first) + (not last)) * model.edge_bytes
         if crossing:
-            speed = min(speed, sum(min(machines[member].up, machines[member].down) for member in members) / crossing)
+            speed = min(
+                speed,
+                sum(min(machines[member].up, machines[member].down) for member in members)
+                / crossing,
+            )
         speeds.append(speed)
     return min(speeds)
 
@@ -42,7 +56,10 @@ def exhaustive(model, machines, stages, replicas):
     for cuts in itertools.combinations(range(1, model.layers), stages - 1):
         layers = [end - begin for begin, end in itertools.pairwise((0, *cuts, model.layers))]
         for places in itertools.product(range(stages + 1), repeat=len(machines)):
-            teams = [[member for member, place in enumerate(places) if place == stage] for stage in range(stages)]
+            teams = [
+                [member for member, place in enumerate(places) if place == stage]
+                for stage in range(stages)
+            ]
             if min(map(len, teams)) >= replicas:
                 speed = by_hand(model, layers, machines, teams)
                 best = max(filter(None, (best, speed)), default=None)
@@ -83,7 +100,13 @@ def test_equal_machines_get_equal_stages():
 
 
 def test_layers_that_do_not_divide_differ_by_one():
-    assert sorted(split(PLAIN, [machine() for _ in range(10)], stages=5, replicas=2).layers) == [2, 2, 2, 3, 3]
+    assert sorted(split(PLAIN, [machine() for _ in range(10)], stages=5, replicas=2).layers) == [
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage():
@@ -132,7 +155,11 @@ def test_who_fits_nowhere_is_spare():
 def test_the_only_large_machine_is_kept_for_the_stage_that_nobody_else_can_hold():
     """By speed alone the first, fastest machine would go to the slowest stage of all, which small ones can serve too."""
     model = ModelCosts(4, GB, 0, head_bytes=5 * GB, head_layers=0, edge_bytes=0)
-    machines = [machine(rate=4, memory=8 * GB), machine(rate=3, memory=2.5 * GB), machine(rate=2, memory=2.5 * GB)]
+    machines = [
+        machine(rate=4, memory=8 * GB),
+        machine(rate=3, memory=2.5 * GB),
+        machine(rate=2, memory=2.5 * GB),
+    ]
     found = assigned(parts(model, (2, 2)), machines, replicas=1)
     assert found.machines == ((1, 2), (0,))
 
@@ -152,7 +179,9 @@ def test_it_comes_close_to_the_best_of_all_splits(seed):
             split(model, machines, stages, replicas=1)
     else:
         found = split(model, machines, stages, replicas=1)
-        assert by_hand(model, found.layers, machines, found.machines) == pytest.approx(found.samples_per_s)
+        assert by_hand(model, found.layers, machines, found.machines) == pytest.approx(
+            found.samples_per_s
+        )
         assert 0.9 * best <= found.samples_per_s <= best * (1 + 1e-9)
 
 
@@ -171,7 +200,9 @@ def test_layers_add_up_and_nobody_is_over_memory_or_in_two_stages(measured, stag
     served = [member for members in found.machines for member in members]
     assert sorted([*served, *found.spare]) == list(range(len(machines)))
     assert all(len(members) >= 2 for members in found.machines)
-    assert by_hand(PLAIN, found.layers, machines, found.machines) == pytest.approx(found.samples_per_s)
+    assert by_hand(PLAIN, found.layers, machines, found.machines) == pytest.approx(
+        found.samples_per_s
+    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -190,14 +221,17 @@ def test_more_machines_for_a_stage_never_make_it_slower(measured, doubled):
 def test_a_stage_that_fits_nobody_is_refused_with_its_need_and_the_remedy():
     machines = [machine(memory=3 * GB) for _ in range(4)]
     with pytest.raises(
-        ValueError, match=r"stage \d of 2, 6 layers .* needs 5722 MiB: 0 of 4 machines .* take more stages"
+        ValueError,
+        match=r"stage \d of 2, 6 layers .* needs 5722 MiB: 0 of 4 machines .* take more stages",
     ):
         split(PLAIN, machines, stages=2, replicas=1)
 
 
 def test_too_few_large_machines_for_two_large_stages_are_refused():
     machines = [machine(memory=7 * GB), *(machine(memory=2 * GB) for _ in range(3))]
-    with pytest.raises(ValueError, match="1 of 4 machines have that, and 1 larger stages need 1 of them"):
+    with pytest.raises(
+        ValueError, match="1 of 4 machines have that, and 1 larger stages need 1 of them"
+    ):
         split(PLAIN, machines, stages=2, replicas=1)
 
 

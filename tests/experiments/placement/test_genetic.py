@@ -10,13 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.experiments.placement import genetic
-from farflock.experiments.placement.genetic import Refine, Setting, Stages, crossed, mended, search, stages_of
+from farflock.experiments.placement.genetic import (
+    Refine,
+    Setting,
+    Stages,
+    crossed,
+    mended,
+    search,
+    stages_of,
+)
 from farflock.experiments.placement.layout import Costs, LinkCosts, StepTraffic
 
 
 def drawn(nodes, seed):
     chance = np.random.default_rng(seed)
-    links = LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    links = LinkCosts.of(
+        chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes))
+    )
     return Costs(links, StepTraffic(6e6, 2e6))
 
 
@@ -93,18 +103,29 @@ def test_local_search_keeps_the_sizes_and_helps_more_often_than_not(gain, seed):
         chance.shuffle(genome)
         better = refine(genome)
         assert Counter(better) == Counter(genome)
-        saved.append(costs.layout(stages_of(genome)).seconds - costs.layout(stages_of(better)).seconds)
+        saved.append(
+            costs.layout(stages_of(genome)).seconds - costs.layout(stages_of(better)).seconds
+        )
     assert sum(saved) > 0
 
 
 def test_local_search_leaves_alone_what_it_cannot_improve():
     links = LinkCosts.of(np.zeros((6, 6)), np.ones((6, 6)))
-    assert Refine(Costs(links, StepTraffic(1, 1)), (3, 3), "circular")([0, 1, 0, 1, 0, 1]) == [0, 1, 0, 1, 0, 1]
+    assert Refine(Costs(links, StepTraffic(1, 1)), (3, 3), "circular")([0, 1, 0, 1, 0, 1]) == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_longer_search_is_no_worse_and_the_same_seed_gives_the_same():
     costs = drawn(16, 0)
-    found = [search(costs, (4,) * 4, 3, Setting(population=6, trials=trials)) for trials in (0, 20, 60)]
+    found = [
+        search(costs, (4,) * 4, 3, Setting(population=6, trials=trials)) for trials in (0, 20, 60)
+    ]
     assert found[0].seconds >= found[1].seconds >= found[2].seconds
     assert found[0].seconds > found[2].seconds
     assert search(costs, (4,) * 4, 3, Setting(population=6, trials=20)) == found[1]

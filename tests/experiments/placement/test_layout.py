@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.experiments.placement.layout import MAX_STAGES, Costs, LinkCosts, StepTraffic, bottleneck, cheapest_order
+from farflock.experiments.placement.layout import (
+    MAX_STAGES,
+    Costs,
+    LinkCosts,
+    StepTraffic,
+    bottleneck,
+    cheapest_order,
+)
 
 TRAFFIC = StepTraffic(gradient_bytes=6e6, activation_bytes=2e6)
 
@@ -16,14 +23,19 @@ TRAFFIC = StepTraffic(gradient_bytes=6e6, activation_bytes=2e6)
 def links(nodes, seed):
     """Both directions drawn apart."""
     chance = np.random.default_rng(seed)
-    return LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    return LinkCosts.of(
+        chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes))
+    )
 
 
 def twin_data_parallel(measured, traffic, stage):
     """Equation 1, literally."""
 
     def exchange(d, e):
-        return 2 * (measured.latency_s[d, e] + traffic.gradient_bytes / (len(stage) * measured.bandwidth[d, e]))
+        return 2 * (
+            measured.latency_s[d, e]
+            + traffic.gradient_bytes / (len(stage) * measured.bandwidth[d, e])
+        )
 
     return max(sum(exchange(d, e) for e in stage if e != d) for d in stage)
 
@@ -57,7 +69,8 @@ def drawn_stages(nodes, stages, seed):
 def test_a_layouts_cost_is_that_of_the_four_equations(nodes, stages, seed):
     measured, partition = links(nodes, seed), drawn_stages(nodes, stages, seed)
     weights = [
-        [twin_match(measured, TRAFFIC, one, other) if one != other else 0 for other in partition] for one in partition
+        [twin_match(measured, TRAFFIC, one, other) if one != other else 0 for other in partition]
+        for one in partition
     ]
     layout = Costs(measured, TRAFFIC).layout(partition)
     assert layout.data_parallel_s == pytest.approx(
@@ -73,7 +86,9 @@ def test_its_stages_come_in_an_order_that_costs_this(seed):
     costs = Costs(links(15, seed), TRAFFIC)
     layout = costs.layout(partition)
     assert sorted(layout.stages) == sorted(tuple(sorted(stage)) for stage in partition)
-    assert sum(itertools.starmap(costs.match, itertools.pairwise(layout.stages))) == pytest.approx(layout.pipeline_s)
+    assert sum(itertools.starmap(costs.match, itertools.pairwise(layout.stages))) == pytest.approx(
+        layout.pipeline_s
+    )
 
 
 def test_two_nodes_by_hand():
@@ -86,7 +101,9 @@ def test_two_nodes_by_hand():
 
 @given(
     st.integers(1, 5).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 6), min_size=n, max_size=n), min_size=n, max_size=n)
+        lambda n: st.lists(
+            st.lists(st.integers(0, 6), min_size=n, max_size=n), min_size=n, max_size=n
+        )
     )
 )
 def test_a_bottleneck_matching_is_the_best_of_all(rows):
@@ -94,7 +111,8 @@ def test_a_bottleneck_matching_is_the_best_of_all(rows):
     assert sorted(columns) == list(range(len(rows)))
     assert max(row[column] for row, column in zip(rows, columns, strict=True)) == smallest
     assert smallest == min(
-        max(row[c] for row, c in zip(rows, p, strict=True)) for p in itertools.permutations(range(len(rows)))
+        max(row[c] for row, c in zip(rows, p, strict=True))
+        for p in itertools.permutations(range(len(rows)))
     )
 
 
@@ -104,7 +122,8 @@ def test_rows_may_be_fewer_than_columns(seed):
     smallest, columns = bottleneck(rows)
     assert len(set(columns)) == 3
     assert smallest == min(
-        max(row[c] for row, c in zip(rows, p, strict=True)) for p in itertools.permutations(range(5), 3)
+        max(row[c] for row, c in zip(rows, p, strict=True))
+        for p in itertools.permutations(range(5), 3)
     )
 
 
@@ -117,7 +136,9 @@ def test_the_bottleneck_of_large_stages_is_what_a_solver_of_sums_finds_by_thresh
         chosen = linear_sum_assignment(values > limit)
         return not (values > limit)[chosen].any()
 
-    assert bottleneck(values.tolist())[0] == min(limit for limit in values.ravel() if possible(limit))
+    assert bottleneck(values.tolist())[0] == min(
+        limit for limit in values.ravel() if possible(limit)
+    )
 
 
 @given(
@@ -151,7 +172,11 @@ def test_as_many_stages_as_allowed_are_ordered_and_no_more():
 def test_between_unequal_stages_nobody_has_more_partners_than_the_sizes_force(seed):
     costs = Costs(links(8, seed), TRAFFIC)
     larger, smaller = (0, 1, 2, 3, 4), (5, 6, 7)
-    ways = [way for way in itertools.product(smaller, repeat=5) if max(way.count(node) for node in smaller) <= 2]
+    ways = [
+        way
+        for way in itertools.product(smaller, repeat=5)
+        if max(way.count(node) for node in smaller) <= 2
+    ]
     best = min(max(costs.handing_s[a][b] for a, b in zip(larger, way, strict=True)) for way in ways)
     assert costs.match(larger, smaller) == costs.match(smaller, larger) == best
 
@@ -160,7 +185,9 @@ def test_the_diagonal_is_never_read():
     latency, rate = np.full((3, 3), 0.1), np.full((3, 3), 1e6)
     np.fill_diagonal(latency, np.nan)
     np.fill_diagonal(rate, -1)
-    assert Costs(LinkCosts.of(latency, rate), TRAFFIC).layout([(0, 1, 2)]).seconds == pytest.approx(2 * 2 * (0.1 + 2))
+    assert Costs(LinkCosts.of(latency, rate), TRAFFIC).layout([(0, 1, 2)]).seconds == pytest.approx(
+        2 * 2 * (0.1 + 2)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from farflock.experiments.placement.planner import balanced, partition_count, pa
 
 def scattered(nodes, seed):
     chance = np.random.default_rng(seed)
-    links = LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    links = LinkCosts.of(
+        chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes))
+    )
     return Costs(links, StepTraffic(*chance.uniform(1e5, 1e7, 2)))
 
 
@@ -30,7 +32,10 @@ def exhaustive(costs, stages):
     """The optimum, from all ways to put nodes in a row."""
     size = costs.nodes // stages
     rows = (row for row in itertools.permutations(range(costs.nodes)) if row[0] == 0)
-    seen = {frozenset(frozenset(row[at : at + size]) for at in range(0, costs.nodes, size)) for row in rows}
+    seen = {
+        frozenset(frozenset(row[at : at + size]) for at in range(0, costs.nodes, size))
+        for row in rows
+    }
     return min(costs.layout([tuple(stage) for stage in partition]).seconds for partition in seen)
 
 
@@ -50,7 +55,9 @@ def optimum(costs, sizes):
 
 def test_it_is_optimal_where_all_can_be_tried(found_by_permutation):
     for (kind, stages, seed), best in found_by_permutation.items():
-        assert plan(kind(8, seed), balanced(8, stages), seed).seconds == pytest.approx(best, rel=1e-12)
+        assert plan(kind(8, seed), balanced(8, stages), seed).seconds == pytest.approx(
+            best, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -79,7 +86,9 @@ def test_it_is_never_worse_than_the_genetic_baseline(kind, nodes, stages, gain, 
     for seed in range(3):
         costs = kind(nodes, seed)
         ours = plan(costs, balanced(nodes, stages), seed, work)
-        theirs = genetic.search(costs, balanced(nodes, stages), seed, genetic.Setting(gain, trials=60))
+        theirs = genetic.search(
+            costs, balanced(nodes, stages), seed, genetic.Setting(gain, trials=60)
+        )
         assert ours.seconds <= theirs.seconds * (1 + 1e-9)
 
 
@@ -95,7 +104,8 @@ def test_another_seed_may_give_another():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "sizes"), [(20, (4,) * 5), (14, (5, 3, 3, 3)), (7, (7,)), (9, (1,) * 9), (11, (6, 3, 2))]
+    ("nodes", "sizes"),
+    [(20, (4,) * 5), (14, (5, 3, 3, 3)), (7, (7,)), (9, (1,) * 9), (11, (6, 3, 2))],
 )
 @pytest.mark.parametrize("work", [1, 300])
 def test_every_node_has_one_place_and_the_cost_is_the_layouts(nodes, sizes, work):
@@ -104,7 +114,9 @@ def test_every_node_has_one_place_and_the_cost_is_the_layouts(nodes, sizes, work
     assert sorted(map(len, found.stages)) == sorted(sizes)
     assert sorted(itertools.chain(*found.stages)) == list(range(nodes))
     assert found.seconds == pytest.approx(costs.layout(found.stages).seconds)
-    assert found.pipeline_s == pytest.approx(sum(itertools.starmap(costs.match, itertools.pairwise(found.stages))))
+    assert found.pipeline_s == pytest.approx(
+        sum(itertools.starmap(costs.match, itertools.pairwise(found.stages)))
+    )
 
 
 def test_more_work_ends_no_worse_than_its_starts():
@@ -118,7 +130,9 @@ def test_the_work_is_a_bound(monkeypatch):
     """On whole layouts: 64 nodes in 8 stages cost 8 units each."""
     looked = []
     whole = Costs.layout
-    monkeypatch.setattr(Costs, "layout", lambda costs, stages: looked.append(1) or whole(costs, stages))
+    monkeypatch.setattr(
+        Costs, "layout", lambda costs, stages: looked.append(1) or whole(costs, stages)
+    )
     plan(scattered(64, 0), balanced(64, 8), 0, work=400)
     assert len(looked) <= 6 + 400 // 8
 
@@ -138,7 +152,9 @@ def test_links_that_cost_nothing_are_planned_too():
     assert plan(Costs(links, StepTraffic(0, 0)), balanced(16, 4), 0, work=200).seconds == 0
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (2, 2, 2, 2), (1, 2, 3), (3, 1, 1), (5,), (2, 2, 3)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 2), (4, 4), (2, 2, 2, 2), (1, 2, 3), (3, 1, 1), (5,), (2, 2, 3)]
+)
 def test_partitions_are_all_there_are_and_each_once(sizes):
     found = [frozenset(map(frozenset, stages)) for stages in partitions(sizes)]
     nodes = range(sum(sizes))
@@ -152,7 +168,8 @@ def test_partitions_are_all_there_are_and_each_once(sizes):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "stages", "sizes"), [(8, 4, (2,) * 4), (10, 4, (3, 3, 2, 2)), (3, 3, (1,) * 3), (5, 1, (5,))]
+    ("nodes", "stages", "sizes"),
+    [(8, 4, (2,) * 4), (10, 4, (3, 3, 2, 2)), (3, 3, (1,) * 3), (5, 1, (5,))],
 )
 def test_balanced_stages_differ_by_one_at_most(nodes, stages, sizes):
     assert balanced(nodes, stages) == sizes

@@ -38,16 +38,18 @@ def test_both_tables_are_there_with_their_sources():
 def test_transfers_take_as_long_as_skippipes_released_schedule_says(a, b, seconds):
     """Its schedule adds 0.35 s to each."""
     links = regions.load()["gcp"].links([a, b])
-    assert links.latency_s[0, 1] + MICROBATCH / links.bandwidth[0, 1] + 0.35 == pytest.approx(seconds, abs=1e-6)
+    assert links.latency_s[0, 1] + MICROBATCH / links.bandwidth[0, 1] + 0.35 == pytest.approx(
+        seconds, abs=1e-6
+    )
 
 
 def test_the_one_mistake_of_the_source_is_there_if_asked_for():
     gcp = regions.load()["gcp"]
     pair = ["Netherlands", "London"]
     as_released, mended = gcp.links(pair, released=True), gcp.links(pair)
-    assert as_released.latency_s[0, 1] + MICROBATCH / as_released.bandwidth[0, 1] + 0.35 == pytest.approx(
-        132.3136, abs=1e-4
-    )
+    assert as_released.latency_s[0, 1] + MICROBATCH / as_released.bandwidth[
+        0, 1
+    ] + 0.35 == pytest.approx(132.3136, abs=1e-4)
     assert mended.bandwidth[0, 1] == 0.2425 * 2**30
 
 
@@ -88,7 +90,11 @@ def test_a_region_that_is_not_there_is_refused_with_the_nearest():
         ("1000", "-1", "unit_bytes"),
         ("source", "sauce", "sauce"),
         ("[here]", "[here", "correct it"),
-        ("bandwidth = ", 'released = [{ pair = ["a", "c"], bandwidth = 1 }]\nbandwidth = ', "no pair of regions"),
+        (
+            "bandwidth = ",
+            'released = [{ pair = ["a", "c"], bandwidth = 1 }]\nbandwidth = ',
+            "no pair of regions",
+        ),
     ],
 )
 def test_a_damaged_table_is_refused_with_the_place(old, new, reason):
@@ -98,4 +104,8 @@ def test_a_damaged_table_is_refused_with_the_place(old, new, reason):
 
 
 def test_the_shipped_file_says_what_it_measures():
-    assert (files("farflock.experiments.placement") / regions.ORIGIN).read_text().startswith("# Measured links")
+    assert (
+        (files("farflock.experiments.placement") / regions.ORIGIN)
+        .read_text()
+        .startswith("# Measured links")
+    )

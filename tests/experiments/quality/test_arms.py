@@ -9,7 +9,9 @@ from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.trial_options import TrialOptions
 
 LINES = "[lines.ddp]\nlr = [1e-3, 2e-3]\nwarmup = [0.1, 0.2]\n[lines.none]\nlr = [1e-3]\nwarmup = [0.1]\n"
-TRIAL = '[[arms.diloco.trials.{}]]\nwhy = "{}"\nlr = 1e-3\nwarmup = 0.1\noptions = {{ period = {} }}\n'
+TRIAL = (
+    '[[arms.diloco.trials.{}]]\nwhy = "{}"\nlr = 1e-3\nwarmup = 0.1\noptions = {{ period = {} }}\n'
+)
 
 
 def text(at_100=4, at_500=4, why="to see", period=16):
@@ -38,25 +40,39 @@ def test_a_preset_that_is_named_for_a_budget_is_its_method_s_first_trial(preset)
 
 
 def test_a_preset_that_does_not_exist_is_refused(one_method):
-    with pytest.raises(Usage, match="preset 'best-10': there is none of this name; did you mean 'best-100'"):
+    with pytest.raises(
+        Usage, match="preset 'best-10': there is none of this name; did you mean 'best-100'"
+    ):
         quality_arms.read(text().replace("why =", 'preset = "best-10"\nwhy ='))
 
 
 def test_each_trial_of_a_method_is_another_one():
     for name, arm in quality_arms.load().arms.items():
         for budget in (100, 500):
-            tried = [(trial.lr, trial.warmup, trial.beta2, trial.options) for trial in arm.at(budget)]
+            tried = [
+                (trial.lr, trial.warmup, trial.beta2, trial.options) for trial in arm.at(budget)
+            ]
             assert all(one not in tried[:place] for place, one in enumerate(tried)), name
 
 
 def test_every_trial_names_its_period_because_its_cost_is_foreseen_by_it():
     arms = quality_arms.load().arms.values()
-    assert all("period" in trial.options for arm in arms for budget in (100, 500) for trial in arm.at(budget))
+    assert all(
+        "period" in trial.options
+        for arm in arms
+        for budget in (100, 500)
+        for trial in arm.at(budget)
+    )
 
 
 def test_a_line_s_grid_is_all_combinations(one_method):
     found = quality_arms.read(text()).lines["ddp"].trials()
-    assert [(trial.lr, trial.warmup) for trial in found] == [(1e-3, 0.1), (1e-3, 0.2), (2e-3, 0.1), (2e-3, 0.2)]
+    assert [(trial.lr, trial.warmup) for trial in found] == [
+        (1e-3, 0.1),
+        (1e-3, 0.2),
+        (2e-3, 0.1),
+        (2e-3, 0.2),
+    ]
     assert {trial.beta2 for trial in found} == {0.95}
 
 
@@ -70,7 +86,10 @@ def test_a_line_s_grid_is_all_combinations(one_method):
         (text(why=""), "why"),
         (text().replace("diloco", "dilco"), "no method diloco"),
         (text().replace("lines.none", "lines.nobody"), "no line none"),
-        (text().replace("lr = 1e-3\nwarmup = 0.1\noptions", "lr = -1.0\nwarmup = 0.1\noptions"), "lr"),
+        (
+            text().replace("lr = 1e-3\nwarmup = 0.1\noptions", "lr = -1.0\nwarmup = 0.1\noptions"),
+            "lr",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_place(one_method, written, said):

@@ -40,7 +40,12 @@ def test_each_finalist_is_a_line_of_json_and_people_get_tables(farflock, asked):
         "quality.share.slow.100",
     ]
     assert list(json.loads(out.splitlines()[0])) == list(command.COLUMNS)
-    for part in ("final at 1/100", "screen at 1/100", "15.0% above its budget", "best, at the edge in lr"):
+    for part in (
+        "final at 1/100",
+        "screen at 1/100",
+        "15.0% above its budget",
+        "best, at the edge in lr",
+    ):
         assert part in err
     assert (asked["size"], asked["budgets"], asked["only"]) == (quality.Size(), (100,), ())
 
@@ -60,7 +65,18 @@ def test_how_long_it_takes_is_said_before_it_starts_and_a_dry_run_ends_there(far
 
 
 def test_options_reach_the_benchmark(farflock, asked, tmp_path):
-    given = ["--steps", "50", "--screen-steps", "20", "--seeds", "2", "--finalists", "3", "--budget", "all"]
+    given = [
+        "--steps",
+        "50",
+        "--screen-steps",
+        "20",
+        "--seeds",
+        "2",
+        "--finalists",
+        "3",
+        "--budget",
+        "all",
+    ]
     farflock("bench", "quality", *given, "--workers", "7", "--folder", tmp_path)
     size = asked["size"]
     assert (size.steps, size.screen_steps, size.seeds, size.finalists) == (50, 20, (1, 2), 3)

@@ -20,7 +20,11 @@ def job(trial, run_of):
 
 
 def test_effort_grows_with_steps_sequences_and_exchanges(job):
-    assert effort(job(steps=30)) - effort(job(steps=20)) == effort(job(steps=20)) - effort(job(steps=10)) > 0
+    assert (
+        effort(job(steps=30)) - effort(job(steps=20))
+        == effort(job(steps=20)) - effort(job(steps=10))
+        > 0
+    )
     assert effort(job("ddp")) > effort(job("none"))
     often, seldom = effort(job("diloco.100", period=1)), effort(job("diloco.100", period=100))
     assert often > seldom > effort(job("none"))
@@ -30,12 +34,18 @@ def test_progress_counts_what_was_kept_and_ends_at_one(job, monkeypatch):
     now, told = [0.0], []
     monkeypatch.setattr(quality_pace.time, "monotonic", lambda: now[0])
     kept, running = job(steps=100), job(steps=425)
-    pace = Pace(effort(kept) + effort(running), 2, 0.5, lambda share, left_s: told.append((share, left_s)))
+    pace = Pace(
+        effort(kept) + effort(running), 2, 0.5, lambda share, left_s: told.append((share, left_s))
+    )
     pace.keep([kept])
-    assert told[-1] == (0.25, pytest.approx(effort(running) * 0.5 / 2)), "as the machine was measured before"
+    assert told[-1] == (0.25, pytest.approx(effort(running) * 0.5 / 2)), (
+        "as the machine was measured before"
+    )
     now[0] = 60.0
     pace.told(running, 0.5)
-    assert told[-1] == (pytest.approx(0.625), pytest.approx(60)), "half took a minute, so the other half will"
+    assert told[-1] == (pytest.approx(0.625), pytest.approx(60)), (
+        "half took a minute, so the other half will"
+    )
     pace.told(running, 1.0)
     assert told[-1] == (1.0, 0.0)
 
@@ -47,7 +57,8 @@ def test_more_than_was_foreseen_is_not_more_than_all(job):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(3.2, "3 s"), (80, "80 s"), (150, "2 min"), (3540, "59 min"), (6600, "1 h 50 min")]
+    ("seconds", "said"),
+    [(3.2, "3 s"), (80, "80 s"), (150, "2 min"), (3540, "59 min"), (6600, "1 h 50 min")],
 )
 def test_durations_are_words(seconds, said):
     assert duration(seconds) == said
@@ -69,6 +80,8 @@ def test_the_unit_is_measured_by_a_short_run_of_a_line():
     from farflock.node.model.llama import PRESETS
 
     bench = Bench(
-        Size(model=PRESETS["tiny"], seq=8), Arms({line: Grid([1e-3], [0.1]) for line in ("ddp", "none")}, {}), [100]
+        Size(model=PRESETS["tiny"], seq=8),
+        Arms({line: Grid([1e-3], [0.1]) for line in ("ddp", "none")}, {}),
+        [100],
     )
     assert 0 < quality_pace.unit_s(bench.probe()) < 1

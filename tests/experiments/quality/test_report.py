@@ -69,7 +69,10 @@ def test_a_metric_is_named_by_method_and_budget_and_says_what_it_rests_on(scores
     assert (first.metric, first.n, first.yardstick) == ("quality.share.fast.100", 2, 1.0)
     assert first.value == pytest.approx(0.7)
     assert first.ratio == 0.7
-    assert "± 0.0500 (standard error); bytes 1/100.0 of DDP's; lr 0.001, warm-up 0.25, period 16" in first.note
+    assert (
+        "± 0.0500 (standard error); bytes 1/100.0 of DDP's; lr 0.001, warm-up 0.25, period 16"
+        in first.note
+    )
     assert second.metric == "quality.share.slow.100"
     assert json.loads(one_line(asdict(first)))["unit"] == "of DDP's gain"
 
@@ -85,7 +88,10 @@ def test_where_ddp_gains_nothing_there_is_no_number_and_the_reason(scores, run_o
 
 
 def test_a_final_run_above_its_budget_is_said_with_its_seed(scores, run_of):
-    over = Final(scores.finals["slow.100"].ladder, (run_of("slow.100", 2.2), run_of("slow.100", 2.2, 2, sent=12.0)))
+    over = Final(
+        scores.finals["slow.100"].ladder,
+        (run_of("slow.100", 2.2), run_of("slow.100", 2.2, 2, sent=12.0)),
+    )
     changed = type(scores)(scores.screen, {**scores.finals, "slow.100": over})
     assert "seed 2: 20.0% above its budget" in report.final_table(changed, 100)[1][-1][-1]
 
@@ -138,4 +144,8 @@ def test_a_page_without_a_place_for_it_is_left_alone(tmp_path):
 
 
 def test_a_bar_in_a_cell_does_not_make_a_column():
-    assert report.pages.table(("a", "b"), [("x|y", 1)]) == ["| a | b |", "| --- | --- |", "| x/y | 1 |"]
+    assert report.pages.table(("a", "b"), [("x|y", 1)]) == [
+        "| a | b |",
+        "| --- | --- |",
+        "| x/y | 1 |",
+    ]

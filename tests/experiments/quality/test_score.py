@@ -28,7 +28,12 @@ def test_the_error_is_that_of_the_paired_shares_not_of_the_losses():
 
 @pytest.mark.parametrize(
     ("none", "ddp", "ours"),
-    [([2.0], [2.0], [2.0]), ([2.4, 1.9], [2.0, 2.0], [2.0, 2.0]), ([], [2.0], [2.1]), ([2.4], [2.0], [])],
+    [
+        ([2.0], [2.0], [2.0]),
+        ([2.4, 1.9], [2.0, 2.0], [2.0, 2.0]),
+        ([], [2.0], [2.1]),
+        ([2.4], [2.0], []),
+    ],
 )
 def test_without_a_gain_or_without_a_seed_there_is_no_share(none, ddp, ours):
     assert shares(none, ddp, ours) == []
@@ -60,7 +65,12 @@ def test_a_run_that_diverged_does_not_count_and_has_no_bytes(run_of):
 
 
 def test_the_best_is_the_lowest_loss_among_those_that_count(run_of):
-    runs = [run_of("a.100", 2.2), run_of("a.100", 2.1), run_of("a.100", 1.5, sent=10.1), run_of("a.100", None)]
+    runs = [
+        run_of("a.100", 2.2),
+        run_of("a.100", 2.1),
+        run_of("a.100", 1.5, sent=10.1),
+        run_of("a.100", None),
+    ]
     assert best(runs) is runs[1]
     assert best(runs[2:]) is None
 
@@ -76,20 +86,30 @@ def test_equal_losses_are_ranked_by_name(run_of):
 
 
 def test_a_grid_whose_best_is_inside_has_no_edges(run_of):
-    runs = [run_of("ddp", abs(lr - 2) + abs(w - 0.2), lr=lr, warmup=w) for lr in (1, 2, 3) for w in (0.1, 0.2, 0.3)]
+    runs = [
+        run_of("ddp", abs(lr - 2) + abs(w - 0.2), lr=lr, warmup=w)
+        for lr in (1, 2, 3)
+        for w in (0.1, 0.2, 0.3)
+    ]
     assert edges(runs) == []
 
 
-@pytest.mark.parametrize(("at", "found"), [((1, 0.2), ["lr"]), ((3, 0.3), ["lr", "warmup"]), ((2, 0.1), ["warmup"])])
+@pytest.mark.parametrize(
+    ("at", "found"), [((1, 0.2), ["lr"]), ((3, 0.3), ["lr", "warmup"]), ((2, 0.1), ["warmup"])]
+)
 def test_a_grid_whose_best_is_at_an_end_says_in_which_setting(run_of, at, found):
     runs = [
-        run_of("ddp", abs(lr - at[0]) + abs(w - at[1]), lr=lr, warmup=w) for lr in (1, 2, 3) for w in (0.1, 0.2, 0.3)
+        run_of("ddp", abs(lr - at[0]) + abs(w - at[1]), lr=lr, warmup=w)
+        for lr in (1, 2, 3)
+        for w in (0.1, 0.2, 0.3)
     ]
     assert edges(runs) == found
 
 
 def test_a_setting_with_one_value_has_no_edge_and_a_grid_that_diverged_none(run_of):
-    assert edges([run_of("ddp", 2.0, lr=1), run_of("ddp", 1.0, lr=2), run_of("ddp", 2.0, lr=3)]) == []
+    assert (
+        edges([run_of("ddp", 2.0, lr=1), run_of("ddp", 1.0, lr=2), run_of("ddp", 2.0, lr=3)]) == []
+    )
     assert edges([run_of("ddp", None, lr=1), run_of("ddp", None, lr=2)]) == []
 
 

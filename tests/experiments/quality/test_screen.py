@@ -39,7 +39,9 @@ def arms(trial):
 
     methods = {name: Arm({"100": both(2), "500": both(4)}) for name in ("diloco", "noloco")}
     methods["demo"] = Arm({"100": both(1), "500": both(4)}, "sgd", 0.0)
-    return Arms({"ddp": Grid([4e-3, 8e-3, 1.6e-2], [0.1, 0.2]), "none": Grid([2e-3], [0.1])}, methods)
+    return Arms(
+        {"ddp": Grid([4e-3, 8e-3, 1.6e-2], [0.1, 0.2]), "none": Grid([2e-3], [0.1])}, methods
+    )
 
 
 @pytest.fixture
@@ -101,7 +103,9 @@ def test_the_lines_have_the_same_ladder(played):
 def test_where_the_first_rate_is_the_better_one_the_third_is_above(run_of):
     ladder = (run_of("a.100", 2.0, lr=6e-3), run_of("a.100", 2.1, lr=3.6e-3))
     assert further(ladder).trial.lr == pytest.approx(1e-2)
-    assert further((ladder[1], run_of("a.100", 2.0, lr=2.16e-3))).trial.lr == pytest.approx(1.296e-3)
+    assert further((ladder[1], run_of("a.100", 2.0, lr=2.16e-3))).trial.lr == pytest.approx(
+        1.296e-3
+    )
 
 
 def test_a_lower_rate_that_sends_too_much_is_not_the_better_one(run_of):
@@ -130,7 +134,9 @@ def test_a_line_that_diverges_everywhere_is_no_measurement(played):
 def test_both_budgets_have_finalists_of_their_own_and_share_the_lines(played):
     scores, ran = played(budgets=(100, 500))
     assert {"diloco.100", "diloco.500"} <= set(scores.finals)
-    assert len([job for job in ran if name_of(job) == "none"]) == 1 + 3 + 1, "grid, ladder, the second seed"
+    assert len([job for job in ran if name_of(job) == "none"]) == 1 + 3 + 1, (
+        "grid, ladder, the second seed"
+    )
 
 
 def test_one_metric_alone_needs_the_lines_and_that_method(played):
@@ -165,11 +171,24 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(played):
 def test_all_jobs_of_a_stage_differ_in_nothing_but_the_arm(played):
     _, ran = played()
     screen = [job for job in ran if job.steps == SIZE.screen_steps]
-    same = ("seed", "model", "corpus", "seq", "steps", "floor", "weight_decay", "betas", "points", "held_out")
+    same = (
+        "seed",
+        "model",
+        "corpus",
+        "seq",
+        "steps",
+        "floor",
+        "weight_decay",
+        "betas",
+        "points",
+        "held_out",
+    )
     assert len({tuple(getattr(job, field) for field in same) for job in screen}) == 1
     assert {job.batch for job in screen} == {SIZE.batch, SIZE.batch // SIZE.peers}
     assert {(job.optimizer, job.clip) for job in screen if name_of(job) == "demo"} == {("sgd", 0.0)}
-    assert {(job.optimizer, job.clip) for job in screen if name_of(job) != "demo"} == {("adamw", 1.0)}
+    assert {(job.optimizer, job.clip) for job in screen if name_of(job) != "demo"} == {
+        ("adamw", 1.0)
+    }
 
 
 def test_a_trial_may_have_a_second_beta_of_its_own(arms, trial, run_of):
@@ -220,7 +239,9 @@ def test_the_real_machinery_from_end_to_end(trial, tmp_path):
     with one_thread():
         scores = bench.run(Shelf(tmp_path), 1, pace)
     (counted,) = scores.screen["diloco.100"]
-    assert counted.sent_bytes == pytest.approx(counted.ring_bytes, rel=0.5), "one fp32 mean each way is a ring's"
+    assert counted.sent_bytes == pytest.approx(counted.ring_bytes, rel=0.5), (
+        "one fp32 mean each way is a ring's"
+    )
     assert counted.excess > 50
     assert set(scores.finals) == {"ddp", "none", "co2.100"}
     assert scores.finals["co2.100"].runs[0].saving > 100

@@ -83,7 +83,13 @@ def swarm():
     """A function that makes a job of two simulated peers that run DiLoCo with H = 2."""
 
     def make(**changes):
-        base = {**COMMON, "corpus": texts()[2], "method": "diloco", "options": {"period": 2, **EXACT}, "peers": 2}
+        base = {
+            **COMMON,
+            "corpus": texts()[2],
+            "method": "diloco",
+            "options": {"period": 2, **EXACT},
+            "peers": 2,
+        }
         return Swarm(**{**base, "late": 0.0, "speeds": (), "step_s": 0.5, **changes})
 
     return make
@@ -92,7 +98,9 @@ def swarm():
 @pytest.fixture
 def noise():
     """A function that makes a job without gradients."""
-    return lambda **changes: Noise(**{"seed": 1, "peers": 32, "rounds": 60, "alpha": 0.5, "gamma": 0.7, **changes})
+    return lambda **changes: Noise(
+        **{"seed": 1, "peers": 32, "rounds": 60, "alpha": 0.5, "gamma": 0.7, **changes}
+    )
 
 
 @pytest.fixture
@@ -101,9 +109,14 @@ def outcome():
 
     def make(loss, **metrics):
         points = [
-            Point(tokens=tokens, sent_bytes=tokens, compute_s=tokens / 16, loss=loss, lr=0.1) for tokens in (16, 32)
+            Point(tokens=tokens, sent_bytes=tokens, compute_s=tokens / 16, loss=loss, lr=0.1)
+            for tokens in (16, 32)
         ]
-        return Outcome(metrics={"loss": loss, "tokens": 128, "bytes": 32, **metrics}, curve=points, parameters=8)
+        return Outcome(
+            metrics={"loss": loss, "tokens": 128, "bytes": 32, **metrics},
+            curve=points,
+            parameters=8,
+        )
 
     return make
 

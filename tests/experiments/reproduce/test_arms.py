@@ -27,7 +27,9 @@ def line_of(job):
 
 def test_the_line_is_the_demo_s_single_model_bit_by_bit(line):
     job = line()
-    model = train_baseline(job.plan("local", {}, job.batch), texts()[0], [RUN], 1, job.steps, lambda share: None)
+    model = train_baseline(
+        job.plan("local", {}, job.batch), texts()[0], [RUN], 1, job.steps, lambda share: None
+    )
     loss_of = measure(job.model, job.seed, job.seq, job.held_out, "cpu")
     assert line_of(job).metrics["loss"] == loss_of(dict(model.named_parameters()))
 
@@ -49,7 +51,10 @@ def test_a_line_that_diverges_says_so(line, monkeypatch):
 
 def test_a_swarm_that_shares_every_gradient_exactly_ends_where_the_line_ends(line, swarm):
     """The claim of all recipes: same data, same initial weights, same tokens, same schedule."""
-    constant = {"warmup": 0.0, "floor": 1.0}  # DDP in a swarm takes a step at the rate of the round's end
+    constant = {
+        "warmup": 0.0,
+        "floor": 1.0,
+    }  # DDP in a swarm takes a step at the rate of the round's end
     ddp, together = line_of(line(**constant)), run(swarm(**constant, method="ddp", options=EXACT))
     assert together.metrics["loss"] == pytest.approx(ddp.metrics["loss"], abs=2e-6)
     assert together.metrics["tokens"] == ddp.metrics["tokens"] == 128
@@ -65,7 +70,9 @@ def test_everybody_is_in_from_the_first_round_on(swarm):
     outcome = run(swarm(peers=4))
     assert outcome.metrics["missed"] == 0
     assert outcome.metrics["spread"] == 0, "all hold the same phi"
-    assert outcome.metrics["virtual_s"] == pytest.approx(2.0, abs=0.2), "four steps of half a second"
+    assert outcome.metrics["virtual_s"] == pytest.approx(2.0, abs=0.2), (
+        "four steps of half a second"
+    )
 
 
 def test_the_same_job_gives_the_same_outcome(swarm):
@@ -96,7 +103,9 @@ def test_late_peers_miss_rounds_and_train_no_less(swarm):
 def test_slow_peers_make_a_blocking_swarm_wait_and_not_an_asynchronous_one(swarm):
     speeds = (1.0, 3.0)
     blocking = run(swarm(steps=12, speeds=speeds))
-    loose = run(swarm(steps=12, speeds=speeds, method="async", options={"period": 2, "codec": "fp32"}))
+    loose = run(
+        swarm(steps=12, speeds=speeds, method="async", options={"period": 2, "codec": "fp32"})
+    )
     assert blocking.metrics["virtual_s"] == pytest.approx(18, rel=0.1)
     assert loose.metrics["virtual_s"] < 0.8 * blocking.metrics["virtual_s"]
     assert 0.85 < loose.metrics["tokens"] / blocking.metrics["tokens"] < 1.35
@@ -114,7 +123,9 @@ def test_replicas_that_swap_in_pairs_are_apart_in_the_end(swarm):
 
 
 def test_a_swarm_that_diverges_says_so(swarm, monkeypatch):
-    monkeypatch.setattr("farflock.node.train.task.LanguageModelTask.forward_backward", lambda *given: math.inf)
+    monkeypatch.setattr(
+        "farflock.node.train.task.LanguageModelTask.forward_backward", lambda *given: math.inf
+    )
     with pytest.raises((Diverged, ExceptionGroup)):
         run(swarm())
 
@@ -132,7 +143,8 @@ def test_what_never_changes_has_no_correlation():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "gamma", "least", "most"), [(0.5, 0.7, 0.60, 0.78), (0.9, 0.7, 1.02, 1.15), (0.0, 0.5, 0.3, 0.8)]
+    ("alpha", "gamma", "least", "most"),
+    [(0.5, 0.7, 0.60, 0.78), (0.9, 0.7, 1.02, 1.15), (0.0, 0.5, 0.3, 0.8)],
 )
 def test_the_factor_without_gradients_is_the_computed_one(noise, alpha, gamma, least, most):
     """0.70 and 1.10 for the first two, by mean-square analysis of infinitely many replicas."""
@@ -159,5 +171,7 @@ def test_noise_is_a_function_of_its_seed(noise):
 
 
 def test_peers_that_do_not_wait_for_each_other_are_measured_to_the_end(swarm):
-    outcome = swarm_arm.run(swarm(method="local", options={}, points=1, steps=3), lambda share: None)
+    outcome = swarm_arm.run(
+        swarm(method="local", options={}, points=1, steps=3), lambda share: None
+    )
     assert [point.tokens for point in outcome.curve] == [outcome.metrics["tokens"]] == [3 * 4 * 8]

@@ -94,9 +94,13 @@ def test_a_gpu_tier_without_a_gpu_is_refused_before_anything_runs(farflock, tmp_
     assert "--tier cpu" in err
 
 
-def test_all_goes_on_after_a_recipe_that_fails_and_says_so_in_the_end(farflock, tmp_path, monkeypatch, recipe_text):
+def test_all_goes_on_after_a_recipe_that_fails_and_says_so_in_the_end(
+    farflock, tmp_path, monkeypatch, recipe_text
+):
     def load(name):
-        return recipe.read(name, recipe_text.replace('method = "diloco"\noptions', 'method = "tomorrow"\noptions'))
+        return recipe.read(
+            name, recipe_text.replace('method = "diloco"\noptions', 'method = "tomorrow"\noptions')
+        )
 
     monkeypatch.setattr(recipe, "names", lambda: ["one", "two"])
     monkeypatch.setattr(recipe, "load", load)
@@ -119,12 +123,16 @@ def mine(monkeypatch, recipe_text):
         jobs.append(job)
         if len(jobs) == jobs.interrupt:
             raise KeyboardInterrupt
-        return Outcome(metrics={"loss": 1.0, "perplexity": 2.7, "tokens": 128, "bytes": 1}, parameters=8)
+        return Outcome(
+            metrics={"loss": 1.0, "perplexity": 2.7, "tokens": 128, "bytes": 1}, parameters=8
+        )
 
     monkeypatch.setattr("farflock.experiments.reproduce.workers.run", run)
     monkeypatch.setattr(recipe, "names", lambda: ["mine"])
     monkeypatch.setattr(recipe, "load", lambda name: recipe.read(name, recipe_text))
-    monkeypatch.setattr("farflock.experiments.reproduce.study.Study._scaled", lambda self, name, outcome: outcome)
+    monkeypatch.setattr(
+        "farflock.experiments.reproduce.study.Study._scaled", lambda self, name, outcome: outcome
+    )
     return jobs
 
 
@@ -132,7 +140,18 @@ def test_verdicts_are_recorded_in_a_page_and_those_of_tier_ci_are_none(farflock,
     page = tmp_path / "page.md"
     page.write_text(f"{pages.BEGIN}\n{pages.END}\n")
     for tier in ("ci", "cpu"):
-        farflock("reproduce", "mine", "--tier", tier, "--workers", "1", "--folder", tmp_path / "kept", "--record", page)
+        farflock(
+            "reproduce",
+            "mine",
+            "--tier",
+            tier,
+            "--workers",
+            "1",
+            "--folder",
+            tmp_path / "kept",
+            "--record",
+            page,
+        )
     assert "### mine (cpu)\n\n**Cannot tell at this scale.**" in page.read_text()
     assert "(ci)" not in page.read_text()
 
@@ -162,6 +181,11 @@ def test_help_imports_nothing_heavy():
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=60,
+        check=True,
     )
     assert not {"torch", "numpy", "matplotlib"} & set(done.stdout.split())

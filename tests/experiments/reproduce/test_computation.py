@@ -60,7 +60,10 @@ def calls(monkeypatch):
     def compute(sizes, progress):
         asked.append(sizes)
         progress(1.0)
-        noisy = [sampled("seeded", sizes.seeds), sampled("seeded more", [seed + 10 for seed in sizes.seeds])]
+        noisy = [
+            sampled("seeded", sizes.seeds),
+            sampled("seeded more", [seed + 10 for seed in sizes.seeds]),
+        ]
         return Table([exact("one", sizes.by), exact("two", 2 * sizes.by), *noisy], "four sums")
 
     compute.__module__ = "farflock.experiments.pipelines.table"
@@ -105,7 +108,10 @@ def test_near_becomes_a_bound_for_each_row_with_the_paper_s_number_beside_it(min
 def test_an_exact_number_needs_no_second_seed_and_another_one_does(mine, calls):
     table = mine.table("cpu", Forgetful(), ignored)
     assert words(mine, table) == [YES, YES, YES]
-    off = Table([exact("one", 2.6), exact("two", 4.0), sampled("seeded", [1]), sampled("seeded more", [9])], "")
+    off = Table(
+        [exact("one", 2.6), exact("two", 4.0), sampled("seeded", [1]), sampled("seeded more", [9])],
+        "",
+    )
     assert words(mine, off) == [NO, YES, UNKNOWN]
 
 
@@ -141,7 +147,13 @@ def test_its_facts_and_its_section_read_like_those_of_a_recipe_that_trains(mine,
     table = mine.table("cpu", Shelf(tmp_path), ignored)
     told = report.computed(mine, "cpu", table, mine.judged(table))
     assert told["verdict"] == YES
-    assert told["rows"][0] == {"name": "one", "mean": 2.0, "error": None, "seeds": "exact", "values": [2.0]}
+    assert told["rows"][0] == {
+        "name": "one",
+        "mean": 2.0,
+        "error": None,
+        "seeds": "exact",
+        "values": [2.0],
+    }
     text = report.markdown(told)
     assert text.startswith("### mine (cpu)\n\n**Reproduced.** Is it so?")
     assert "| twice: two | 4.5 | 4 | reproduced |" in text
@@ -165,7 +177,9 @@ def test_a_rule_about_a_row_that_is_not_there_says_which_is_near(calls, tmp_path
 
 
 def test_exact_rows_and_seeds_cannot_be_compared(calls, tmp_path):
-    mixed = computation.read("mine", TEXT.replace('rows = ["seeded", "seeded more"]', 'rows = ["one", "seeded"]'))
+    mixed = computation.read(
+        "mine", TEXT.replace('rows = ["seeded", "seeded more"]', 'rows = ["one", "seeded"]')
+    )
     with pytest.raises(Failure, match="cannot be compared"):
         mixed.judged(mixed.table("cpu", Shelf(tmp_path), ignored))
 
@@ -174,8 +188,16 @@ def test_exact_rows_and_seeds_cannot_be_compared(calls, tmp_path):
     ("before", "after", "said"),
     [
         ("quantity", "qantity", "did you mean 'quantity'"),
-        ('computation = "sums"', 'computation = "sum"', "there is no computation 'sum'; did you mean 'sums'"),
-        ("by = 2.0", "buy = 2.0", "mine.toml, tiers.cpu: buy: there is no such key; did you mean 'by'"),
+        (
+            'computation = "sums"',
+            'computation = "sum"',
+            "there is no computation 'sum'; did you mean 'sums'",
+        ),
+        (
+            "by = 2.0",
+            "buy = 2.0",
+            "mine.toml, tiers.cpu: buy: there is no such key; did you mean 'by'",
+        ),
         ("by = 2.0", 'by = "two"', "by"),
         ("[tiers.cpu]\nby = 2.0\n", "", "mine has no tier 'cpu'"),
         ("paper = [2, 4.5]", "paper = [2]", "give each row its number"),
@@ -190,14 +212,18 @@ def test_exact_rows_and_seeds_cannot_be_compared(calls, tmp_path):
 )
 def test_a_bad_recipe_is_refused_with_its_place_and_a_remedy(calls, before, after, said):
     assert before in TEXT
-    text = TEXT.replace(before, after) if before == "[[verdict]]" else TEXT.replace(before, after, 1)
+    text = (
+        TEXT.replace(before, after) if before == "[[verdict]]" else TEXT.replace(before, after, 1)
+    )
     text = text.partition("[verdict]")[0] + "[verdict]\n" if before == "[[verdict]]" else text
     with pytest.raises(Usage) as error:
         computation.read("mine", text).parameters("cpu")
     assert said in str(error.value)
 
 
-COMPUTED = [name for name in recipe.names() if isinstance(recipe.load(name), computation.Computation)]
+COMPUTED = [
+    name for name in recipe.names() if isinstance(recipe.load(name), computation.Computation)
+]
 
 
 def test_each_computation_has_a_recipe():
@@ -205,7 +231,9 @@ def test_each_computation_has_a_recipe():
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_each_shipped_one_is_computed_in_tier_ci_and_has_every_row_that_it_judges(farflock, tmp_path, name):
+def test_each_shipped_one_is_computed_in_tier_ci_and_has_every_row_that_it_judges(
+    farflock, tmp_path, name
+):
     code, out, err = farflock("reproduce", name, "--tier", "ci", "--json", "--folder", tmp_path)
     assert code == 0, err
     told = json.loads(out)

@@ -45,7 +45,10 @@ def test_each_shipped_recipe_can_become_jobs_in_every_tier(name):
 def test_the_text_says_what_the_recipe_says(name):
     words = " ".join(recipe.explanation(name).split())
     shipped = recipe.load(name)
-    assert all(" ".join(said.split()) in words for said in (shipped.question, shipped.claim, shipped.reproduced_if))
+    assert all(
+        " ".join(said.split()) in words
+        for said in (shipped.question, shipped.claim, shipped.reproduced_if)
+    )
 
 
 def test_the_claims_of_the_specification_and_of_every_method_are_there():
@@ -79,12 +82,20 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
     [
         ("question", "qestion", "did you mean 'question'"),
         ("[arms.short]", "[arms.ddp]", "this line is in every recipe anyway; leave it out"),
-        ("label", "lable", "mine.toml, arms.short: lable: there is no such key; did you mean 'label'"),
+        (
+            "label",
+            "lable",
+            "mine.toml, arms.short: lable: there is no such key; did you mean 'label'",
+        ),
         ('method = "diloco"\noptions', 'method = "noloco"\noptions', "there is no 'return_codec'"),
         ("period = 1", "period = 0", "a period of 0 steps makes no rounds; choose 1 or more"),
         ("period = 1", "perod = 1", "there is no 'perod'; did you mean 'period'"),
         ('"ordering"', '"order"', "'order' is not known; did you mean 'ordering'"),
-        ('arms = ["short", "long"]', 'arms = ["short", "lang"]', "there is no arm 'lang'; did you mean 'long'"),
+        (
+            'arms = ["short", "long"]',
+            'arms = ["short", "lang"]',
+            "there is no arm 'lang'; did you mean 'long'",
+        ),
         ('arms = ["short", "long"]', 'arms = ["short"]', "ordering takes two arms or more"),
         ("says =", 'metric = "los"\nsays =', "'los' is not known; did you mean 'loss'"),
         ('"ordering"', '"within"', "within without limits says nothing"),
@@ -107,7 +118,11 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
             "arm short has 1 speeds for 2 peers; name one for each peer",
         ),
         ('label = "H = 1"', 'label = "H = 1"\nlate = 1.0', "late"),
-        ("[arms.short]", "[arms]\nx = 1\n[arms.short]", "each arm is a table; write it as [arms.NAME]"),
+        (
+            "[arms.short]",
+            "[arms]\nx = 1\n[arms.short]",
+            "each arm is a table; write it as [arms.NAME]",
+        ),
         ("[[verdict]]", "[[verdicts]]", "did you mean 'verdict'"),
         ("[[verdict]]", "[verdict]", "each rule is a table; write it as [[verdict]]"),
         ("tiers.ci", "tiers.cy", "tiers"),
@@ -119,7 +134,9 @@ def test_a_bad_recipe_is_refused_with_its_place_and_a_remedy(recipe_text, before
 
 
 def test_late_peers_need_a_period_to_be_late_for(recipe_text):
-    text = recipe_text.replace("period = 1, ", "").replace('label = "H = 1"', 'label = "H = 1"\nlate = 0.5')
+    text = recipe_text.replace("period = 1, ", "").replace(
+        'label = "H = 1"', 'label = "H = 1"\nlate = 0.5'
+    )
     assert "name options.period too" in refused(text)
 
 
@@ -128,7 +145,9 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name():
         recipe.load("intervall")
 
 
-def test_a_method_that_this_version_lacks_is_named_and_keeps_the_recipe_from_running_only(recipe_text):
+def test_a_method_that_this_version_lacks_is_named_and_keeps_the_recipe_from_running_only(
+    recipe_text,
+):
     text = recipe_text.replace('method = "diloco"\noptions', 'method = "tomorrow"\noptions')
     mine = recipe.read("mine", text)
     assert recipe.missing(mine) == ["tomorrow"]
@@ -140,12 +159,18 @@ def test_an_arm_of_a_preset_is_one_of_its_method_with_its_options_spelt_out(reci
     text = recipe_text.replace('method = "diloco"\noptions', 'method = "best-500"\noptions')
     arm = recipe.read("mine", text).arms["short"]
     assert arm.method == "lean"
-    assert arm.options == {**unfolded("best-500")[1], "period": 1, "codec": "fp32", "return_codec": "fp32"}
+    assert arm.options == {
+        **unfolded("best-500")[1],
+        "period": 1,
+        "codec": "fp32",
+        "return_codec": "fp32",
+    }
 
 
 def test_a_tier_replaces_only_options_that_an_arm_has(recipe_text):
     mine = recipe.read(
-        "mine", recipe_text.replace("seeds = [1]\n", "seeds = [1]\noptions = { period = 3, one_in = 7 }\n")
+        "mine",
+        recipe_text.replace("seeds = [1]\n", "seeds = [1]\noptions = { period = 3, one_in = 7 }\n"),
     )
     options = recipe.options_of(mine.arms["short"], mine.sizes("ci"))
     assert options == {"period": 3, "codec": "fp32", "return_codec": "fp32"}

@@ -17,7 +17,13 @@ def told(recipe_text, outcome):
         study = Study(recipe.read("mine", recipe_text), tier)
         losses = {"ddp": 1.0, "none": 2.0, "short": 1.2, "long": long}
         results = [
-            Result(name, name.title(), (4e-3, 0.25), {}, tuple(outcome(loss + 0.01 * seed) for seed in (1, 2)))
+            Result(
+                name,
+                name.title(),
+                (4e-3, 0.25),
+                {},
+                tuple(outcome(loss + 0.01 * seed) for seed in (1, 2)),
+            )
             for name, loss in losses.items()
         ]
         return study, results, report.facts(study, results, study.judged(results))
@@ -66,7 +72,9 @@ def test_an_arm_that_diverged_has_a_row_that_says_so(told, outcome):
 
 def test_a_rate_at_the_edge_of_its_grid_is_marked(told, outcome):
     study, results, _ = told()
-    results[2] = Result("short", "Short", (4e-3, 0.25), {(1e-3, 0.25): 2.0, (4e-3, 0.25): 1.2}, results[2].outcomes)
+    results[2] = Result(
+        "short", "Short", (4e-3, 0.25), {(1e-3, 0.25): 2.0, (4e-3, 0.25): 1.2}, results[2].outcomes
+    )
     _, rows = report.arm_rows(report.facts(study, results, study.judged(results)))
     assert rows[2][8] == "0.004 (edge)"
     assert rows[3][8] == "0.004"
@@ -98,7 +106,9 @@ def test_the_picture_has_a_panel_for_each_axis(told, tmp_path):
 def test_each_rate_s_panel_uses_its_own_rate(told):
     outcome = told()[1][0].outcomes[0]
     hours = [axis(outcome, outcome.curve[-1]) for _, axis in plot.panels()[2:]]
-    assert hours == [report.time_s(outcome.curve[-1], False, rate) / 3600 for rate in (10, 100, 1000)]
+    assert hours == [
+        report.time_s(outcome.curve[-1], False, rate) / 3600 for rate in (10, 100, 1000)
+    ]
     assert hours == sorted(hours, reverse=True)
     assert len(set(hours)) == 3
 

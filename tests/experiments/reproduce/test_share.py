@@ -17,7 +17,8 @@ def test_the_parts_of_a_step_are_its_whole_batch_in_order():
     for count, size in ((1, 8), (2, 4), (4, 2), (8, 1)):
         for step in (0, 1, 17):
             x, y = (
-                torch.cat(column) for column in zip(*(part.batch(step) for part in parts(count, size)), strict=True)
+                torch.cat(column)
+                for column in zip(*(part.batch(step) for part in parts(count, size)), strict=True)
             )
             assert torch.equal(x, whole.batch(step)[0])
             assert torch.equal(y, whole.batch(step)[1])

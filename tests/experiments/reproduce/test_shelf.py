@@ -22,7 +22,9 @@ def test_an_outcome_is_found_again_whole(shelf, line, outcome):
     kept = outcome(2.5)
     shelf.keep(line(), kept)
     assert shelf.find(line()) == kept
-    assert list((shelf.folder / "arms" / key(line())).iterdir()), "beside it the job, for whoever looks"
+    assert list((shelf.folder / "arms" / key(line())).iterdir()), (
+        "beside it the job, for whoever looks"
+    )
 
 
 def test_an_outcome_of_a_run_that_diverged_is_kept_too(shelf, line):
@@ -31,7 +33,8 @@ def test_an_outcome_of_a_run_that_diverged_is_kept_too(shelf, line):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 2}, {"lr": 1e-3}, {"steps": 5}, {"batch": 2}, {"corpus": "0"}, {"clip": 0.0}]
+    "change",
+    [{"seed": 2}, {"lr": 1e-3}, {"steps": 5}, {"batch": 2}, {"corpus": "0"}, {"clip": 0.0}],
 )
 def test_another_configuration_is_another_job(shelf, line, outcome, change):
     shelf.keep(line(), outcome(2.5))
@@ -39,7 +42,13 @@ def test_another_configuration_is_another_job(shelf, line, outcome, change):
 
 
 def test_a_swarm_and_a_line_never_share_a_place(swarm, line, noise):
-    keys = {key(line()), key(swarm()), key(swarm(late=0.1)), key(swarm(options={"period": 3})), key(noise())}
+    keys = {
+        key(line()),
+        key(swarm()),
+        key(swarm(late=0.1)),
+        key(swarm(options={"period": 3})),
+        key(noise()),
+    }
     assert len(keys) == 5
 
 
@@ -65,7 +74,11 @@ def test_an_arm_runs_through_the_loop_the_links_and_its_own_method_only():
         "farflock.node.simulate.simulation",
     }
     assert wanted <= set(found)
-    assert not {"farflock.optimizers.noloco", "farflock.node.cli.main", "farflock.swarm.dht.kademlia"} & set(found)
+    assert not {
+        "farflock.optimizers.noloco",
+        "farflock.node.cli.main",
+        "farflock.swarm.dht.kademlia",
+    } & set(found)
 
 
 def test_a_line_is_not_run_again_for_a_change_of_the_links():

@@ -22,7 +22,12 @@ def played(monkeypatch, outcome, tmp_path):
                 told(job, 1.0)
                 ran.append(job)
                 found = loss(job)
-                yield job, Outcome(metrics={}, diverged=True) if found is None else outcome(found, **metrics(job))
+                yield (
+                    job,
+                    Outcome(metrics={}, diverged=True)
+                    if found is None
+                    else outcome(found, **metrics(job)),
+                )
 
         monkeypatch.setattr("farflock.experiments.reproduce.workers.run_all", run_all)
         mine = Study(recipe.read("mine", text), tier)
@@ -45,7 +50,9 @@ def loss(job):
     return base + 0.01 * job.seed + (0.1 if job.lr < 4e-3 else 0.0)
 
 
-def test_each_arm_and_both_lines_are_searched_over_the_same_grid_on_the_first_seed(played, recipe_text):
+def test_each_arm_and_both_lines_are_searched_over_the_same_grid_on_the_first_seed(
+    played, recipe_text
+):
     _, results, ran = played(recipe_text, loss)
     assert [result.name for result in results] == ["ddp", "none", "short", "long"]
     for result in results:
@@ -100,7 +107,9 @@ def test_a_claim_that_holds_is_reproduced(played, recipe_text):
 
 
 def test_a_claim_that_does_not_hold_is_not(played, recipe_text):
-    mine, results, _ = played(recipe_text, lambda job: loss(job) if period(job) != 2 else 1.1 + 0.01 * job.seed)
+    mine, results, _ = played(
+        recipe_text, lambda job: loss(job) if period(job) != 2 else 1.1 + 0.01 * job.seed
+    )
     assert study.verdict("cpu", mine.judged(results)) == NO
 
 
@@ -110,20 +119,26 @@ def test_tier_ci_gives_no_verdict(played, recipe_text):
 
 
 def test_where_communication_gains_nothing_nothing_can_be_told(played, recipe_text):
-    mine, results, _ = played(recipe_text, lambda job: 1.0 + 0.01 * job.seed if is_none(job) else loss(job))
+    mine, results, _ = played(
+        recipe_text, lambda job: 1.0 + 0.01 * job.seed if is_none(job) else loss(job)
+    )
     (finding,) = mine.judged(results)
     assert finding.word == UNKNOWN
     assert "too little to tell" in finding.reason
 
 
 def test_an_arm_that_diverged_in_one_seed_has_no_loss(played, recipe_text):
-    mine, results, _ = played(recipe_text, lambda job: None if period(job) == 2 and job.seed == 2 else loss(job))
+    mine, results, _ = played(
+        recipe_text, lambda job: None if period(job) == 2 and job.seed == 2 else loss(job)
+    )
     assert results[3].values("loss") == []
     assert mine.judged(results)[0].word == UNKNOWN
 
 
 def test_a_rate_at_which_an_arm_diverges_is_not_chosen(played, recipe_text):
-    _, results, _ = played(recipe_text, lambda job: None if period(job) == 2 and job.lr == 4e-3 else loss(job))
+    _, results, _ = played(
+        recipe_text, lambda job: None if period(job) == 2 and job.lr == 4e-3 else loss(job)
+    )
     assert results[3].setting == (1e-3, 0.25)
     assert results[3].grid[4e-3, 0.25] is None
 
@@ -135,7 +150,9 @@ def test_arms_that_trained_other_tokens_than_planned_are_refused(played, recipe_
 
 def test_the_lines_bytes_are_a_ring_s_and_their_tokens_the_whole_swarm_s(played, recipe_text):
     _, (ddp, none, *_), _ = played(recipe_text, loss)
-    assert ddp.values("bytes") == [2 * 1 / 2 * 8 * 4 * 4] * 2, "8 parameters, fp32, 4 steps, 2 peers"
+    assert ddp.values("bytes") == [2 * 1 / 2 * 8 * 4 * 4] * 2, (
+        "8 parameters, fp32, 4 steps, 2 peers"
+    )
     assert [point.tokens for point in none.outcomes[0].curve] == [64, 128]
     assert none.values("bytes") == [0, 0]
     assert ddp.outcomes[0].curve[-1].compute_s == 4 * 0.5

@@ -54,13 +54,18 @@ def test_an_estimate_is_the_mean_and_its_standard_error():
         (1.0, math.inf, 0.0, 2.0, UNKNOWN),
     ],
 )
-def test_limits_are_kept_or_broken_by_three_errors_or_it_cannot_be_told(mean, error, low, high, said):
+def test_limits_are_kept_or_broken_by_three_errors_or_it_cannot_be_told(
+    mean, error, low, high, said
+):
     assert between(Estimate(mean, error), low, high, 3.0) == said
 
 
 @given(numbers, st.floats(0, 10), numbers, st.floats(0, 5))
 def test_no_number_both_keeps_and_breaks_a_limit(mean, error, limit, tolerance):
-    above, below = (between(Estimate(mean, error), *limits, tolerance) for limits in ((limit, None), (None, limit)))
+    above, below = (
+        between(Estimate(mean, error), *limits, tolerance)
+        for limits in ((limit, None), (None, limit))
+    )
     assert above != NO or below != NO
     if above == NO:
         assert below == YES
@@ -120,7 +125,9 @@ def test_an_exact_number_has_no_error_and_is_judged_alone():
     assert finding.reason.endswith("wanted at most 1"), "no errors are spoken of"
     assert judge(rule("bound", ["a"], high=1), {"a": [1.5]}, {}, exact=True).word == NO
     assert judge(rule("ordering", ["a", "b"]), {"a": [1.0], "b": [2.0]}, {}, exact=True).word == YES
-    assert judge(rule("ratio", ["a", "b"], low=3), {"a": [1.0], "b": [2.0]}, {}, exact=True).word == NO
+    assert (
+        judge(rule("ratio", ["a", "b"], low=3), {"a": [1.0], "b": [2.0]}, {}, exact=True).word == NO
+    )
 
 
 def test_an_exact_number_is_one():
@@ -136,7 +143,9 @@ def test_an_arm_that_diverged_says_nothing_and_is_named():
 
 @pytest.fixture
 def grid():
-    sweeps = {name: {value: f"{name}@{value:g}" for value in (1.0, 2.0, 3.0)} for name in ("few", "many")}
+    sweeps = {
+        name: {value: f"{name}@{value:g}" for value in (1.0, 2.0, 3.0)} for name in ("few", "many")
+    }
 
     def values(few, many):
         """Losses whose least lies, for each seed, at the named value."""
@@ -172,7 +181,8 @@ def test_values_that_diverged_are_left_out_of_a_sweep(grid):
 
 
 @pytest.mark.parametrize(
-    ("words", "whole"), [([YES, YES], YES), ([YES, UNKNOWN], UNKNOWN), ([YES, UNKNOWN, NO], NO), ([NO], NO)]
+    ("words", "whole"),
+    [([YES, YES], YES), ([YES, UNKNOWN], UNKNOWN), ([YES, UNKNOWN, NO], NO), ([NO], NO)],
 )
 def test_every_rule_must_hold_and_one_that_fails_is_enough(words, whole):
     assert together([Finding(word, "", "") for word in words]) == whole

@@ -23,7 +23,9 @@ def by_seed(found):
 def test_many_processes_give_the_same_outcomes_as_this_one(noise):
     jobs = [noise(seed=seed, rounds=20) for seed in range(4)]
     told = set()
-    together = by_seed(workers.run_all(jobs, 2, lambda job, share: told.add((job.seed, share == 1.0))))
+    together = by_seed(
+        workers.run_all(jobs, 2, lambda job, share: told.add((job.seed, share == 1.0)))
+    )
     assert together == by_seed(workers.run_all(jobs, 1, silent))
     assert {seed for seed, done in told if done} == set(range(4))
     assert multiprocessing.active_children() == []
@@ -62,7 +64,11 @@ def test_a_process_that_is_killed_is_told_with_a_remedy(noise, monkeypatch):
                 os.kill(child.pid, signal.SIGKILL)
 
     with pytest.raises(Failure, match="was killed, perhaps for its memory; use fewer --workers"):
-        list(workers.run_all([noise(seed=seed, rounds=2_000, gamma=0.001) for seed in range(2)], 2, kill))
+        list(
+            workers.run_all(
+                [noise(seed=seed, rounds=2_000, gamma=0.001) for seed in range(2)], 2, kill
+            )
+        )
 
 
 def test_a_process_that_died_before_it_had_its_job_is_told_too(noise, monkeypatch):
@@ -79,7 +85,9 @@ def test_a_process_that_died_before_it_had_its_job_is_told_too(noise, monkeypatc
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("error", [Diverged("at step 3"), UnencodableTensor("2 of 8 values are NaN")])
+@pytest.mark.parametrize(
+    "error", [Diverged("at step 3"), UnencodableTensor("2 of 8 values are NaN")]
+)
 @pytest.mark.parametrize("group", [True, False])
 def test_a_run_that_diverges_has_no_metrics_and_its_time(noise, monkeypatch, error, group):
     def diverge(job, progress):

@@ -25,14 +25,18 @@ def kept_by(bench, text, folder, every_s, work, run="a" * 32):
     asyncio.run(main())  # real time: checkpoints are written by a thread
 
 
-def test_every_step_is_a_checkpoint_where_no_time_is_to_pass_and_the_last_ones_are_kept(bench, text, tmp_path):
+def test_every_step_is_a_checkpoint_where_no_time_is_to_pass_and_the_last_ones_are_kept(
+    bench, text, tmp_path
+):
     async def work(keeper, node):
         for step in range(KEPT + 2):
             node.loop.step = step
             await keeper.pause()
 
     kept_by(bench, text, tmp_path, 0.0, work)
-    assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == list(range(2, KEPT + 2))
+    assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == list(
+        range(2, KEPT + 2)
+    )
 
 
 def test_nothing_is_written_before_its_time(bench, text, tmp_path):
@@ -76,12 +80,16 @@ def test_a_new_start_takes_the_newest_whole_checkpoint_of_its_own_run(bench, tex
     kept_by(bench, text, tmp_path, 0.0, work, run="b" * 32)
     folder = RunFolder(tmp_path)
     assert last_of(folder, "b" * 32).step == 2
-    with pytest.raises(CheckpointError, match=r"step-2 is of another run .* choose another --folder"):
+    with pytest.raises(
+        CheckpointError, match=r"step-2 is of another run .* choose another --folder"
+    ):
         last_of(folder, "c" * 32)
     (folder.checkpoints / "step-2" / "method.safetensors").write_bytes(b"broken")
     assert last_of(folder, "b" * 32).step == 1
     (folder.checkpoints / "step-1" / "method.safetensors").write_bytes(b"broken")
-    with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is whole; restore one, or move them away"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"no checkpoint in .* is whole; restore one, or move them away"
+    ):
         last_of(folder, "b" * 32)
 
 

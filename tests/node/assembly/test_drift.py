@@ -22,8 +22,13 @@ def damage(node, scale):
     """Every parameter is a little off: the work of another processor, or of bad memory."""
     generator = torch.Generator().manual_seed(5)
     held = params(node)
-    size = sum(float(x.square().sum()) for x in held.values()) / sum(x.numel() for x in held.values())
-    noise = {name: torch.randn(x.shape, generator=generator) * (scale * size**0.5) for name, x in held.items()}
+    size = sum(float(x.square().sum()) for x in held.values()) / sum(
+        x.numel() for x in held.values()
+    )
+    noise = {
+        name: torch.randn(x.shape, generator=generator) * (scale * size**0.5)
+        for name, x in held.items()
+    }
     node.loop.driver.replica.write({name: x + noise[name] for name, x in held.items()}, "param")
 
 
@@ -33,7 +38,9 @@ async def train(bench, victim, scale):
 
     async def live(number):
         async with bench.peer(number).running() as peer:
-            told = lambda kind, fields: adopted.append((number, fields["reason"])) if kind == "adopt" else None  # noqa: E731
+            told = lambda kind, fields: (
+                adopted.append((number, fields["reason"])) if kind == "adopt" else None
+            )  # noqa: E731
             node = nodes[number] = bench.node(peer, told)
             quick = node.loop.train
 
@@ -69,7 +76,10 @@ def apart(nodes):
     for node in nodes.values():
         by_round.setdefault(node.loop.driver.method._book.number, []).append(params(node))
     return max(
-        float((one[name] - each[0][name]).abs().max()) for each in by_round.values() for one in each for name in one
+        float((one[name] - each[0][name]).abs().max())
+        for each in by_round.values()
+        for one in each
+        for name in one
     )
 
 

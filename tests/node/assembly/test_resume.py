@@ -77,7 +77,9 @@ def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)
     assert found.meta == expected.meta
     assert found.step == expected.step
-    assert bool(found.parts["reducer"]) == (method == "lean")  # a coarse return codec leaves something out
+    assert bool(found.parts["reducer"]) == (
+        method == "lean"
+    )  # a coarse return codec leaves something out
     for part, tensors in expected.parts.items():
         assert tensors.keys() == found.parts[part].keys()
         for name, tensor in tensors.items():
@@ -93,12 +95,18 @@ def with_pending(bench, node):
     halves = {name: tensor / 2 for name, tensor in filled.items()}
     taken = {name: [(0, tensor.numel())] for name, tensor in filled.items()}
     mean = Result("partial", 5, ("a", "b"), (1.0, 2.0), filled, None, halves, taken, tokens=77)
-    gather = Result("ok", 6, ("a", "b"), (1.0, 1.0), None, {"a": filled, "b": halves}, None, taken, tokens=78)
+    gather = Result(
+        "ok", 6, ("a", "b"), (1.0, 1.0), None, {"a": filled, "b": halves}, None, taken, tokens=78
+    )
     results = [mean, gather, None]
     table = []
     for number, result in enumerate(results):
         exchange = replace(
-            template, key=ExchangeKey(template.key.stream, 4 + number), tensors=filled, weight=3.0, apply_after=7
+            template,
+            key=ExchangeKey(template.key.stream, 4 + number),
+            tensors=filled,
+            weight=3.0,
+            apply_after=7,
         )
         table.append(Pending(exchange, since_step=5 + number, since_s=0.0, result=result))
     driver.load_state(table)
@@ -126,7 +134,11 @@ def test_pending_exchanges_keep_their_results_and_their_age(bench, text, tmp_pat
     before, after = run_virtual(main())
     assert [entry.exchange.key for entry in after] == [entry.exchange.key for entry in before]
     for old, new in zip(before, after, strict=True):
-        assert (new.since_step, new.exchange.weight, new.exchange.apply_after) == (old.since_step, 3.0, 7)
+        assert (new.since_step, new.exchange.weight, new.exchange.apply_after) == (
+            old.since_step,
+            3.0,
+            7,
+        )
         same(new.exchange.tensors, old.exchange.tensors)
     for old, new in zip(before[:2], after[:2], strict=True):
         same(new.result.mean, old.result.mean)
@@ -160,7 +172,10 @@ def test_who_goes_back_into_a_swarm_takes_its_cursor_and_moments_only(bench, tex
     async def main():
         async with made.peer(0).running() as peer:
             node = await begun(made, made.node(peer), 1700)
-            saved, moments = write(node, tmp_path), node.loop.driver.replica.read([EMBED], "exp_avg")
+            saved, moments = (
+                write(node, tmp_path),
+                node.loop.driver.replica.read([EMBED], "exp_avg"),
+            )
         async with made.peer(0, incarnation=2).running() as peer:
             other = made.node(peer)
             fresh = other.loop.driver.replica.read(other.loop.driver.replica.names, "param")
@@ -184,9 +199,13 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(bench, text, tmp
             node = await begun(made, made.node(peer), 640)
             parts, cursors = checkpoint_state(node)
             parts[part] = {
-                name: tensor for name, tensor in parts[part].items() if not name.endswith(("embed", "since"))
+                name: tensor
+                for name, tensor in parts[part].items()
+                if not name.endswith(("embed", "since"))
             }
-            parts[part] = {name.replace("embed", "other"): tensor for name, tensor in parts[part].items()}
+            parts[part] = {
+                name.replace("embed", "other"): tensor for name, tensor in parts[part].items()
+            }
             saved = checkpoint.load(checkpoint.save(tmp_path, 1, parts, {"node": cursors}))
             load_state(made.node(peer), saved)
 

@@ -32,7 +32,15 @@ STATUS = Status(
     last_round=5,
     tokens_per_s=1234.5,
 )
-SAID = ("50%", "trains", "step 1,200", "loss 3.142", "1,234 tokens/s", "round 5 (4 ok, 1 partial)", "2 members")
+SAID = (
+    "50%",
+    "trains",
+    "step 1,200",
+    "loss 3.142",
+    "1,234 tokens/s",
+    "round 5 (4 ok, 1 partial)",
+    "2 members",
+)
 SAID += ("sent 1.5 MB, received 2.5 MB", "forwarded", "otherone (delta, round 5, 4 s left)")
 
 
@@ -62,7 +70,9 @@ def test_lines_come_with_progress_with_news_and_now_and_then(capsys):
 
 
 def test_a_node_that_has_not_stepped_shows_no_loss_and_no_pace(capsys):
-    early = msgspec.structs.replace(STATUS, loss=None, tokens_per_s=None, rounds={}, last_round=None, waits=())
+    early = msgspec.structs.replace(
+        STATUS, loss=None, tokens_per_s=None, rounds={}, last_round=None, waits=()
+    )
     with watching("t") as show:
         show(early)
     line = capsys.readouterr().err
@@ -97,7 +107,11 @@ def test_on_a_terminal_a_node_is_a_table_with_its_partners(terminal):
 def test_what_peers_are_called_is_never_read_as_markup(terminal):
     look = terminal()
     with watching("t") as show:
-        show(msgspec.structs.replace(STATUS, partners=(PartnerStatus("x[bold]", "alive", "[red]", None),)))
+        show(
+            msgspec.structs.replace(
+                STATUS, partners=(PartnerStatus("x[bold]", "alive", "[red]", None),)
+            )
+        )
     shown = look()
     assert "[red]" in shown
     assert "[bold]" in shown
@@ -131,7 +145,15 @@ def test_a_demo_is_a_row_for_each_peer_with_the_names_that_the_demo_gave_them(te
     with live("farflock demo") as show:
         show(Moment(children, 0.5, ("peer 2 was killed (SIGKILL)",)))
     shown = look()
-    for word in ("founder", "training", "stopped", "killed", "starting", "peer 1 (delta, round 5, 4 s left)", "1,234"):
+    for word in (
+        "founder",
+        "training",
+        "stopped",
+        "killed",
+        "starting",
+        "peer 1 (delta, round 5, 4 s left)",
+        "1,234",
+    ):
         assert word in shown
     assert "peer 2 was killed (SIGKILL)" in shown
 
@@ -151,4 +173,7 @@ def test_without_a_terminal_a_demo_is_news_and_a_line_for_each_twentieth(capsys,
 def test_a_late_round_is_said_to_be_late(capsys):
     with watching("t") as show:
         show(msgspec.structs.replace(STATUS, waits=(Waiting("delta", 5, (), -7.6),)))
-    assert "waits for the decision (delta, round 5, 8 s late, training goes on)" in capsys.readouterr().err
+    assert (
+        "waits for the decision (delta, round 5, 8 s late, training goes on)"
+        in capsys.readouterr().err
+    )

@@ -43,7 +43,9 @@ def failing(monkeypatch):
         def command(as_json):
             raise error
 
-        monkeypatch.setattr(cli, "import_module", lambda name: type("Module", (), {"command": command}))
+        monkeypatch.setattr(
+            cli, "import_module", lambda name: type("Module", (), {"command": command})
+        )
         monkeypatch.setitem(cli.COMMANDS, "fail", ("nowhere:command", "It fails."))
 
     return install
@@ -55,13 +57,17 @@ def saved(tmp_path):
     model = build(TINY, 0)
     files = {"config.json": msgspec.json.encode(TINY)}
     meta = {"run": "ab12", "step": 7, "tokens": 640}
-    return checkpoint.save(tmp_path / "checkpoints", 7, {"model": dict(model.named_parameters())}, meta, files)
+    return checkpoint.save(
+        tmp_path / "checkpoints", 7, {"model": dict(model.named_parameters())}, meta, files
+    )
 
 
 def fresh(*arguments, **options):
     """A command in a process of its own."""
     command = [sys.executable, "-m", "farflock.node.cli", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def test_help_lists_every_command_in_a_fifth_of_a_second_of_work():
@@ -78,7 +84,9 @@ def _cpu_s(*arguments):
     before = os.times()
     fresh(*arguments).communicate(timeout=30)
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -103,7 +111,11 @@ def test_the_version_is_that_of_the_package(farflock):
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["nonsense"], "nonsense"), (["generate"], "CHECKPOINT"), (["sim", "--peers", "0"], "--peers")],
+    [
+        (["nonsense"], "nonsense"),
+        (["generate"], "CHECKPOINT"),
+        (["sim", "--peers", "0"], "--peers"),
+    ],
 )
 def test_wrong_usage_is_exit_code_2_and_names_what_was_wrong(farflock, arguments, named):
     code, out, err = farflock(*arguments)
@@ -121,7 +133,10 @@ def test_errors_of_ours_are_one_sentence_with_their_exit_code(farflock, failing,
 def test_with_json_the_last_line_of_output_is_the_error(farflock, failing):
     failing(RefusedByRun("the tide is out", "it is noon", "wait"))
     code, out, err = farflock("fail", "--json")
-    assert json.loads(out.splitlines()[-1]) == {"error": "the tide is out: it is noon; wait", "exit_code": code}
+    assert json.loads(out.splitlines()[-1]) == {
+        "error": "the tide is out: it is noon; wait",
+        "exit_code": code,
+    }
     assert err.startswith("farflock: the tide is out")
 
 
@@ -138,7 +153,9 @@ def test_an_interruption_is_exit_code_130(farflock, failing):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_asked_to_end_a_command_cleans_up_and_exits_with_the_signal_s_code(farflock, failing, number):
+def test_asked_to_end_a_command_cleans_up_and_exits_with_the_signal_s_code(
+    farflock, failing, number
+):
     failing(Terminated(number))
     code, out, err = farflock("fail", "--json")
     assert code == 128 + number
@@ -151,14 +168,18 @@ def test_a_real_sigterm_is_raised_where_the_program_is_and_the_handler_goes_with
 ):
     from farflock.node.model import generate
 
-    monkeypatch.setattr(generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 65)
+    monkeypatch.setattr(
+        generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 65
+    )
     code, out, err = farflock("generate", saved)
     assert (code, out) == (143, "")
     assert err.strip() == "farflock: asked to end; what was running has been ended"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_fault_of_ours_is_one_sentence_and_a_log_with_the_traceback(farflock, failing, tmp_path, monkeypatch):
+def test_a_fault_of_ours_is_one_sentence_and_a_log_with_the_traceback(
+    farflock, failing, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     failing(ZeroDivisionError("division by zero"))
     code, _, err = farflock("fail")
@@ -191,7 +212,9 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly():
 def test_a_real_signal_in_the_midst_of_sampling_ends_it_with_130(farflock, saved, monkeypatch):
     from farflock.node.model import generate
 
-    monkeypatch.setattr(generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or 65)
+    monkeypatch.setattr(
+        generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or 65
+    )
     code, out, err = farflock("generate", saved)
     assert (code, out) == (130, "")
     assert err.strip() == "farflock: interrupted; what was running has been ended"
@@ -200,7 +223,8 @@ def test_a_real_signal_in_the_midst_of_sampling_ends_it_with_130(farflock, saved
 def test_generate_is_a_function_of_checkpoint_prompt_and_seed(farflock, saved):
     options = ("--prompt", "Once", "--tokens", "12", "--json")
     first, second, other = (
-        json.loads(farflock("generate", saved, *options, "--seed", seed)[1].splitlines()[-1]) for seed in (1, 1, 2)
+        json.loads(farflock("generate", saved, *options, "--seed", seed)[1].splitlines()[-1])
+        for seed in (1, 1, 2)
     )
     assert first == second != other
     assert first["prompt"] == "Once"
@@ -234,7 +258,9 @@ def test_export_writes_a_folder_and_never_over_another(farflock, saved, tmp_path
     code, out, _ = farflock("export", saved.parent, target, "--json")
     assert code == 0
     assert json.loads(out)["folder"] == str(target)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in target.iterdir()
+    }
     assert "640" in (target / "README.md").read_text()
     code, _, err = farflock("export", saved, target)
     assert code == 1

@@ -13,7 +13,9 @@ from farflock.node.cli.output import Output, one_line, plain_table
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.floats(), st.text()),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(), inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -31,7 +33,9 @@ def with_null(value):
 def test_any_result_is_one_line_of_strict_json_with_null_for_what_is_no_number(facts):
     line = one_line(facts)
     assert "\n" not in line
-    assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == with_null(facts)
+    assert json.loads(
+        line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    ) == with_null(facts)
 
 
 def test_a_path_is_a_text_and_what_json_cannot_hold_is_refused():
@@ -72,7 +76,12 @@ def test_a_table_is_aligned_numbers_to_the_right():
     assert plain_table(["a", "b"], []) == "a  b"
 
 
-@given(st.lists(st.tuples(st.text(st.characters(categories=["L", "N"]), max_size=9), st.integers()), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.text(st.characters(categories=["L", "N"]), max_size=9), st.integers()),
+        min_size=1,
+    )
+)
 def test_every_cell_of_a_table_stands_under_its_column(rows):
     lines = plain_table(["some name", "n"], rows).splitlines()
     assert len(lines) == len(rows) + 1

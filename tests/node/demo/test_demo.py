@@ -10,7 +10,9 @@ from farflock.node.demo.demo import Child, Demo
 from farflock.node.errors import Failure
 from farflock.node.process.status import Status
 
-STATUS = Status(1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 0, 0, 0, {})
+STATUS = Status(
+    1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 0, 0, 0, {}
+)
 
 
 @pytest.fixture

@@ -11,7 +11,15 @@ from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo import pipeline as pipeline_demo
 from farflock.node.demo import report as demo_report
 from farflock.node.demo.demo import Child
-from farflock.node.demo.pipeline import MIDDLE, SERVERS, STAGES, PipelineDemo, assembled, pipeline_manifest, report
+from farflock.node.demo.pipeline import (
+    MIDDLE,
+    SERVERS,
+    STAGES,
+    PipelineDemo,
+    assembled,
+    pipeline_manifest,
+    report,
+)
 from farflock.node.errors import Failure
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import cut, names_of
@@ -21,7 +29,9 @@ from farflock.node.state import checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.paths import RunFolder
 
-STATUS = Status(1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 700, 0, 0, {})
+STATUS = Status(
+    1, "run", "peer", "invite", 5, 100, 100, 2.5, 1, ("peer",), True, (), (), 700, 0, 0, {}
+)
 WORK = {"microbatches": 16, "in doubt": 1, "doubled": 0}
 
 
@@ -64,7 +74,9 @@ def killed(demo):
 
 
 @pytest.mark.parametrize("steps", [20, 390])
-def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from_its_neighbours(steps):
+def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from_its_neighbours(
+    steps,
+):
     manifest = pipeline_manifest(steps)
     pipeline, model = manifest.pipeline_plan(), manifest.plan().model
     assert len(pipeline.stages) == STAGES
@@ -73,7 +85,9 @@ def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from
     assert manifest.run.total_tokens == steps * pipeline.batch_tokens
     assert manifest.exchange.start_peers == STAGES * SERVERS
     held = [names_of(model, span) for span in pipeline.stages]
-    assert all(names < set(dict(build(model, 0).named_parameters())) for names in held), "somebody holds it all"
+    assert all(names < set(dict(build(model, 0).named_parameters())) for names in held), (
+        "somebody holds it all"
+    )
     assert parse(manifest.canonical()) == manifest
 
 
@@ -82,12 +96,19 @@ def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from
 
 def test_each_stage_has_as_many_servers_and_the_founder_is_one_of_the_first(demo):
     roles = [demo.commands[child.name][-1] for child in demo.children[1:]]
-    assert sorted(["stage:0", *roles]) == [f"stage:{stage}" for stage in range(STAGES) for _ in range(SERVERS)]
+    assert sorted(["stage:0", *roles]) == [
+        f"stage:{stage}" for stage in range(STAGES) for _ in range(SERVERS)
+    ]
     assert len({child.name for child in demo.children}) == STAGES * SERVERS
-    assert all(child.name.rstrip("b").endswith(demo.commands[child.name][-1][-1]) for child in demo.children[1:])
+    assert all(
+        child.name.rstrip("b").endswith(demo.commands[child.name][-1][-1])
+        for child in demo.children[1:]
+    )
 
 
-def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_stages_themselves(demo):
+def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_stages_themselves(
+    demo,
+):
     for share in (0.0, 0.1, 0.24):
         demo._happen(share, "invite")
     assert not demo.news
@@ -104,7 +125,10 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
     assert [child.name for child in demo.newcomers()] == ["newcomer", "newcomer b"]
     assert [demo.commands[child.name] for child in demo.newcomers()] == [["join", "invite"]] * 2
     assert demo.killed == 3
-    assert all(child.process.signals == ([signal.SIGKILL] if child.killed else []) for child in demo.children)
+    assert all(
+        child.process.signals == ([signal.SIGKILL] if child.killed else [])
+        for child in demo.children
+    )
     assert len(demo.survivors()) == 5
     assert len(demo.news) == 5
 
@@ -113,7 +137,9 @@ def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
     for _ in range(4):
         demo._happen(1.0, "invite")
     assert (demo.killed, len(demo.newcomers())) == (3, 2)
-    stages = [demo.commands[child.name][-1] for child in demo.survivors() if child not in demo.newcomers()]
+    stages = [
+        demo.commands[child.name][-1] for child in demo.survivors() if child not in demo.newcomers()
+    ]
     assert sorted(stages) == ["run.toml", "stage:0", "stage:2"]
 
 
@@ -129,9 +155,13 @@ def left(tmp_path):
     def write(name, *stages, tokens=100, filled=None, killed=False):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        (folder / "status.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(STATUS, work=WORK)))
+        (folder / "status.json").write_bytes(
+            msgspec.json.encode(msgspec.structs.replace(STATUS, work=WORK))
+        )
         for stage in stages:
-            tensors = cut(dict(build(plan.model, 99).named_parameters()), plan.model, pipeline.stages[stage])
+            tensors = cut(
+                dict(build(plan.model, 99).named_parameters()), plan.model, pipeline.stages[stage]
+            )
             if filled is not None:
                 tensors = {name: torch.full_like(x, filled) for name, x in tensors.items()}
             where = folder_of(RunFolder(folder), f"stage:{stage}")
@@ -142,7 +172,9 @@ def left(tmp_path):
     return write
 
 
-def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that_a_survivor_left(left):
+def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that_a_survivor_left(
+    left,
+):
     manifest = pipeline_manifest(20)
     plan, pipeline = manifest.plan(), manifest.pipeline_plan()
     children = [
@@ -183,12 +215,18 @@ def test_the_report_holds_the_pipelines_model_against_the_unsplit_one_on_the_fou
     for child in children:
         with History.open(child.folder, lambda: 0.0) as history:
             history.metrics(1, loss=3.0)
-    facts = report(pipeline_manifest(24), tmp_path, children, lambda name, share: shown.append((name, share)))
+    facts = report(
+        pipeline_manifest(24), tmp_path, children, lambda name, share: shown.append((name, share))
+    )
     assert arms == [(8, ["peer"], 1, 24), (8, ["peer"], STAGES * SERVERS, 4)]
     assert shown == [("unsplit", 1.0), ("alone", 1.0)]
     assert facts["unsplit_loss"] == facts["ddp_loss"] == facts["none_loss"]
     assert facts["held_out_loss"] != facts["unsplit_loss"]
-    assert (facts["microbatches"], facts["microbatches_lost"], facts["microbatches_doubled"]) == (16, 1, 0)
+    assert (facts["microbatches"], facts["microbatches_lost"], facts["microbatches_doubled"]) == (
+        16,
+        1,
+        0,
+    )
     assert facts["bytes_per_peer"] == 700
     assert facts["tokens"] == 24 * 8 * 4 * 64
     written = checkpoint.load(checkpoint.latest(tmp_path / "checkpoints").folder).parts["model"]

@@ -131,7 +131,9 @@ def test_ctrl_c_ends_the_wait_and_the_call_only_unless_it_must_go_through(backgr
     life, ended = background.enter(Room()), []
 
     async def work():
-        background._loop.call_later(0.05, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+        background._loop.call_later(
+            0.05, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT
+        )
         await asyncio.sleep(SOON_S)
         ended.append("whole")
 

@@ -43,7 +43,12 @@ def work_of(steps, **options):
         model = net()
         optimizer = optimize(model, lr=1e-2, **options)
         rounds, loss = train(optimizer, model, steps, rank)
-        return rounds, loss, optimizer.eval_params(), [entry.detach().clone() for entry in model.parameters()]
+        return (
+            rounds,
+            loss,
+            optimizer.eval_params(),
+            [entry.detach().clone() for entry in model.parameters()],
+        )
 
     return work
 
@@ -68,7 +73,11 @@ def test_diloco_s_peers_end_a_round_with_the_same_bits():
         (rounds, _, outer, weights), *others = swarm.train(work_of(25))
     assert together(rounds, 3)
     for other_rounds, _, other_outer, other_weights in others:
-        assert [entry.number for entry in other_rounds] == [entry.number for entry in rounds] == [0, 1, 2, 3, 4]
+        assert (
+            [entry.number for entry in other_rounds]
+            == [entry.number for entry in rounds]
+            == [0, 1, 2, 3, 4]
+        )
         assert equal(outer.values(), other_outer.values())
         assert equal(weights, other_weights)
 
@@ -114,7 +123,9 @@ def test_a_line_has_the_speed_that_it_is_given():
         train(optimizer, nn.Sequential(nn.Linear(4, 200), model), 4, rank)
         return optimizer.last_round
 
-    with farflock.local_swarm(2, "diloco", period=1, codec="fp32", return_codec="fp32", link=slow, **QUICK) as swarm:
+    with farflock.local_swarm(
+        2, "diloco", period=1, codec="fp32", return_codec="fp32", link=slow, **QUICK
+    ) as swarm:
         assert [entry.peers for entry in swarm.train(work)] == [2, 2]
         sent = [swarm.network.line(made.peer).sent_bytes for made in swarm.optimizers.values()]
     assert min(sent) > 4 * 160_000 / 2
@@ -161,7 +172,10 @@ def test_ranks_that_name_other_terms_are_told():
     def work(rank, optimize):
         optimize(net(), period=5 + rank)
 
-    with farflock.local_swarm(2, "diloco") as swarm, pytest.raises(RefusedByRun, match="period: it is 6 here and 5"):
+    with (
+        farflock.local_swarm(2, "diloco") as swarm,
+        pytest.raises(RefusedByRun, match="period: it is 6 here and 5"),
+    ):
         swarm.train(work)
 
 

@@ -20,7 +20,9 @@ from farflock.optimizers.parts.corrections import TREND, Trend
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.trial_options import trial_of
 
-TALKING = [name for name in sorted(METHODS) if any(option.endswith("codec") for option in options_of(name))]
+TALKING = [
+    name for name in sorted(METHODS) if any(option.endswith("codec") for option in options_of(name))
+]
 UNBIASED_ONLY = [name for name in TALKING if not trial_of(METHODS[name]).biased]
 
 PIPELINE = ["pipeline.stages=2", "model.tied=false", "method.name=ddp"]
@@ -34,38 +36,122 @@ IMPOSSIBLE = [
     (["model={dim=64}"], "model.layers: it is missing", "give it a value"),
     (["method=3"], "method: it stands outside any table", "model"),
     (["method.options.period=0"], "a period of 0 steps makes no rounds", "1 or more"),
-    (["method.options.period=99999999999999999999"], "method.options.period: the whole number", "smaller"),
+    (
+        ["method.options.period=99999999999999999999"],
+        "method.options.period: the whole number",
+        "smaller",
+    ),
     (["method.options.gamma=1.5"], "gamma=1.5 lies outside (0, 1.500)", "lower gamma or alpha"),
-    (["method.options.alpha=0.9", "method.options.gamma=0.5"], "outside (0, 0.380)", "lower gamma or alpha"),
+    (
+        ["method.options.alpha=0.9", "method.options.gamma=0.5"],
+        "outside (0, 0.380)",
+        "lower gamma or alpha",
+    ),
     (["method.options.beta=1e300"], "beta in (0, 10]", "0.7"),
     (["method.name=diloco", "exchange.codec='topk:64/4096'"], "biased", "feedback=0.9"),
-    (["method.name=diloco", "exchange.return_codec='sign'"], "return codec sign is biased", "bf16 or fp32"),
+    (
+        ["method.name=diloco", "exchange.return_codec='sign'"],
+        "return codec sign is biased",
+        "bf16 or fp32",
+    ),
     (["method.name=async", "method.options.enough=2"], "2 arrivals never are there", "1 or fewer"),
     (["method.name=async", "method.options.enough=-1"], "enough=-1 arrivals are none", "1 or more"),
-    (["method.name=async", "method.options.c=0.1"], "needs a buffer of known size", "number of workers"),
-    (["method.name=streaming", "method.options.fragments=5"], "5 fragments do not divide the model's 2", "choose 2"),
-    (["method.name=streaming", "model.layers=6", "method.options.fragments=4"], "divide the model's 6", "choose 3"),
+    (
+        ["method.name=async", "method.options.c=0.1"],
+        "needs a buffer of known size",
+        "number of workers",
+    ),
+    (
+        ["method.name=streaming", "method.options.fragments=5"],
+        "5 fragments do not divide the model's 2",
+        "choose 2",
+    ),
+    (
+        ["method.name=streaming", "model.layers=6", "method.options.fragments=4"],
+        "divide the model's 6",
+        "choose 3",
+    ),
     (["method.name=streaming", "method.options.fragments=0"], "0 fragments do not fit", "1 to 5"),
     (["method.name=streaming", "method.options.overlap=4"], "an overlap of 4 steps", "0 to 2"),
-    (["method.name=demo", "train.optimizer=adamw"], "its step is rate · sign(q), and adamw", "sgd without momentum"),
-    (["method.name=demo", "train.momentum=0.9"], "its step is rate · sign(q), and sgd", "set sign to false"),
-    (["method.name=flexdemo", "train.optimizer=muon"], "its step is rate · sign(q), and muon", "sgd"),
-    (["method.name=flexdemo", "train.clip=1.0"], "train.clip: 1 would shorten flexdemo's sign(q)", "set it to 0"),
-    (["method.name=demo", "exchange.codec='topk:64/512'"], "chooses among 512 values", "topk:32/4096"),
-    (["method.name=desloc", "train.optimizer=sgd"], "averages exp_avg and exp_avg_sq, and sgd", "adamw"),
-    (["method.name=lean", "train.optimizer=sgd"], "corrects exp_avg by means of exp_avg_sq", "correction to 0"),
+    (
+        ["method.name=demo", "train.optimizer=adamw"],
+        "its step is rate · sign(q), and adamw",
+        "sgd without momentum",
+    ),
+    (
+        ["method.name=demo", "train.momentum=0.9"],
+        "its step is rate · sign(q), and sgd",
+        "set sign to false",
+    ),
+    (
+        ["method.name=flexdemo", "train.optimizer=muon"],
+        "its step is rate · sign(q), and muon",
+        "sgd",
+    ),
+    (
+        ["method.name=flexdemo", "train.clip=1.0"],
+        "train.clip: 1 would shorten flexdemo's sign(q)",
+        "set it to 0",
+    ),
+    (
+        ["method.name=demo", "exchange.codec='topk:64/512'"],
+        "chooses among 512 values",
+        "topk:32/4096",
+    ),
+    (
+        ["method.name=desloc", "train.optimizer=sgd"],
+        "averages exp_avg and exp_avg_sq, and sgd",
+        "adamw",
+    ),
+    (
+        ["method.name=lean", "train.optimizer=sgd"],
+        "corrects exp_avg by means of exp_avg_sq",
+        "correction to 0",
+    ),
     (["method.name=best-10"], "method.name: 'best-10' is not known", "did you mean 'best-100'"),
-    (["method.name=desloc", "train.optimizer=muon", "method.options.exp_avg_sq_period=0"], "exp_avg,", "_period to 0"),
-    (["method.name=desloc", "method.options.exp_avg_period=7"], "no multiple of the period 5", "choose 5"),
+    (
+        ["method.name=desloc", "train.optimizer=muon", "method.options.exp_avg_sq_period=0"],
+        "exp_avg,",
+        "_period to 0",
+    ),
+    (
+        ["method.name=desloc", "method.options.exp_avg_period=7"],
+        "no multiple of the period 5",
+        "choose 5",
+    ),
     (["method.name=ddp", "train.optimizer=muon"], "cannot send the moments of muon", "adamw"),
-    (["method.name=sparta-diloco", "method.options.mask_period=3"], "no multiple of mask_period=3", "choose 6"),
-    (["method.name=edit", "method.options.round_s=1e-300"], "round_s=1e-300 makes no rounds", "0.001 s or more"),
-    (["method.name=delayed", "method.options.eager_mix=0.5", "method.options.mode=naive"], "mode naive", "mode eager"),
-    (["method.name=delayed", "method.options.delay=2"], "delay: 2 is not known", "choose from 0, 1"),
+    (
+        ["method.name=sparta-diloco", "method.options.mask_period=3"],
+        "no multiple of mask_period=3",
+        "choose 6",
+    ),
+    (
+        ["method.name=edit", "method.options.round_s=1e-300"],
+        "round_s=1e-300 makes no rounds",
+        "0.001 s or more",
+    ),
+    (
+        ["method.name=delayed", "method.options.eager_mix=0.5", "method.options.mode=naive"],
+        "mode naive",
+        "mode eager",
+    ),
+    (
+        ["method.name=delayed", "method.options.delay=2"],
+        "delay: 2 is not known",
+        "choose from 0, 1",
+    ),
     (["method.name=sparta", "method.options.selector=rnadom"], "'rnadom' is not known", "'random'"),
-    (["method.name=local", "exchange.codec=int8"], "exchange.codec: local has no such thing", "leave it out"),
+    (
+        ["method.name=local", "exchange.codec=int8"],
+        "exchange.codec: local has no such thing",
+        "leave it out",
+    ),
     (["pipeline.stages=2"], "'tied model'", "set model.tied to false"),
-    (["pipeline.stages=3", "model.tied=false"], "'all layers': 2 layers make 1 to 2 stages", "choose 2"),
+    (
+        ["pipeline.stages=3", "model.tied=false"],
+        "'all layers': 2 layers make 1 to 2 stages",
+        "choose 2",
+    ),
     (["pipeline.stages=2", "model.tied=false"], "'one group': method noloco", "choose ddp"),
     ([*PIPELINE, "pipeline.codec=aqsgd4"], "'pinned routes': codec aqsgd4", "such as int4"),
     (
@@ -74,12 +160,18 @@ IMPOSSIBLE = [
         "or choose int8",
     ),
     ([*PIPELINE, "train.samples=0"], "train.samples", ">= 1"),
-    ([*PIPELINE, "pipeline.policy=swap"], "'swap of unequal stages': the first of 2 stages", "4 or 6 or more stages"),
+    (
+        [*PIPELINE, "pipeline.policy=swap"],
+        "'swap of unequal stages': the first of 2 stages",
+        "4 or 6 or more stages",
+    ),
     ([*PIPELINE, "pipeline.polcy=swap"], "pipeline.polcy: there is no such key", "'policy'"),
 ]
 
 
-@pytest.mark.parametrize(("assignments", "says", "offers"), IMPOSSIBLE, ids=lambda given: str(given)[:60])
+@pytest.mark.parametrize(
+    ("assignments", "says", "offers"), IMPOSSIBLE, ids=lambda given: str(given)[:60]
+)
 def test_what_is_impossible_is_refused_with_what_is_possible(assignments, says, offers):
     with pytest.raises(Usage) as refused:
         simulated_default(assignments)
@@ -102,7 +194,13 @@ def test_a_method_that_says_so_takes_a_biased_codec(name):
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_number_of_a_method_has_bounds_that_its_manifest_knows(name):
-    impossible = {"period": 0, "deadline_s": 0.0, "outer": {"lr": -1.0}, "codec": "fp17", "return_codec": "fp17"}
+    impossible = {
+        "period": 0,
+        "deadline_s": 0.0,
+        "outer": {"lr": -1.0},
+        "codec": "fp17",
+        "return_codec": "fp17",
+    }
     for option in impossible.keys() & options_of(name).keys():
         with pytest.raises(Usage):
             resolve({"method": {"name": name, "options": {option: impossible[option]}}})
@@ -118,7 +216,9 @@ def test_every_method_runs_with_its_defaults_on_every_preset_and_in_the_simulato
 
 def test_fragments_that_nobody_counted_divide_the_layers():
     def fragments(layers):
-        made = resolve({"model": {"preset": "demo", "layers": layers}, "method": {"name": "streaming"}})
+        made = resolve(
+            {"model": {"preset": "demo", "layers": layers}, "method": {"name": "streaming"}}
+        )
         return made.method.options["fragments"]
 
     assert [fragments(layers) for layers in (1, 2, 3, 4, 6, 7, 12)] == [1, 2, 3, 4, 3, 1, 4]
@@ -191,7 +291,10 @@ def test_what_is_known_of_an_optimizer_without_building_it_is_what_it_keeps(name
     assert moments_of(built) == moments_of(config)
     model(torch.ones(1, 2)).sum().backward()
     built.step()
-    kept = [frozenset(name for name, x in state.items() if x is not None) for state in built.state.values()]
+    kept = [
+        frozenset(name for name, x in state.items() if x is not None)
+        for state in built.state.values()
+    ]
     assert {moments or frozenset() for moments in moments_of(config)} == set(kept or [frozenset()])
 
 
@@ -206,10 +309,18 @@ def farflock_command(tmp_path, monkeypatch, capfd):
 
     def run(*arguments):
         me = psutil.Process()
-        before = (sorted(tmp_path.rglob("*")), me.children(), {c.laddr for c in me.net_connections() if c.laddr})
+        before = (
+            sorted(tmp_path.rglob("*")),
+            me.children(),
+            {c.laddr for c in me.net_connections() if c.laddr},
+        )
         with pytest.raises(SystemExit) as ended:
             cli.main([str(argument) for argument in arguments])
-        after = (sorted(tmp_path.rglob("*")), me.children(), {c.laddr for c in me.net_connections() if c.laddr})
+        after = (
+            sorted(tmp_path.rglob("*")),
+            me.children(),
+            {c.laddr for c in me.net_connections() if c.laddr},
+        )
         assert after == before
         return ended.value.code, capfd.readouterr().err
 
@@ -242,10 +353,14 @@ def commands(folder, assignments):
     ],
     ids=str,
 )
-def test_a_command_refuses_with_code_2_and_leaves_no_trace(tmp_path, farflock_command, number, assignments):
+def test_a_command_refuses_with_code_2_and_leaves_no_trace(
+    tmp_path, farflock_command, number, assignments
+):
     code, said = farflock_command(*commands(tmp_path, assignments)[number])
     assert code == 2
-    assert said.startswith(("farflock: method", "farflock: the pipeline breaks the rule 'one group': method"))
+    assert said.startswith(
+        ("farflock: method", "farflock: the pipeline breaks the rule 'one group': method")
+    )
 
 
 def test_the_demo_refuses_an_unknown_method_before_it_makes_its_folder(farflock_command, tmp_path):
@@ -285,8 +400,16 @@ class NoDoor:
     ("options", "says", "offers"),
     [
         ({"method": "dilocko"}, "'dilocko' is not known", "'diloco'"),
-        ({"method": "streaming", "fragments": 4}, "4 fragments do not divide the model's 6", "choose 3"),
-        ({"method": "streaming", "fragments": 7}, "7 fragments do not divide the model's 6", "choose 6"),
+        (
+            {"method": "streaming", "fragments": 4},
+            "4 fragments do not divide the model's 6",
+            "choose 3",
+        ),
+        (
+            {"method": "streaming", "fragments": 7},
+            "7 fragments do not divide the model's 6",
+            "choose 6",
+        ),
         ({"method": "noloco", "gamma": 2.0}, "gamma=2.0 lies outside", "lower gamma"),
         ({"method": "diloco", "codec": "sign"}, "biased", "feedback=0.9"),
         ({"method": "diloco", "period": 0}, "a period of 0", "1 or more"),
@@ -294,7 +417,11 @@ class NoDoor:
         ({"method": "edit", "temperature": None}, "None cannot be written", "leave it out for 1.0"),
         ({"method": "async", "enough": 65}, "65 arrivals", "64 or fewer"),
         ({"method": "demo"}, "and AdamW as it is set", "sgd without momentum"),
-        ({"method": "flexdemo", "sign": False, "inner": adamw}, "cannot send the moments of AdamW", "without amsgrad"),
+        (
+            {"method": "flexdemo", "sign": False, "inner": adamw},
+            "cannot send the moments of AdamW",
+            "without amsgrad",
+        ),
         ({"method": "ddp", "inner": "muon"}, "cannot send the moments of Muon", "adamw"),
         ({"method": "desloc", "inner": "sgd"}, "SGD does not keep these", "take adamw"),
     ],

@@ -205,7 +205,8 @@ def test_a_state_dict_of_a_plain_optimizer_gives_its_moments(alone):
     optimizer = alone(model, inner=adamw)
     optimizer.load_state_dict(plain.state_dict())
     assert equal(
-        [plain.state[p]["exp_avg"] for p in model.parameters()], [s["exp_avg"] for s in optimizer.state.values()]
+        [plain.state[p]["exp_avg"] for p in model.parameters()],
+        [s["exp_avg"] for s in optimizer.state.values()],
     )
     train(optimizer, model, range(3, 5))
     assert {int(entry["step"]) for entry in optimizer.state.values()} == {5}
@@ -289,7 +290,9 @@ def test_among_others_a_state_dict_gives_moments_and_no_weights():
         before = weights(model)
         saved[rank] = optimizer.state_dict()
         optimizer.load_state_dict(saved[rank])
-        return equal(before, weights(model)), {int(entry["step"]) for entry in optimizer.state.values()}
+        return equal(before, weights(model)), {
+            int(entry["step"]) for entry in optimizer.state.values()
+        }
 
     assert two(work, "diloco", period=10) == [(True, {3})] * 2
 
@@ -317,9 +320,15 @@ def test_what_a_step_counts_for_moves_the_run():
         ({"inner": "adamax"}, "adamw, sgd, muon or nadam"),
         ({"inner": adamw, "lr": 0.1}, "leave lr out"),
         ({"inner": lambda parameters: torch.optim.LBFGS(parameters)}, "first-order"),
-        ({"inner": lambda parameters: torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "not the model's"),
+        (
+            {"inner": lambda parameters: torch.optim.SGD([nn.Parameter(torch.zeros(1))])},
+            "not the model's",
+        ),
         ({"lr": -1.0}, "learning rate"),
-        ({"method": "ddp", "inner": lambda parameters: torch.optim.RMSprop(parameters)}, "moments of RMSprop"),
+        (
+            {"method": "ddp", "inner": lambda parameters: torch.optim.RMSprop(parameters)},
+            "moments of RMSprop",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_sentence(alone, options, says):
@@ -376,7 +385,9 @@ def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(alone):
     async def slowly(offer):
         if slow:
             slow.clear()
-            background.call_later(0.1, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+            background.call_later(
+                0.1, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT
+            )
             await asyncio.sleep(0.5)
         return await exchange(offer)
 

@@ -28,7 +28,9 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
 
     def forward(self, tokens):
-        return self.head(self.outside(torch.tanh(self.norm(self.inside(self.embed(tokens))))) * self.gain)
+        return self.head(
+            self.outside(torch.tanh(self.norm(self.inside(self.embed(tokens))))) * self.gain
+        )
 
 
 def batch(seed, part=0, parts=1):
@@ -194,7 +196,10 @@ def a_mix_is_two_products_and_a_sum_each_rounded_by_itself(world):
             before = world.all(what)
             new = {name: torch.cos(x) for name, x in before.items()}
             world.replica.write(new, what, mix)
-            expected = {name: before[name] * torch.tensor(1 - mix) + new[name] * torch.tensor(mix) for name in before}
+            expected = {
+                name: before[name] * torch.tensor(1 - mix) + new[name] * torch.tensor(mix)
+                for name in before
+            }
             assert same(world.all(what), expected)
 
 
@@ -255,8 +260,14 @@ def another_shape_is_refused_and_nothing_is_written(world):
     world.train(1)
     for what in ("param", "grad", "exp_avg"):
         before = world.all(what)
-        refused(lambda what=what: world.replica.write({"norm.bias": torch.ones(())}, what), "(5,), got ()")
-        refused(lambda what=what: world.replica.write({"inside.weight": torch.ones(4, 5)}, what), "(5, 4), got (4, 5)")
+        refused(
+            lambda what=what: world.replica.write({"norm.bias": torch.ones(())}, what),
+            "(5,), got ()",
+        )
+        refused(
+            lambda what=what: world.replica.write({"inside.weight": torch.ones(4, 5)}, what),
+            "(5, 4), got (4, 5)",
+        )
         assert same(world.all(what), before)
 
 

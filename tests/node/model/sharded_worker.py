@@ -23,7 +23,9 @@ END, BACKWARD, LOSS = range(3)
 
 
 def load_law():
-    spec = importlib.util.spec_from_file_location("replica_law", Path(__file__).with_name("replica_law.py"))
+    spec = importlib.util.spec_from_file_location(
+        "replica_law", Path(__file__).with_name("replica_law.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -107,7 +109,11 @@ def a_method_trains_as_on_a_plain_replica(world, name="diloco"):
                 sent = exchange.tensors
                 taken = {what: [(0, x.numel())] for what, x in sent.items()}
                 number = exchange.key.round + 1
-                made.apply(each.replica, exchange, Result("alone", number, ("me",), (1.0,), sent, None, sent, taken))
+                made.apply(
+                    each.replica,
+                    exchange,
+                    Result("alone", number, ("me",), (1.0,), sent, None, sent, taken),
+                )
         ended.append(made.snapshot(each.replica))
     world.close(*ended)
 
@@ -162,7 +168,9 @@ def main(rank, count, folder):
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    cases = [(case, "adamw") for case in (*law.LAW, *CASES)] + [(case, "sgd") for case in law.SGD_LAW]
+    cases = [(case, "adamw") for case in (*law.LAW, *CASES)] + [
+        (case, "sgd") for case in law.SGD_LAW
+    ]
     results = {case.__name__: run_case(case, inner) for case, inner in cases}
     names = spmd_reads()
     Path(folder, f"names-{rank}.json").write_text(json.dumps(names))

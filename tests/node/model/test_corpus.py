@@ -39,7 +39,11 @@ def test_the_shipped_corpus_has_the_recorded_hash_and_size(plays):
 
 def test_whole_plays_are_held_out(plays):
     assert plays.held_out_titles == ("Macbeth", "Richard II", "Twelfth Night")
-    for words in ("Is this a dagger which I see before me", "If music be the food of love", "this scepter'd isle"):
+    for words in (
+        "Is this a dagger which I see before me",
+        "If music be the food of love",
+        "this scepter'd isle",
+    ):
         assert words in plays.held_out
         assert words not in plays.train
     assert "To be, or not to be" in plays.train
@@ -58,7 +62,9 @@ def test_an_altered_text_is_refused(copy):
     text = bytearray(lzma.decompress(packed.read_bytes()))
     text[1000] ^= 1
     packed.write_bytes(lzma.compress(bytes(text), preset=0))
-    with pytest.raises(BadCorpus, match=r"has SHA-256 .* expected 0e5986fe2f1b4844…; reinstall farflock"):
+    with pytest.raises(
+        BadCorpus, match=r"has SHA-256 .* expected 0e5986fe2f1b4844…; reinstall farflock"
+    ):
         shakespeare(copy)
 
 

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.node.model.data import BadData, Batches, data_hash, evaluation, open_tokens, write_tokens
+from farflock.node.model.data import (
+    BadData,
+    Batches,
+    data_hash,
+    evaluation,
+    open_tokens,
+    write_tokens,
+)
 from farflock.node.model.tokenizer import ByteTokenizer
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -58,7 +65,9 @@ def test_targets_are_the_next_tokens_and_every_window_lies_inside(batch_size, se
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 3))
-def test_recurring_samples_come_once_in_each_epoch_always_with_the_same_text(recurring, batch_size, first, epochs):
+def test_recurring_samples_come_once_in_each_epoch_always_with_the_same_text(
+    recurring, batch_size, first, epochs
+):
     one = batches(batch_size=batch_size, recurring=recurring)
     start = first * recurring  # a multiple of both: at the beginning of an epoch, and of a batch
     steps = range(start, start + epochs * recurring)
@@ -75,15 +84,24 @@ def test_recurring_samples_come_once_in_each_epoch_always_with_the_same_text(rec
 def test_each_epoch_has_an_order_of_its_own_and_each_peer_samples_of_its_own():
     one, other = batches(recurring=64, batch_size=64), batches("bob", recurring=64, batch_size=64)
     assert one.samples(0) != one.samples(1) != one.samples(1, round=1)
-    assert sorted(one.starts(0)) == sorted(one.starts(1)) == sorted(one.starts(1, 1)) != sorted(other.starts(0))
+    assert (
+        sorted(one.starts(0))
+        == sorted(one.starts(1))
+        == sorted(one.starts(1, 1))
+        != sorted(other.starts(0))
+    )
     assert len(set(one.starts(0).tolist())) > 32, "hardly two at one place"
-    assert sorted(one.starts(0)) != sorted(batches(recurring=64, batch_size=64, run_seed=2).starts(0))
+    assert sorted(one.starts(0)) != sorted(
+        batches(recurring=64, batch_size=64, run_seed=2).starts(0)
+    )
 
 
 def test_recurring_samples_are_the_same_on_every_machine():
     """As first written down: another order would be another run."""
     one = batches(recurring=5, batch_size=7)
-    assert one.samples(3) == (1, 4, 3, 2, 4, 1, 0), "21 to 27: all but one of epoch 4, and three of the next"
+    assert one.samples(3) == (1, 4, 3, 2, 4, 1, 0), (
+        "21 to 27: all but one of epoch 4, and three of the next"
+    )
     assert one.starts(3).tolist() == [659, 324, 145, 520, 324, 659, 810]
 
 
@@ -114,7 +132,10 @@ def philox(counter, key):
     for i in range(10):
         high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 2**64)
         high1, low1 = divmod(0xCA5A826395121157 * counter[2], 2**64)
-        bumped = [(key[0] + i * 0x9E3779B97F4A7C15) % 2**64, (key[1] + i * 0xBB67AE8584CAA73B) % 2**64]
+        bumped = [
+            (key[0] + i * 0x9E3779B97F4A7C15) % 2**64,
+            (key[1] + i * 0xBB67AE8584CAA73B) % 2**64,
+        ]
         counter = [high1 ^ counter[1] ^ bumped[0], low1, high0 ^ counter[3] ^ bumped[1], low0]
     return counter
 
@@ -130,7 +151,9 @@ def test_the_order_is_the_documented_one():
 
 def test_all_positions_are_drawn_about_equally():
     tokens = np.arange(28, dtype=np.uint16)
-    drawn = np.concatenate([batches(tokens=tokens, batch_size=50).starts(step) for step in range(200)])
+    drawn = np.concatenate(
+        [batches(tokens=tokens, batch_size=50).starts(step) for step in range(200)]
+    )
     counts = np.bincount(drawn, minlength=20)
     assert len(counts) == 20
     assert (abs(counts - 500) < 5 * np.sqrt(500)).all()
@@ -202,7 +225,9 @@ def test_batches_of_a_mapped_file_equal_those_of_memory(tmp_path):
     mapped = open_tokens(tmp_path / "train.bin", ByteTokenizer())
     assert isinstance(mapped, np.memmap)
     assert torch.equal(batches(tokens=mapped).batch(3)[0], batches().batch(3)[0])
-    assert data_hash(mapped, mapped[:9], ByteTokenizer()) == data_hash(TOKENS, TOKENS[:9], ByteTokenizer())
+    assert data_hash(mapped, mapped[:9], ByteTokenizer()) == data_hash(
+        TOKENS, TOKENS[:9], ByteTokenizer()
+    )
 
 
 def test_a_token_file_is_not_overwritten(tmp_path):

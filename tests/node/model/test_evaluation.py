@@ -59,7 +59,9 @@ def test_an_evaluation_does_not_depend_on_its_batch_size(batch_size):
     model = build(PRESETS["tiny"], 0)
     x = torch.arange(7 * 16).reshape(7, 16) % 256
     y = (x + 1) % 256
-    assert evaluate(model, x, y, batch_size).mean == pytest.approx(evaluate(model, x, y, 7).mean, rel=1e-5)
+    assert evaluate(model, x, y, batch_size).mean == pytest.approx(
+        evaluate(model, x, y, 7).mean, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -50,7 +50,11 @@ def test_the_folder_holds_a_whole_model(tmp_path):
 def test_the_configuration_says_what_the_model_is():
     said = hugging_face_config(UNTIED)
     assert said["architectures"] == ["LlamaForCausalLM"]
-    assert (said["hidden_size"], said["num_hidden_layers"], said["num_key_value_heads"]) == (24, 2, 2)
+    assert (said["hidden_size"], said["num_hidden_layers"], said["num_key_value_heads"]) == (
+        24,
+        2,
+        2,
+    )
     assert said["head_dim"] * said["num_attention_heads"] == said["hidden_size"]
     assert said["tie_word_embeddings"] is False
 
@@ -73,7 +77,9 @@ def test_each_byte_has_a_printable_stand_in_of_its_own():
 
 
 def test_the_tokenizer_file_maps_each_byte_to_itself():
-    vocabulary = msgspec.json.decode(tokenizer_files(ByteTokenizer(), 64)["tokenizer.json"])["model"]["vocab"]
+    vocabulary = msgspec.json.decode(tokenizer_files(ByteTokenizer(), 64)["tokenizer.json"])[
+        "model"
+    ]["vocab"]
     assert sorted(vocabulary.values()) == list(range(256))
     assert vocabulary["A"] == ord("A")
 
@@ -110,7 +116,9 @@ def test_weights_of_another_model_are_refused_unwritten(tmp_path, change):
         weights["model.extra.weight"] = torch.zeros(1)
     else:
         weights["model.norm.weight"] = torch.zeros(5)
-    with pytest.raises(ExportRefused, match=r"1 tensors do not fit the configuration, the first being model\."):
+    with pytest.raises(
+        ExportRefused, match=r"1 tensors do not fit the configuration, the first being model\."
+    ):
         export(tmp_path / "out", TINY, weights, ByteTokenizer(), "card")
     assert not (tmp_path / "out").exists()
 
@@ -135,7 +143,9 @@ def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("config", [TINY, UNTIED, PRESETS["demo"]], ids=["tied-grouped", "untied", "demo"])
+@pytest.mark.parametrize(
+    "config", [TINY, UNTIED, PRESETS["demo"]], ids=["tied-grouped", "untied", "demo"]
+)
 def test_transformers_loads_the_export_with_equal_logits_and_ids(tmp_path, config):
     transformers = pytest.importorskip("transformers")
     model = write(tmp_path / "out", config)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from farflock.node.model.llama import PRESETS, Llama, ModelConfig, build, next_token_loss, rotary, rotate
+from farflock.node.model.llama import (
+    PRESETS,
+    Llama,
+    ModelConfig,
+    build,
+    next_token_loss,
+    rotary,
+    rotate,
+)
 
 TIED = ModelConfig(vocab_size=40, dim=24, layers=3, heads=4, kv_heads=2, ffn_dim=32, context=16)
 UNTIED = msgspec.structs.replace(TIED, tied=False, kv_heads=4, rope_theta=500.0, norm_eps=1e-3)
@@ -35,7 +43,9 @@ class SlowLlama:
 
     def __init__(self, config, weights):
         self.config = config
-        self.w = {name: weight.detach().numpy().astype(np.float64) for name, weight in weights.items()}
+        self.w = {
+            name: weight.detach().numpy().astype(np.float64) for name, weight in weights.items()
+        }
 
     def norm(self, x, name):
         return x / math.sqrt((x * x).mean() + self.config.norm_eps) * self.w[name]
@@ -59,7 +69,10 @@ class SlowLlama:
                 shared = head * c.kv_heads // c.heads
                 kv = slice(shared * c.head_dim, (shared + 1) * c.head_dim)
                 q = self.turn(self.w[name + "q_proj.weight"][rows] @ xs[position], position)
-                keys = [self.turn(self.w[name + "k_proj.weight"][kv] @ xs[p], p) for p in range(position + 1)]
+                keys = [
+                    self.turn(self.w[name + "k_proj.weight"][kv] @ xs[p], p)
+                    for p in range(position + 1)
+                ]
                 values = [self.w[name + "v_proj.weight"][kv] @ xs[p] for p in range(position + 1)]
                 scores = np.exp([q @ k / math.sqrt(c.head_dim) for k in keys])
                 heads.append(sum(s * v for s, v in zip(scores / scores.sum(), values, strict=True)))
@@ -76,7 +89,9 @@ class SlowLlama:
                 h = self.norm(x, name + "post_attention_layernorm.weight")
                 gate = self.w[name + "mlp.gate_proj.weight"] @ h
                 up = self.w[name + "mlp.up_proj.weight"] @ h
-                xs[i] = x + self.w[name + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+                xs[i] = x + self.w[name + "mlp.down_proj.weight"] @ (
+                    gate / (1 + np.exp(-gate)) * up
+                )
         head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
         return np.stack([head @ self.norm(x, "model.norm.weight") for x in xs])
 
@@ -88,13 +103,17 @@ def test_logits_equal_the_slow_reference(config):
     np.testing.assert_allclose(model(ids)[0].detach().numpy(), expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED, PRESETS["demo"]], ids=["tied-grouped", "untied", "demo"])
+@pytest.mark.parametrize(
+    "config", [TIED, UNTIED, PRESETS["demo"]], ids=["tied-grouped", "untied", "demo"]
+)
 def test_logits_equal_transformers(config):
     transformers = pytest.importorskip("transformers")
     from farflock.node.model.export import hugging_face_config
 
     model, ids = lively(config), tokens(config, batch=3)
-    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hugging_face_config(config))).eval()
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**hugging_face_config(config))
+    ).eval()
     missing, unexpected = other.load_state_dict(model.state_dict(), strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if config.tied else [])
@@ -206,7 +225,9 @@ def test_weights_follow_the_seed_and_leave_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
     name, twin = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
     assert not torch.equal(first.state_dict()[name], first.state_dict()[twin])
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
 
 
@@ -214,7 +235,9 @@ def test_weights_have_the_documented_spread():
     config = PRESETS["demo"]
     weights = build(config, 3).state_dict()
     spread = math.sqrt(2 / (5 * config.dim))
-    assert weights["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(spread, rel=0.03)
+    assert weights["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(
+        spread, rel=0.03
+    )
     adding = weights["model.layers.0.mlp.down_proj.weight"].std().item()
     assert adding == pytest.approx(spread / math.sqrt(2 * config.layers), rel=0.03)
     assert bool((weights["model.norm.weight"] == 1).all())
@@ -261,5 +284,7 @@ def test_bfloat16_autocast_computes_nearly_the_same_loss_and_float32_gradients()
 def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
-    by_hand = [-math.log(float(logits[b, t].softmax(0)[targets[b, t]])) for b in range(2) for t in range(3)]
+    by_hand = [
+        -math.log(float(logits[b, t].softmax(0)[targets[b, t]])) for b in range(2) for t in range(3)
+    ]
     assert next_token_loss(logits, targets).item() == pytest.approx(sum(by_hand) / 6, rel=1e-5)

@@ -12,7 +12,9 @@ from farflock.optimizers.parts.inner import InnerConfig
 
 
 def load_law():
-    spec = importlib.util.spec_from_file_location("replica_law", Path(__file__).with_name("replica_law.py"))
+    spec = importlib.util.spec_from_file_location(
+        "replica_law", Path(__file__).with_name("replica_law.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -60,7 +62,9 @@ def linear(name, **options):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(0.5)
-    return PlainReplica(module, InnerConfig(name, lr=0.1, weight_decay=0.0, **options).build(module), None)
+    return PlainReplica(
+        module, InnerConfig(name, lr=0.1, weight_decay=0.0, **options).build(module), None
+    )
 
 
 def all_equal(replica, value):
@@ -100,14 +104,18 @@ def test_a_moment_that_the_inner_optimizer_has_is_written_also_before_its_first_
             new = {parameter: torch.full_like(before, 0.75)}
             if what in held:
                 replica.write(new, what, 0.25)
-                assert torch.equal(replica.read([parameter], what)[parameter], before * 0.75 + 0.75 * 0.25)
+                assert torch.equal(
+                    replica.read([parameter], what)[parameter], before * 0.75 + 0.75 * 0.25
+                )
             else:
                 with pytest.raises(ValueError, match=f"keeps no {what} for {parameter}"):
                     replica.write(new, what)
 
 
 @each_inner
-def test_reading_and_writing_zeros_before_the_first_step_changes_no_step(name, options, matrix, vector):
+def test_reading_and_writing_zeros_before_the_first_step_changes_no_step(
+    name, options, matrix, vector
+):
     fresh, touched = linear(name, **options), linear(name, **options)
     for what in (*ADAM, "momentum_buffer", "step", "mu_product"):
         touched.write(touched.read(touched.names, what), what)
@@ -118,7 +126,9 @@ def test_reading_and_writing_zeros_before_the_first_step_changes_no_step(name, o
 
 
 @each_inner
-def test_all_moments_and_step_counts_of_another_replica_give_its_future(name, options, matrix, vector):
+def test_all_moments_and_step_counts_of_another_replica_give_its_future(
+    name, options, matrix, vector
+):
     teacher, joiner = linear(name, **options), linear(name, **options)
     for gradient in (1.0, -0.5, 0.25):
         stepped(teacher, gradient)
@@ -146,7 +156,9 @@ def test_the_step_count_that_was_written_is_the_one_that_corrects_the_bias(writt
     t, m, v = written + 1, 0.9 * 0.4 + 0.1 * 2, 0.95 * 0.01 + 0.05 * 4
     moved = 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)) ** 0.5 + 1e-8)
     for name, x in replica.read(replica.names, "param").items():
-        torch.testing.assert_close(before[name] - x, torch.full(x.shape, moved), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            before[name] - x, torch.full(x.shape, moved), rtol=1e-5, atol=1e-6
+        )
         assert float(replica.read([name], "step")[name]) == t
 
 
@@ -163,7 +175,10 @@ def test_a_moment_that_an_optimizer_has_not_made_yet_is_made_although_others_are
     optimizer.state[module.weight] = {"momentum_buffer": None}
     replica = PlainReplica(module, optimizer, None)
     replica.write({"weight": torch.ones(2, 2)}, "momentum_buffer")
-    assert replica.read(["weight"], "momentum_buffer")["weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert replica.read(["weight"], "momentum_buffer")["weight"].tolist() == [
+        [1.0, 1.0],
+        [1.0, 1.0],
+    ]
 
 
 def test_a_clip_norm_of_none_leaves_gradients_as_they_are():
@@ -181,7 +196,9 @@ def test_clipping_bounds_the_norm_over_all_parameters_together():
     before = replica.read(replica.names, "param")
     replica.write({"weight": torch.tensor([[3.0]]), "bias": torch.tensor([4.0])}, "grad")
     replica.inner_step()
-    moved = {name: float(before[name] - x) for name, x in replica.read(replica.names, "param").items()}
+    moved = {
+        name: float(before[name] - x) for name, x in replica.read(replica.names, "param").items()
+    }
     assert moved == pytest.approx({"weight": 0.6, "bias": 0.8}, rel=1e-4)
 
 

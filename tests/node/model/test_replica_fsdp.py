@@ -42,7 +42,9 @@ def folder(nursery, tmp_path_factory):
     for rank in range(COUNT):
         errors = (folder / f"errors-{rank}").open("w")
         arguments = [*command, str(rank), str(COUNT), str(folder)]
-        workers.append(nursery.popen(arguments, env=environment, stdout=errors, stderr=subprocess.STDOUT))
+        workers.append(
+            nursery.popen(arguments, env=environment, stdout=errors, stderr=subprocess.STDOUT)
+        )
         errors.close()
     try:
         for worker in workers:
@@ -71,6 +73,8 @@ def test_every_case_that_ran_is_looked_at(folder):
 
 
 def test_only_the_leader_gets_full_tensors(folder):
-    first, second = (json.loads((folder / f"names-{rank}.json").read_text()) for rank in range(COUNT))
+    first, second = (
+        json.loads((folder / f"names-{rank}.json").read_text()) for rank in range(COUNT)
+    )
     assert len(first) == 8
     assert second == []

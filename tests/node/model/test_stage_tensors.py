@@ -54,7 +54,10 @@ def test_the_ends_have_the_embedding_and_the_head():
 def test_a_missing_tensor_is_named():
     whole = moments_of(range(6))
     del whole["exp_avg.model.layers.3.mlp.up_proj.weight"]
-    with pytest.raises(Misfit, match=r"layers 2 to 4 lack 1 tensors, exp_avg\.model\.layers\.3\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        Misfit,
+        match=r"layers 2 to 4 lack 1 tensors, exp_avg\.model\.layers\.3\.mlp\.up_proj\.weight",
+    ):
         cut(whole, CONFIG, range(2, 5))
     assert len(cut(whole, CONFIG, range(4, 6))) == 3 * len(names_of(CONFIG, range(4, 6)))
 

@@ -15,7 +15,9 @@ from farflock.node.pipeline.trainer.in_flight import NUMBERS, MicrobatchSource
 from farflock.node.run.split import even
 from farflock.swarm.sim.virtual_time import run_virtual
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 STAGES, TOKENS, PASS_S, FIRST = 3, 8, 1.0, 2 * NUMBERS
 
 
@@ -64,7 +66,9 @@ class World:
         return ()
 
     def batch(self, number):
-        drawn = torch.randint(0, 16, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number % NUMBERS))
+        drawn = torch.randint(
+            0, 16, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number % NUMBERS)
+        )
         return drawn[:, :-1], drawn[:, 1:]
 
     async def run_pass(self, work, cost):
@@ -118,8 +122,14 @@ def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_
             assert staged.tokens == TOKENS
             assert staged.gradients.keys() == dict(server.stage.model.named_parameters()).keys()
             for name, x in staged.gradients.items():
-                torch.testing.assert_close(x, expected.staged.gradients[name], rtol=1e-12, atol=1e-12)
-            assert loss is None if stage < STAGES - 1 else loss == pytest.approx(expected.loss_sum, rel=1e-12)
+                torch.testing.assert_close(
+                    x, expected.staged.gradients[name], rtol=1e-12, atol=1e-12
+                )
+            assert (
+                loss is None
+                if stage < STAGES - 1
+                else loss == pytest.approx(expected.loss_sum, rel=1e-12)
+            )
     losses = [fields["loss"] for kind, fields in world.events if kind == "loss"]
     assert world.trainer.commits.recent_loss == pytest.approx(sum(losses) / 2)
     assert losses[0] == pytest.approx(world.servers[-1].here[0][2] / TOKENS)
@@ -129,7 +139,9 @@ def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_w
     world = World(ahead=1, kept=1, order=lambda number: (0, 2))
     for server in world.servers:
         server.taken = 100
-    trainer = world.run(4 * BACKWARD_COST, at_7=lambda: world.close(0, FIRST), at_8=lambda: world.close(2, FIRST))
+    trainer = world.run(
+        4 * BACKWARD_COST, at_7=lambda: world.close(0, FIRST), at_8=lambda: world.close(2, FIRST)
+    )
     assert world.costs == [2 * BACKWARD_COST] * 2
     assert world.servers[1].here == []
     assert (trainer.commits.finished, trainer.commits.doubled) == (1, 0)
@@ -163,7 +175,9 @@ def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_fini
 
     trainer = world.run(4 * WHOLE_S, at_25=close)
     assert (trainer.commits.finished, trainer.commits.dropped) == (1, 1)
-    assert [fields for kind, fields in world.events if kind == "dropped"] == [{"number": FIRST, "stage": 1}]
+    assert [fields for kind, fields in world.events if kind == "dropped"] == [
+        {"number": FIRST, "stage": 1}
+    ]
     assert world.left_out == []
 
 
@@ -182,7 +196,9 @@ def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():
         for server, count in zip(world.servers, counts, strict=True):
             server.taken += count
 
-    world.run(100, at_50=lambda: take(2, 3, 0), at_70=lambda: take(0, 0, 2), at_99=lambda: take(0, 0, 0))
+    world.run(
+        100, at_50=lambda: take(2, 3, 0), at_70=lambda: take(0, 0, 2), at_99=lambda: take(0, 0, 0)
+    )
     assert seen == [3, 3, 5], "one stage had not stepped"
 
 

@@ -50,7 +50,9 @@ EQUAL = structs.replace(MODEL, layers=6)  # stages that can be made from each ot
 
 def often(names, *everyday):
     """Those of every day, and the others for long runs."""
-    return [name if name in everyday else pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [
+        name if name in everyday else pytest.param(name, marks=pytest.mark.long) for name in names
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +67,12 @@ def plan(total=10**9, seed=0, rate=0.3, model=MODEL, **options):
 
 
 def audit(who, plan, stages, limit_s=600.0, **options):
-    around = PipelineWorld(who, plan.schedule.total_tokens, view_s=2.0, away_s=(3.0, 8.0), limit_s=limit_s)
-    cut = replace(_AUDIT["pipeline"](stages, BATCH, **options), stages=tuple(even(plan.model, stages)))
+    around = PipelineWorld(
+        who, plan.schedule.total_tokens, view_s=2.0, away_s=(3.0, 8.0), limit_s=limit_s
+    )
+    cut = replace(
+        _AUDIT["pipeline"](stages, BATCH, **options), stages=tuple(even(plan.model, stages))
+    )
     return Accounts(plan, cut, around)
 
 
@@ -93,8 +99,8 @@ class Accounts(Audit):
         driver, index = serving.loop.driver, serving.index
         apply = driver.apply
 
-        def noting(action, progress):
-            second_phase, key = apply(action, progress), action.exchange.key
+        def noting(action, *rest):
+            second_phase, key = apply(action, *rest), action.exchange.key
             if driver.method.equality == "exact":
                 mark = state_hash(driver.method.agreed(driver.replica, key.stream))
                 self.agreed[index, key.stream, key.round].add(mark)
@@ -111,7 +117,9 @@ class Accounts(Audit):
         for (stage, number, _), passes in self.brought.items():
             named = self.named[stage].get(number)
             assert named is None or passes.keys() <= set(named) or not passes.keys() & set(named)
-        assert all(len(states) == 1 for states in self.agreed.values()), "a group is not of one state"
+        assert all(len(states) == 1 for states in self.agreed.values()), (
+            "a group is not of one state"
+        )
         return self
 
 
@@ -124,7 +132,11 @@ def now():
 
 def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
     steps = 6
-    one = audit((PeerRole(0, trains=True), PeerRole(1), PeerRole(trains=True)), plan(steps * BATCH * TOKENS), 2)
+    one = audit(
+        (PeerRole(0, trains=True), PeerRole(1), PeerRole(trains=True)),
+        plan(steps * BATCH * TOKENS),
+        2,
+    )
     one.run().check()
     both, server, trainer = (one.sim.nodes[number] for number in range(3))
     assert [node.role for node in (both, server, trainer)] == ["stage:0", "stage:1", "trainer"]
@@ -241,7 +253,9 @@ def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lo
     assert set(together) == {entry.key.stream for entry in first.method.streams(first.replica)}
     assert min(together.values()) >= 4
     assert len(one.finished()) >= 8 * BATCH
-    moved = {name: x for node in one.sim.nodes.values() if node.serving for name, x in parameters(node)}
+    moved = {
+        name: x for node in one.sim.nodes.values() if node.serving for name, x in parameters(node)
+    }
     start = dict(build(MODEL, made.run_seed).double().named_parameters())
     assert all(not torch.equal(x, start[name]) for name, x in moved.items())
 
@@ -254,15 +268,26 @@ def test_full_replicas_and_pipelines_that_step_on_their_own_agree_on_each_stages
     replica = one.sim.nodes[6]
     together = collections.Counter()
     for fields in one.tale.fields("round"):
-        together[fields["stream"], fields.get("stage")] += fields["peers"] == 3 and fields["status"] == "ok"
-    streams = [entry.key.stream for entry in driver_of(replica, 0).method.streams(driver_of(replica, 0).replica)]
+        together[fields["stream"], fields.get("stage")] += (
+            fields["peers"] == 3 and fields["status"] == "ok"
+        )
+    streams = [
+        entry.key.stream
+        for entry in driver_of(replica, 0).method.streams(driver_of(replica, 0).replica)
+    ]
     assert all(together[stream, stage] >= 3 for stream in streams for stage in (0, 1)), together
     if driver_of(replica, 0).method.equality == "exact":
-        assert all(max(one.noted[stage, number] for number in one.named[stage]) == 3 for stage in (0, 1))
+        assert all(
+            max(one.noted[stage, number] for number in one.named[stage]) == 3 for stage in (0, 1)
+        )
     named = collections.Counter(peer for keys in one.named[0].values() for peer, _ in keys)
-    assert min(named[identity_of(made, number).peer] for number in (4, 5, 6)) > 5, "somebody's work does not count"
+    assert min(named[identity_of(made, number).peer] for number in (4, 5, 6)) > 5, (
+        "somebody's work does not count"
+    )
     start = dict(build(MODEL, made.run_seed).named_parameters())
-    moved = {name: x for serving in replica.servings for name, x in serving.model.named_parameters()}
+    moved = {
+        name: x for serving in replica.servings for name, x in serving.model.named_parameters()
+    }
     assert moved.keys() == start.keys()
     assert all(not torch.equal(x.detach().float(), start[name]) for name, x in moved.items())
 
@@ -274,7 +299,9 @@ def driver_of(node, stage):
 @pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "streaming"))
 def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
-    made = plan(20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05)
+    made = plan(
+        20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
+    )
     one = audit(parts(3, 2, 1), made, 3)
 
     async def die_out(sim):
@@ -287,12 +314,21 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
     (trainer,) = (node.trainer for node in one.sim.nodes.values() if node.trainer is not None)
     assert (trainer.commits.doubled, trainer.commits.lost) == (0, 0)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
-    assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}  # one, or two at once
+    assert {(entry["stage"], entry["from"]) for entry in begun} == {
+        (1, "mean")
+    }  # one, or two at once
     later = [life for life in one.lives[6:] if life.stage == 1]
     assert len(later) >= 2
-    assert {life.serving.training_task.rate_factor() for life in later} == {LR_BUMP}, "all of the stage learn as fast"
-    assert {life.serving.training_task.rate_factor() for life in one.lives if life not in later} == {1.0}
-    rounds, stride = [number for number in sorted(one.named[1]) if number > begun[0]["round"]], stride_of(one)
+    assert {life.serving.training_task.rate_factor() for life in later} == {LR_BUMP}, (
+        "all of the stage learn as fast"
+    )
+    assert {
+        life.serving.training_task.rate_factor() for life in one.lives if life not in later
+    } == {1.0}
+    rounds, stride = (
+        [number for number in sorted(one.named[1]) if number > begun[0]["round"]],
+        stride_of(one),
+    )
     assert len(rounds) >= 3
     assert rounds == list(range(rounds[0], rounds[-1] + 1, stride)), "rounds are missing"
     assert rounds[0] <= begun[0]["round"] + stride
@@ -310,7 +346,9 @@ def parameters(node):
 
 
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
-    still = plan(rate=_AUDIT["STILL"])  # who adopts a state has fp32 weights, which steps would move apart from doubles
+    still = plan(
+        rate=_AUDIT["STILL"]
+    )  # who adopts a state has fp32 weights, which steps would move apart from doubles
     one = audit(parts(2, 3, 1), still, 2)
 
     async def cut_off(sim):
@@ -357,7 +395,9 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
         def heard():
             over_s.extend([asyncio.get_running_loop().time()] if tokens() >= total else [])
             return (
-                tokens() if over_s and asyncio.get_running_loop().time() > over_s[0] + 6.0 else min(tokens(), total - 1)
+                tokens()
+                if over_s and asyncio.get_running_loop().time() > over_s[0] + 6.0
+                else min(tokens(), total - 1)
             )
 
         if number == 0:
@@ -391,7 +431,9 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
         )
         saved.append(checkpoint.load(folder))
 
-    again = audit((PeerRole(0, trains=True), PeerRole(1)), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+    again = audit(
+        (PeerRole(0, trains=True), PeerRole(1)), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2
+    )
     begun = {}
 
     def load_state(number, node):
@@ -417,7 +459,9 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
 
-def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(tmp_path):
+def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(
+    tmp_path,
+):
     steps = 5
     one = audit((PeerRole(EVERY, trains=True),), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
     saved, last = {}, steps - 1
@@ -431,7 +475,9 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
                 await asyncio.sleep(0.01)
             tensors, cursors = checkpoint_state(serving)
             meta = {"node": cursors, "tokens": (number + 1) * BATCH * TOKENS}
-            saved[stage] = checkpoint.load(checkpoint.save(tmp_path / str(stage), number, tensors, meta))
+            saved[stage] = checkpoint.load(
+                checkpoint.save(tmp_path / str(stage), number, tensors, meta)
+            )
 
     one.run(save).check()
     before = {stage: round_of(each) for stage, each in saved.items()}
@@ -455,9 +501,12 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
 
 
 @pytest.mark.parametrize(
-    ("staleness", "batch", "window", "expected"), [(1, 8, 64, 8), (3, 8, 64, 24), (0, 8, 64, 8), (2, 8, 5, 5)]
+    ("staleness", "batch", "window", "expected"),
+    [(1, 8, 64, 8), (3, 8, 64, 24), (0, 8, 64, 8), (2, 8, 5, 5)],
 )
-def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness, batch, window, expected):
+def test_no_more_microbatches_are_on_their_way_than_may_be_late(
+    bench, staleness, batch, window, expected
+):
     made = plan()
     base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
@@ -469,7 +518,9 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
     from farflock.node.pipeline.lifecycle.assembly import NodeServices
 
     async def build_it():
-        return PipelineNode(made, cut, bench(TEXT).peer(0), NodeServices(None, None, None, report), stage, **options)
+        return PipelineNode(
+            made, cut, bench(TEXT).peer(0), NodeServices(None, None, None, report), stage, **options
+        )
 
     return asyncio.run(build_it())
 
@@ -486,13 +537,19 @@ def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
     for serving in node.servings:
         request = encode(Confirm(1, serving.index, 1))
         assert node.peer.calls.handler.admit("t", request, ()) is None
-    assert isinstance(decode_answer(node.peer.calls.handler.admit("t", encode(Confirm(1, 3, 1)), ())), Refused)
+    assert isinstance(
+        decode_answer(node.peer.calls.handler.admit("t", encode(Confirm(1, 3, 1)), ())), Refused
+    )
 
 
 def test_a_full_replicas_rounds_say_of_which_stage_they_are_and_one_stage_notes_the_steps(bench):
     said = []
     node = node_of(
-        bench, plan(), _AUDIT["pipeline"](3, BATCH), EVERY, report=lambda kind, fields: said.append((kind, fields))
+        bench,
+        plan(),
+        _AUDIT["pipeline"](3, BATCH),
+        EVERY,
+        report=lambda kind, fields: said.append((kind, fields)),
     )
     for serving in node.servings:
         serving.loop.report("step", {"step": 4, "loss": 1.0 + serving.index})
@@ -547,7 +604,9 @@ def test_all_agree_on_what_goes_over_an_edge():
 @pytest.mark.parametrize("name", [*POLICIES, "skip:4"])
 def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
     layers = [1, 2, 2, 1]
-    serving = StageServers(1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4)))
+    serving = StageServers(
+        1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4))
+    )
     walks = []
     for _ in range(2):
         policy = policy_of(name, layers, 5, "me")
@@ -571,7 +630,9 @@ def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(be
     """The whole model's size is what no node has room for."""
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
     node = node_of(bench, plan(method=name, options=options), _AUDIT["pipeline"](3, BATCH), 1)
-    assert set(node._exchanges._specimens) == {0, 1, 2}, "its own ones too are asked for shapes alone"
+    assert set(node._exchanges._specimens) == {0, 1, 2}, (
+        "its own ones too are asked for shapes alone"
+    )
     for templates in node._exchanges._specimens.values():
         tensors = [x for template in templates for x in template.tensors.values()]
         assert tensors

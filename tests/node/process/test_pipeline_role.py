@@ -14,7 +14,14 @@ from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.process import pipeline_role as pipeline_part
 from farflock.node.process.network import MachineOptions
-from farflock.node.process.pipeline_role import emptiest, founders, held, joiners, last_of_part, part_of
+from farflock.node.process.pipeline_role import (
+    emptiest,
+    founders,
+    held,
+    joiners,
+    last_of_part,
+    part_of,
+)
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import needed_stage_bytes
@@ -28,7 +35,15 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of
 THREE = PipelinePlan((range(1), range(1, 2), range(2, 3)), 512)
 MANIFEST = resolve(
     {
-        "model": {"dim": 16, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "context": 64, "tied": False},
+        "model": {
+            "dim": 16,
+            "layers": 3,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn_dim": 32,
+            "context": 64,
+            "tied": False,
+        },
         "train": {"batch": 2, "seq": 32},
         "pipeline": {"stages": 3, "batch": 4},
         "method": {"name": "ddp", "options": {}},
@@ -81,7 +96,12 @@ def test_a_founder_serves_the_first_stage_and_trains_unless_told_otherwise(role,
 
 @pytest.mark.parametrize(
     ("role", "found"),
-    [("stage:0", (0, False)), ("stage:2", (2, False)), ("trainer", (NOTHING, True)), ("replica", (EVERY, True))],
+    [
+        ("stage:0", (0, False)),
+        ("stage:2", (2, False)),
+        ("trainer", (NOTHING, True)),
+        ("replica", (EVERY, True)),
+    ],
 )
 def test_who_is_told_what_to_do_asks_nobody(role, found):
     members = Members(0, 0, 0)
@@ -90,12 +110,24 @@ def test_who_is_told_what_to_do_asks_nobody(role, found):
 
 
 @pytest.mark.parametrize(
-    "role", ["stage:3", "stage:9", "stage:-1", "stage:01", "stage:", "stage:1024", "replicas", "server", ""]
+    "role",
+    [
+        "stage:3",
+        "stage:9",
+        "stage:-1",
+        "stage:01",
+        "stage:",
+        "stage:1024",
+        "replicas",
+        "server",
+        "",
+    ],
 )
 def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     for choose in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
         with pytest.raises(
-            Usage, match="run of 3 stages; choose from auto, trainer, replica, stage, stage:N, N below 3"
+            Usage,
+            match="run of 3 stages; choose from auto, trainer, replica, stage, stage:N, N below 3",
         ) as refused:
             choose()
         assert repr(role) in str(refused.value)
@@ -126,7 +158,9 @@ def test_members_who_do_not_answer_are_said_so():
         joined("auto", Members(0, answers=False))
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.text("abcdef", min_size=1, max_size=8))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8), st.text("abcdef", min_size=1, max_size=8)
+)
 def test_the_emptiest_stage_has_none_that_is_emptier_and_is_one_peers_choice(servers, me):
     stage = emptiest(servers, me)
     assert servers[stage] == min(servers)
@@ -150,7 +184,9 @@ def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node
     async def main():
         async with swarm.peer(0).running() as peer:
             machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0)
-            node, keepers = part_of(machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains)
+            node, keepers = part_of(
+                machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains
+            )
             found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found
 
@@ -158,7 +194,9 @@ def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node
 
 
 @pytest.mark.parametrize(("stage", "trains"), [(0, True), (1, False), (2, False), (NOTHING, True)])
-def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, text, tmp_path, stage, trains):
+def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(
+    bench, text, tmp_path, stage, trains
+):
     def look(node, keepers):
         assert node.role == role_of(stage)
         assert (node.trainer is not None) == trains
@@ -169,7 +207,9 @@ def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, te
         (keeper,) = keepers
         assert (keeper.role, keeper.every_s, keeper.run) == (role_of(stage), 7.0, RUN)
         assert node.serving.loop.pause == keeper.pause
-        assert {name for name, _ in node.serving.model.named_parameters()} < {name for name, _ in whole(node)}
+        assert {name for name, _ in node.serving.model.named_parameters()} < {
+            name for name, _ in whole(node)
+        }
 
     def whole(node):
         from farflock.node.model.llama import build
@@ -179,7 +219,9 @@ def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, te
     made(bench, text, tmp_path, stage, trains, look=look)
 
 
-def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(bench, text, tmp_path):
+def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(
+    bench, text, tmp_path
+):
     async def save(node, keepers):
         node.serving.loop.step = 5
         return await save_all(keepers, RunFolder(tmp_path))
@@ -193,22 +235,30 @@ def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_sta
 def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
     async def save(node, keeper):
         parts, cursors = checkpoint_state(node.serving)
-        checkpoint.save(folder_of(RunFolder(tmp_path), "stage:1"), 3, parts, {"run": "4" * 64, "node": cursors})
+        checkpoint.save(
+            folder_of(RunFolder(tmp_path), "stage:1"), 3, parts, {"run": "4" * 64, "node": cursors}
+        )
 
     made(bench, text, tmp_path, 1, False, look=save)
     with pytest.raises(CheckpointError, match="of another run"):
         made(bench, text, tmp_path, 1, False)
-    assert made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+    assert (
+        made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+    )
 
 
 def test_a_stage_that_does_not_fit_this_machine_is_refused_and_a_trainer_needs_no_room(
     bench, text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(
+        pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000)
+    )
     with pytest.raises(Uncomposable, match="serving stage 2 of 3") as refused:
         made(bench, text, tmp_path, 2, False)
     assert refused.value.exit_code == 2
-    assert made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+    assert (
+        made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+    )
 
 
 def test_all_that_touches_weights_has_one_thread(bench, text, tmp_path):
@@ -255,11 +305,15 @@ def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(benc
 
     assert made(bench, text, tmp_path, EVERY, True, look=save) == RunFolder(tmp_path).checkpoints
     for stage in range(3):
-        (saved,) = [path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))]
+        (saved,) = [
+            path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))
+        ]
         assert saved.name == f"step-{5 + stage}"
     look = lambda node, keeper: {index: each.step for index, each in node._saved.items()}  # noqa: E731
     assert made(bench, text, tmp_path, EVERY, True, look=look) == {0: 5, 1: 6, 2: 7}
-    assert made(bench, text, tmp_path, 1, False, look=look) == {1: 6}, "a replica's stage is a stage's"
+    assert made(bench, text, tmp_path, 1, False, look=look) == {1: 6}, (
+        "a replica's stage is a stage's"
+    )
 
 
 def test_a_replica_was_as_far_as_its_stage_that_was_furthest_behind(bench, text, tmp_path):
@@ -294,8 +348,12 @@ def test_a_replica_that_does_not_fit_this_machine_is_refused_before_anything_is_
 ):
     built = []
     monkeypatch.setattr(pipeline_part, "PipelineNode", lambda *work: built.append(work))
-    room = sum(needed_stage_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage) for stage in range(3))
-    monkeypatch.setattr(pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1))
+    room = sum(
+        needed_stage_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage) for stage in range(3)
+    )
+    monkeypatch.setattr(
+        pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1)
+    )
     with pytest.raises(Uncomposable, match="a full replica holds all 3 stages") as refused:
         made(bench, text, tmp_path, EVERY, True)
     assert refused.value.exit_code == 2

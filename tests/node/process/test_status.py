@@ -36,7 +36,9 @@ class Links:
 def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
     """A node as far as its status is concerned."""
     port = SimpleNamespace(
-        views=SimpleNamespace(newest=View(3, bytes(32), 0, tuple(Member(peer, 1) for peer in members))),
+        views=SimpleNamespace(
+            newest=View(3, bytes(32), 0, tuple(Member(peer, 1) for peer in members))
+        ),
         counters={"x": 1},
     )
     what = SimpleNamespace(stream="delta", round=4)
@@ -134,4 +136,6 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog
 
 def test_who_is_waited_for_is_called_by_the_name_that_is_known():
     wait = Waiting("delta", 4, ("12D3KooWabcdefgh", "12D3KooWother123"), 2.4)
-    assert wait.said({"12D3KooWother123": "peer 1"}) == "abcdefgh, peer 1 (delta, round 4, 2 s left)"
+    assert (
+        wait.said({"12D3KooWother123": "peer 1"}) == "abcdefgh, peer 1 (delta, round 4, 2 s left)"
+    )

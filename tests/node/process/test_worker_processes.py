@@ -33,7 +33,9 @@ if __name__ == "__main__":
 def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, tmp_path):
     """In a program of its own: this process may have such a server already, with another module."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = nursery.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90)
+    done = nursery.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90
+    )
     mine, here, first, second = json.loads(done.stdout)
     assert first == second
     parent, imported = first
@@ -57,7 +59,9 @@ if __name__ == "__main__":
 @pytest.mark.timeout(100)
 def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
     (tmp_path / "program.py").write_text(ORPHANS)
-    done = nursery.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90)
+    done = nursery.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == -signal.SIGKILL
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(30)

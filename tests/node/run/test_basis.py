@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from farflock.compression.activation import Incompatible
 from farflock.compression.subspace import Basis
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.run.basis import MAX_RANK, basis_bytes, largest_rank, orthonormal, require_digest, run_basis
+from farflock.node.run.basis import (
+    MAX_RANK,
+    basis_bytes,
+    largest_rank,
+    orthonormal,
+    require_digest,
+    run_basis,
+)
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(2, 40), st.data())
@@ -19,7 +26,12 @@ from farflock.node.run.basis import MAX_RANK, basis_bytes, largest_rank, orthono
 def test_columns_are_orthonormal_whatever_the_seed_and_the_sizes(seed, width, data):
     rank = data.draw(st.integers(1, largest_rank(width)))
     basis = run_basis(seed, width, rank, 5)
-    assert (basis.version, basis.width, basis.rank, tuple(basis.fixed_VD.shape)) == (1, width, rank, (5, width))
+    assert (basis.version, basis.width, basis.rank, tuple(basis.fixed_VD.shape)) == (
+        1,
+        width,
+        rank,
+        (5, width),
+    )
     wide = basis.columns_DK.double()
     assert float((wide.T @ wide - torch.eye(rank)).abs().amax()) < 1e-6
     assert float((basis.exact_DK.T @ basis.exact_DK - torch.eye(rank)).abs().amax()) < 1e-14
@@ -34,7 +46,12 @@ def test_it_follows_from_seed_and_sizes_and_from_nothing_else():
     assert again is not made
     assert again.digest == made.digest
     assert torch.equal(again.columns_DK, made.columns_DK)
-    others = [run_basis(8, 24, 5, 50), run_basis(7, 24, 6, 50), run_basis(7, 24, 5, 51), run_basis(7, 26, 5, 50)]
+    others = [
+        run_basis(8, 24, 5, 50),
+        run_basis(7, 24, 6, 50),
+        run_basis(7, 24, 5, 51),
+        run_basis(7, 26, 5, 50),
+    ]
     assert len({made.digest, *(other.digest for other in others)}) == 5
     assert Basis.from_bytes(made.to_bytes(), made.digest).digest == made.digest
 
@@ -45,7 +62,9 @@ def test_its_bits_are_written_down():
 
 
 def test_the_frozen_embedding_is_spread_as_initial_weights_are():
-    config = ModelConfig(vocab_size=512, dim=64, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+    config = ModelConfig(
+        vocab_size=512, dim=64, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+    )
     usual = dict(build(config, 0).named_parameters())["model.embed_tokens.weight"].detach()
     table = run_basis(0, 64, 8, 512).fixed_VD
     assert float(table.std()) == pytest.approx(float(usual.std()), rel=0.02)
@@ -61,7 +80,9 @@ def test_a_random_subspace_prefers_no_coordinate():
 
 @pytest.mark.parametrize(("width", "rank"), [(8, 0), (8, 5), (1, 1), (10_000, MAX_RANK + 1)])
 def test_a_rank_that_saves_nothing_is_refused(width, rank):
-    with pytest.raises(ValueError, match=f"of rank {rank} for a width of {width} is not possible; 1 to "):
+    with pytest.raises(
+        ValueError, match=f"of rank {rank} for a width of {width} is not possible; 1 to "
+    ):
         run_basis(0, width, rank, 2)
 
 
@@ -79,7 +100,10 @@ def test_the_nearest_orthonormal_matrix_is_the_polar_factor():
 def test_another_digest_than_the_named_one_is_refused():
     basis = run_basis(1, 32, 4, 20)
     assert require_digest(basis, None) is require_digest(basis, basis.digest.hex()) is basis
-    with pytest.raises(Incompatible, match=r"with digest [0-9a-f]{16}, the manifest names 000.*cannot serve this run"):
+    with pytest.raises(
+        Incompatible,
+        match=r"with digest [0-9a-f]{16}, the manifest names 000.*cannot serve this run",
+    ):
         require_digest(basis, "0" * 64)
 
 
@@ -109,7 +133,9 @@ def test_bases_and_projections_are_equal_with_and_without_vector_instructions(pr
         pytest.skip("this processor has no vector instructions that torch knows")
     reports = []
     for level in ("default", "avx2"):
-        done = processors(level).run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+        done = processors(level).run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     assert [report.pop("capability") for report in reports] == ["DEFAULT", "AVX2"]

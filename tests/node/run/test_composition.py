@@ -64,7 +64,13 @@ def parts(
     **plan,
 ):
     run = RunPlan(
-        1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": batch_size, "seq": 8} | plan)
+        1,
+        MODEL,
+        inner,
+        Schedule(1e-3, 1000),
+        name,
+        options or {},
+        **({"batch": batch_size, "seq": 8} | plan),
     )
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
@@ -87,7 +93,8 @@ def refusal(given):
 
 @pytest.mark.parametrize("policy", [*sorted(POLICIES), "skip:3", "skip:4"])
 @pytest.mark.parametrize(
-    "codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4", "subspace:8", "subspace:1+int8"]
+    "codec",
+    ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4", "subspace:8", "subspace:1+int8"],
 )
 def test_what_fits_is_not_refused(policy, codec):
     require_composable(parts(policy, codec=codec))
@@ -97,26 +104,47 @@ def test_what_fits_is_not_refused(policy, codec):
     ("correction", "inner"),
     [
         *(("none", inner) for inner in (InnerConfig(), PLAIN, HEAVY, NESTEROV)),
-        *((correction, HEAVY) for correction in ("spike", "prediction", "spike+prediction", "braking")),
-        *((correction, InnerConfig(name)) for correction in ("prediction", "braking") for name in ("adamw", "nadam")),
+        *(
+            (correction, HEAVY)
+            for correction in ("spike", "prediction", "spike+prediction", "braking")
+        ),
+        *(
+            (correction, InnerConfig(name))
+            for correction in ("prediction", "braking")
+            for name in ("adamw", "nadam")
+        ),
         *(("nesterov", inner) for inner in (NESTEROV, InnerConfig("nadam"))),
     ],
 )
 def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction, inner):
     require_composable(parts(late=Asynchronous(2, correction), inner=inner))
     if "prediction" not in correction:
-        require_composable(parts(name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner))
+        require_composable(
+            parts(
+                name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner
+            )
+        )
 
 
 def test_a_codec_that_remembers_fits_pinned_routes_samples_that_come_again_and_room_for_a_microbatch():
     require_composable(parts(**SEEN))
-    require_composable(parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512}))
+    require_composable(
+        parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512})
+    )
 
 
-FREE = {"name": "diloco", "options": {"period": 4}, "codec": "subspace:4", "constrain": "pipelines", "table_every": 2}
+FREE = {
+    "name": "diloco",
+    "options": {"period": 4},
+    "codec": "subspace:4",
+    "constrain": "pipelines",
+    "table_every": 2,
+}
 
 
-@pytest.mark.parametrize("given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}])
+@pytest.mark.parametrize(
+    "given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}]
+)
 def test_free_replicas_beside_constrained_pipelines_are_not_refused(given):
     require_composable(parts(**(FREE | given)))
 
@@ -137,7 +165,12 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("one precision", {"autocast": True}, "train.autocast", "false"),
     ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another one each time", "int4"),
     ("pinned routes", {"codec": "aqsgd8,int8", "policy": "noloco"}, "policy noloco", "int8"),
-    ("recurring samples", {"codec": "aqsgd8", "policy": "fixed"}, "each sequence is drawn anew", "or choose int8"),
+    (
+        "recurring samples",
+        {"codec": "aqsgd8", "policy": "fixed"},
+        "each sequence is drawn anew",
+        "or choose int8",
+    ),
     (
         "recurring samples",
         {**SEEN, "samples": 63},
@@ -145,39 +178,114 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "to 62 or less",
     ),
     ("recurring samples", {**SEEN, "seq": 501, "samples": 1}, "less than twice", "choose int4"),
-    ("recurring samples", {**SEEN, "batch_size": 257}, "names each sample of its microbatch, 256", "to 256 or less"),
+    (
+        "recurring samples",
+        {**SEEN, "batch_size": 257},
+        "names each sample of its microbatch, 256",
+        "to 256 or less",
+    ),
     (
         "room for samples",
         {**SEEN, "cache_bytes": 511},
         "takes 512 bytes, and an end of an edge holds 511",
         "to 5,120 for",
     ),
-    ("room for samples", {"cache_bytes": 512}, "codec int8 remembers nothing", "leave pipeline.cache_bytes out"),
+    (
+        "room for samples",
+        {"cache_bytes": 512},
+        "codec int8 remembers nothing",
+        "leave pipeline.cache_bytes out",
+    ),
     ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
-    ("shared basis", {"codec": "subspace:9999+int8,raw"}, "9999 numbers for 16", "subspace:8 or less"),
-    ("free replicas", FREE | {"codec": "int8"}, "codec int8 asks nothing of weights", "codec subspace:K"),
-    ("free replicas", FREE | {"name": "ddp", "options": {}}, "with method ddp members share", "diloco or sparseloco"),
-    ("free replicas", FREE | {"name": "demo", "options": {}}, "with method demo members share", "constrain all"),
-    ("free replicas", FREE | {"late": Asynchronous(2)}, "passes at former weights", "leave pipeline.asynchronous out"),
+    (
+        "shared basis",
+        {"codec": "subspace:9999+int8,raw"},
+        "9999 numbers for 16",
+        "subspace:8 or less",
+    ),
+    (
+        "free replicas",
+        FREE | {"codec": "int8"},
+        "codec int8 asks nothing of weights",
+        "codec subspace:K",
+    ),
+    (
+        "free replicas",
+        FREE | {"name": "ddp", "options": {}},
+        "with method ddp members share",
+        "diloco or sparseloco",
+    ),
+    (
+        "free replicas",
+        FREE | {"name": "demo", "options": {}},
+        "with method demo members share",
+        "constrain all",
+    ),
+    (
+        "free replicas",
+        FREE | {"late": Asynchronous(2)},
+        "passes at former weights",
+        "leave pipeline.asynchronous out",
+    ),
     ("free replicas", FREE | {"table_every": 0}, "table_every is 0", "set it to 1 or more"),
     ("free replicas", {"table_every": 3}, "table_every is 3", "set constrain to pipelines"),
     ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),
-    ("first stage", {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))}, "stages [1, 0, 2, 3]", "begin with stage 0"),
+    (
+        "first stage",
+        {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))},
+        "stages [1, 0, 2, 3]",
+        "begin with stage 0",
+    ),
     ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),
     ("last stage", {"policy": Ordered((0, 1, 3, 2))}, "stages [0, 1, 3, 2]", "end with stage 3"),
-    ("last stage", {"policy": skipping((0, 1, 2, 3), (0, 1, 2))}, "stages [0, 1, 2]", "end with stage 3"),
+    (
+        "last stage",
+        {"policy": skipping((0, 1, 2, 3), (0, 1, 2))},
+        "stages [0, 1, 2]",
+        "end with stage 3",
+    ),
     (
         "every stage",
         {"policy": Ordered((0, 1, 3), (0, 2, 3))},
         "stage 1 32 times of 64, not 1",
         "as often as the policy",
     ),
-    ("every stage", {"policy": skipping((0, 1, 3))}, "stage 2 0 times of 64, not 0", "as often as the policy"),
-    ("whole batches", {"policy": "skip:3", "batch": 15}, "sees 1/2 of the microbatches, and a batch has 15", "to 16"),
-    ("whole batches", {"policy": skipping((0, 1, 3), (0, 2, 3)), "batch": 1}, "sees 1/2", "to 2, or another multiple"),
-    ("every stage", {"policy": Ordered((0, 1, 1, 2, 3))}, "stages [0, 1, 1, 2, 3]", "each stage once"),
-    ("swap of unequal stages", {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))}, "(3 layers)", "equally many"),
-    ("end copies", {"end_copies": 1}, "stages have [1, 2, 2, 1] layers", "pipeline.end_copies to 0"),
+    (
+        "every stage",
+        {"policy": skipping((0, 1, 3))},
+        "stage 2 0 times of 64, not 0",
+        "as often as the policy",
+    ),
+    (
+        "whole batches",
+        {"policy": "skip:3", "batch": 15},
+        "sees 1/2 of the microbatches, and a batch has 15",
+        "to 16",
+    ),
+    (
+        "whole batches",
+        {"policy": skipping((0, 1, 3), (0, 2, 3)), "batch": 1},
+        "sees 1/2",
+        "to 2, or another multiple",
+    ),
+    (
+        "every stage",
+        {"policy": Ordered((0, 1, 1, 2, 3))},
+        "stages [0, 1, 1, 2, 3]",
+        "each stage once",
+    ),
+    (
+        "swap of unequal stages",
+        {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))},
+        "(3 layers)",
+        "equally many",
+    ),
+    (
+        "end copies",
+        {"end_copies": 1},
+        "stages have [1, 2, 2, 1] layers",
+        "pipeline.end_copies to 0",
+    ),
     ("end copies", {"end_copies": 1, "sizes": (6,)}, "stages have [6] layers", "equally many"),
     ("one group", {"name": "noloco"}, "noloco syncs parts of a group apart", "ddp"),
     ("one group", {"name": "local"}, "local exchanges nothing", "diloco"),
@@ -189,9 +297,24 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "has 3 streams by turns",
         "one fragment, or ddp",
     ),
-    ("rounds by steps", {"name": "diloco", "options": {"round_s": 60.0}}, "every 60 s", "name a period"),
-    ("kept microbatches", {"kept": 39}, "1 steps of 16 microbatches, and a trainer keeps 39, with 8", "to 40 or more"),
-    ("kept microbatches", {"name": "diloco", "options": {"period": 10}}, "10 steps of 16", "pipeline.kept to 328"),
+    (
+        "rounds by steps",
+        {"name": "diloco", "options": {"round_s": 60.0}},
+        "every 60 s",
+        "name a period",
+    ),
+    (
+        "kept microbatches",
+        {"kept": 39},
+        "1 steps of 16 microbatches, and a trainer keeps 39, with 8",
+        "to 40 or more",
+    ),
+    (
+        "kept microbatches",
+        {"name": "diloco", "options": {"period": 10}},
+        "10 steps of 16",
+        "pipeline.kept to 328",
+    ),
     (
         "versions in use",
         {"late": Asynchronous(4), "staleness": 2},
@@ -234,13 +357,30 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "sgd without",
         "another correction",
     ),
-    ("corrected momentum", {"late": Asynchronous(2, "nesterov")}, "cannot be made with adamw", "optimizer to nadam"),
-    ("corrected momentum", {"late": Asynchronous(2, "nesterov"), "inner": HEAVY}, "made with sgd", "train.nesterov"),
-    ("kept microbatches", {"batch": 9000, "kept": 16_384}, "of at most 16384", "lower pipeline.batch"),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "nesterov")},
+        "cannot be made with adamw",
+        "optimizer to nadam",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "nesterov"), "inner": HEAVY},
+        "made with sgd",
+        "train.nesterov",
+    ),
+    (
+        "kept microbatches",
+        {"batch": 9000, "kept": 16_384},
+        "of at most 16384",
+        "lower pipeline.batch",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "given", "says", "offers"), BROKEN, ids=lambda given: str(given)[:40])
+@pytest.mark.parametrize(
+    ("rule", "given", "says", "offers"), BROKEN, ids=lambda given: str(given)[:40]
+)
 def test_what_breaks_a_rule_is_refused_by_its_name(rule, given, says, offers):
     refused = refusal(parts(**given))
     assert refused.rule == rule
@@ -253,7 +393,8 @@ def test_every_rule_is_tried_here():
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"), [(20_000, "forward payload has 81,920,000 bytes"), (300_000, "is not possible")]
+    ("batch", "says"),
+    [(20_000, "forward payload has 81,920,000 bytes"), (300_000, "is not possible")],
 )
 def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batch, says):
     refused = refusal(of_microbatches(batch))
@@ -282,7 +423,12 @@ def test_as_many_microbatches_as_it_asks_for_are_enough():
 
 def test_the_layers_of_stages_are_the_models_and_equal_ones_are_offered():
     assert require_split(MODEL, [4, 2]) == (range(4), range(4, 6))
-    for sizes, offered in (([4, 1], "[3, 3]"), ([2] * 7, "[1, 1, 1, 1, 1, 1]"), ([0, 6], "[3, 3]"), ([], "[6]")):
+    for sizes, offered in (
+        ([4, 1], "[3, 3]"),
+        ([2] * 7, "[1, 1, 1, 1, 1, 1]"),
+        ([0, 6], "[3, 3]"),
+        ([], "[6]"),
+    ):
         with pytest.raises(Uncomposable, match="'all layers'") as refused:
             require_split(MODEL, sizes)
         assert refused.value.remedy == f"choose {offered}"
@@ -296,8 +442,17 @@ def test_a_head_that_is_the_embedding_is_on_one_stage():
 
 
 def test_the_scope_of_a_codec_is_known_from_its_name():
-    scopes = {name: scope_of(name) for name in ("int8", "raw", "aqsgd4", "subspace:40", "subspace:40+bf16")}
-    assert list(scopes.values()) == ["memoryless", "memoryless", "edge_sample", "shared_params", "shared_params"]
+    scopes = {
+        name: scope_of(name)
+        for name in ("int8", "raw", "aqsgd4", "subspace:40", "subspace:40+bf16")
+    }
+    assert list(scopes.values()) == [
+        "memoryless",
+        "memoryless",
+        "edge_sample",
+        "shared_params",
+        "shared_params",
+    ]
     for unknown in ("subspaces:4", "ecsq:98", ""):
         with pytest.raises(ValueError, match="is not known"):
             scope_of(unknown)

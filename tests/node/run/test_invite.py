@@ -14,7 +14,12 @@ from farflock.node.run.invite import MAX_ADDRESSES, MAX_CHARS, PREFIX, VERSION, 
 NOW_S = 1_800_000_000
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-INVITE = Invite("0123456789abcdef" * 2, "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN", (ADDRESS,), NOW_S + 60)
+INVITE = Invite(
+    "0123456789abcdef" * 2,
+    "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
+    (ADDRESS,),
+    NOW_S + 60,
+)
 
 peers = st.text(BASE58, min_size=1, max_size=60)
 addresses = st.builds(
@@ -77,7 +82,9 @@ def test_the_format_is_what_was_documented():
 
 def test_every_mistyped_character_is_found():
     text = mint(INVITE)
-    for place in range(len(PREFIX), len(text) - 1):  # the last one may carry bits that count for nothing
+    for place in range(
+        len(PREFIX), len(text) - 1
+    ):  # the last one may carry bits that count for nothing
         other = "A" if text[place] != "A" else "B"
         assert "the invite is damaged" in refusal(text[:place] + other + text[place + 1 :])
 
@@ -96,7 +103,8 @@ def test_an_expired_invite_says_since_when():
 
 
 @pytest.mark.parametrize(
-    ("version", "remedy"), [(VERSION + 1, "update farflock"), (VERSION - 1, "ask for an invite"), (-5, "ask")]
+    ("version", "remedy"),
+    [(VERSION + 1, "update farflock"), (VERSION - 1, "ask for an invite"), (-5, "ask")],
 )
 def test_another_version_is_named_whatever_its_fields_are(version, remedy):
     sentence = refusal(packed(msgspec.msgpack.encode([version, {"new": "fields"}])))
@@ -137,7 +145,8 @@ def test_an_invite_that_is_far_too_long_is_not_even_decoded():
 
 
 @pytest.mark.parametrize(
-    "change", [{"addresses": ()}, {"run": "short"}, {"addresses": ("here",)}, {"addresses": (ADDRESS,) * 9}]
+    "change",
+    [{"addresses": ()}, {"run": "short"}, {"addresses": ("here",)}, {"addresses": (ADDRESS,) * 9}],
 )
 def test_nobody_mints_what_nobody_could_read(change):
     with pytest.raises(ValueError, match="Expected"):

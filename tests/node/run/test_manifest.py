@@ -209,7 +209,10 @@ def test_a_run_of_whole_models_has_the_text_that_it_had_before_there_were_pipeli
 def test_the_runs_id_depends_on_every_value_and_on_the_founder():
     first = resolved()
     assert first.run_id("a") == resolved().run_id("a")
-    others = {resolved(change).run_id("a") for change in ("run.seed=2", "train.lr=0.001", "exchange.codec=int8")}
+    others = {
+        resolved(change).run_id("a")
+        for change in ("run.seed=2", "train.lr=0.001", "exchange.codec=int8")
+    }
     assert len({first.run_id("a"), first.run_id("b"), *others}) == 5
     assert len(first.run_id("a")) == 32
     assert set(first.run_id("a")) <= set("0123456789abcdef")
@@ -229,7 +232,9 @@ def test_the_inner_optimizer_is_the_one_that_it_names(optimizer):
 
 
 def test_the_momentum_of_the_inner_optimizer_is_the_manifests():
-    inner = resolved("train.optimizer=sgd", "train.momentum=0.5", "train.nesterov=true").plan().inner
+    inner = (
+        resolved("train.optimizer=sgd", "train.momentum=0.5", "train.nesterov=true").plan().inner
+    )
     assert (inner.momentum, inner.nesterov) == (0.5, True)
     assert resolved("train.optimizer=muon").plan().inner.momentum is None
 
@@ -255,7 +260,10 @@ def test_the_demos_tokens_are_those_of_its_peers_steps():
 
 def test_a_methods_codec_is_one_thing_wherever_it_is_written():
     there = resolved("exchange.codec=int8")
-    assert resolved("method.options.codec=int8", "exchange.codec=int8").canonical() == there.canonical()
+    assert (
+        resolved("method.options.codec=int8", "exchange.codec=int8").canonical()
+        == there.canonical()
+    )
     with pytest.raises(Usage, match=r"exchange\.codec: method\.options\.codec says something else"):
         resolved("method.options.codec=int8", "exchange.codec=fp16")
 
@@ -333,10 +341,17 @@ def test_an_override_is_read_as_toml_and_else_as_text():
     table = {}
     for assignment in ("a.b=3", "a.c=1e-3", "a.d=[1, 2]", "e=some words", "f='x=y'", "g=a=b"):
         override(table, assignment)
-    assert table == {"a": {"b": 3, "c": 1e-3, "d": [1, 2]}, "e": "some words", "f": "x=y", "g": "a=b"}
+    assert table == {
+        "a": {"b": 3, "c": 1e-3, "d": [1, 2]},
+        "e": "some words",
+        "f": "x=y",
+        "g": "a=b",
+    }
 
 
-@pytest.mark.parametrize("text", [b"[run", b"\xff\xfe", b"a = " + b"[" * 5000, b"#" * (MAX_MANIFEST_BYTES + 1)])
+@pytest.mark.parametrize(
+    "text", [b"[run", b"\xff\xfe", b"a = " + b"[" * 5000, b"#" * (MAX_MANIFEST_BYTES + 1)]
+)
 def test_a_file_that_is_no_manifest_is_refused_with_its_name(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_bytes(text)
@@ -384,7 +399,11 @@ def test_a_strangers_manifest_that_cannot_run_is_refused_by_the_joiner(old, new)
 
 
 def test_a_founder_cannot_name_a_file_without_saying_what_is_in_it():
-    text = "\n".join(line for line in resolved().canonical().decode().splitlines() if not line.startswith("sha256"))
+    text = "\n".join(
+        line
+        for line in resolved().canonical().decode().splitlines()
+        if not line.startswith("sha256")
+    )
     with pytest.raises(RefusedByRun, match="sha256"):
         parse(text.replace('"shakespeare"', '"/srv/diary.txt"'))
 
@@ -416,7 +435,13 @@ def test_any_change_of_a_manifest_is_another_one_or_is_refused(data):
 @pytest.fixture
 def head():
     manifest = resolved()
-    return Head(manifest.run_id(IDENTITY.peer), IDENTITY.peer, bytes(range(32)), len(manifest.canonical()), 3)
+    return Head(
+        manifest.run_id(IDENTITY.peer),
+        IDENTITY.peer,
+        bytes(range(32)),
+        len(manifest.canonical()),
+        3,
+    )
 
 
 def test_a_head_comes_back_from_its_sealed_form(head):
@@ -466,7 +491,10 @@ def test_a_head_without_a_protocol_is_of_this_one_and_one_with_more_fields_is_st
 
 def test_another_protocol_is_refused_with_both_numbers():
     require_same_protocol(PROTOCOL)
-    with pytest.raises(RefusedByRun, match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update"):
+    with pytest.raises(
+        RefusedByRun,
+        match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update",
+    ):
         require_same_protocol(PROTOCOL + 1)
     with pytest.raises(RefusedByRun, match="use the version that made it"):
         require_same_protocol(PROTOCOL - 1)
@@ -478,7 +506,9 @@ def test_any_bytes_at_all_are_no_head(raw):
         unseal_head(raw)
 
 
-@pytest.mark.parametrize(("field", "value"), [("size", 0), ("size", 2**20 + 1), ("digest", b"short"), ("sequence", -1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("size", 0), ("size", 2**20 + 1), ("digest", b"short"), ("sequence", -1)]
+)
 def test_a_head_that_others_would_refuse_is_not_signed(head, field, value):
     with pytest.raises(BadHead, match="not a head"):
         seal_head(IDENTITY, msgspec.structs.replace(head, **{field: value}))

@@ -28,7 +28,11 @@ SHA = "0" * 64
 
 
 def resolved(pipeline, *assignments, **tables):
-    given = {"model": {"preset": "demo", "tied": False}, "data": {"sha256": SHA}, "pipeline": pipeline}
+    given = {
+        "model": {"preset": "demo", "tied": False},
+        "data": {"sha256": SHA},
+        "pipeline": pipeline,
+    }
     return resolve(given | tables, assignments)
 
 
@@ -53,7 +57,9 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
         for name in spelt_out
     )
     for name in ("asynchronous", "plan"):
-        assert name not in text, "what a run does not do is not in its terms, or its id would have changed"
+        assert name not in text, (
+            "what a run does not do is not in its terms, or its id would have changed"
+        )
     assert manifest == resolved({"stages": [1, 2, 1]})
     assert manifest.hash() == resolved({"stages": [1, 2, 1]}).hash()
 
@@ -77,26 +83,46 @@ def test_the_basis_of_a_subspace_codec_is_named_and_follows_from_the_seed_and_th
     plan, pipeline = manifest.plan(), manifest.pipeline_plan()
     assert basis_of(plan, pipeline) is basis
     for other in (["run.seed=6"], ["pipeline.codec=subspace:9"], ["model.dim=88"]):
-        assert resolved({"stages": 2, "codec": "subspace:8"}, *other).pipeline.basis != basis.digest.hex()
-    with pytest.raises(Incompatible, match=r"makes the run's basis with digest .* it cannot serve this run"):
+        assert (
+            resolved({"stages": 2, "codec": "subspace:8"}, *other).pipeline.basis
+            != basis.digest.hex()
+        )
+    with pytest.raises(
+        Incompatible, match=r"makes the run's basis with digest .* it cannot serve this run"
+    ):
         edges_of(plan, dataclasses.replace(pipeline, basis="0" * 64))
 
 
 def test_a_resolved_manifest_without_its_basis_is_refused():
     text = resolved({"stages": 2, "codec": "subspace:8"}).canonical().decode()
     lines = [line for line in text.splitlines() if not line.startswith("basis")]
-    with pytest.raises(RefusedByRun, match=r"'shared basis'.*does not name its digest; found the run"):
+    with pytest.raises(
+        RefusedByRun, match=r"'shared basis'.*does not name its digest; found the run"
+    ):
         parse("\n".join(lines))
 
 
 def test_the_plan_is_what_the_terms_say():
     server, trainer = ServerTerms(5, 2, 3, 7.5, 2), TrainerTerms(6, 99, 4.0, 9.0)
-    terms = {"stages": [3, 1], "batch": 4, "codec": "int4,int8", "policy": "noloco", "queue": 5, "together": 2}
+    terms = {
+        "stages": [3, 1],
+        "batch": 4,
+        "codec": "int4,int8",
+        "policy": "noloco",
+        "queue": 5,
+        "together": 2,
+    }
     terms |= {"places": 3, "lease_s": 7.5, "staleness": 2, "window": 6, "kept": 99}
     terms |= {"forward_timeout_s": 4, "backward_timeout_s": 9, "rebalance_s": 60}
     manifest = resolved(terms, "train.batch=2", "train.seq=32")
     expected = PipelinePlan(
-        (range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer, RebalanceTerms(60.0)
+        (range(3), range(3, 4)),
+        4 * 2 * 32,
+        "int4,int8",
+        "noloco",
+        server,
+        trainer,
+        RebalanceTerms(60.0),
     )
     assert manifest.pipeline_plan() == expected
 
@@ -105,7 +131,10 @@ def test_free_replicas_are_spelt_out_with_a_new_table_after_so_many_rounds():
     given = {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"}
     overrides = ("method.name=diloco", "method.options.period=4")
     manifest = resolved(given, *overrides)
-    assert (manifest.pipeline.constrain, manifest.pipeline.table_every) == ("pipelines", TABLE_EVERY)
+    assert (manifest.pipeline.constrain, manifest.pipeline.table_every) == (
+        "pipelines",
+        TABLE_EVERY,
+    )
     plan = manifest.pipeline_plan()
     assert plan.turns == EmbeddingSchedule(TABLE_EVERY, 2)
     assert isinstance(edges_of(manifest.plan(), plan).codec, SubspaceVersions)
@@ -137,13 +166,17 @@ def test_a_trainer_keeps_as_many_microbatches_as_two_rounds_take():
 @given(
     stages=st.lists(st.integers(1, 4), min_size=1, max_size=8),
     batch=st.integers(1, 4000),
-    codec=st.sampled_from(["raw", "int8", "int4 | int8", "int4,int8", "hadamard8:32", "topk:410/4096"]),
+    codec=st.sampled_from(
+        ["raw", "int8", "int4 | int8", "int4,int8", "hadamard8:32", "topk:410/4096"]
+    ),
     policy=st.sampled_from(sorted(set(POLICIES) - {"swap"})),
     lease_s=st.floats(1, 3600),
     rebalance_s=st.just(0.0) | st.floats(10, 86_400),
     staleness=st.integers(0, 9),
     asynchronous=st.none()
-    | st.fixed_dictionaries({"gone": st.sampled_from(["drop", "newest"])}, optional={"versions": st.just(1)}),
+    | st.fixed_dictionaries(
+        {"gone": st.sampled_from(["drop", "newest"])}, optional={"versions": st.just(1)}
+    ),
 )
 def test_any_pipeline_survives_the_round_trip(stages, **terms):
     tables = {"model": {"preset": "demo", "tied": False, "layers": sum(stages)}}
@@ -169,17 +202,28 @@ def test_a_pipelines_id_depends_on_every_one_of_its_terms():
         {"asynchronous": {"gone": "newest"}},
         {"asynchronous": {"correction": "braking"}},
     ]
-    assert len({resolved({"stages": 2, **change}).run_id("founder") for change in changes}) == len(changes)
+    assert len({resolved({"stages": 2, **change}).run_id("founder") for change in changes}) == len(
+        changes
+    )
 
 
 def test_as_many_versions_are_kept_as_may_be_used_unless_fewer_are_named():
     for staleness in (0, 1, 4):
         assert (
-            resolved({"stages": 2, "staleness": staleness, "asynchronous": {}}).pipeline.asynchronous.versions
+            resolved(
+                {"stages": 2, "staleness": staleness, "asynchronous": {}}
+            ).pipeline.asynchronous.versions
             == staleness + 1
         )
-    assert resolved({"stages": 2, "staleness": 4, "asynchronous": {"versions": 2}}).pipeline.asynchronous.versions == 2
-    made = resolved({"stages": 2, "staleness": 4, "asynchronous": {"correction": "braking", "gone": "newest"}})
+    assert (
+        resolved(
+            {"stages": 2, "staleness": 4, "asynchronous": {"versions": 2}}
+        ).pipeline.asynchronous.versions
+        == 2
+    )
+    made = resolved(
+        {"stages": 2, "staleness": 4, "asynchronous": {"correction": "braking", "gone": "newest"}}
+    )
     assert made.pipeline_plan().asynchronous == Asynchronous(5, "braking", "newest")
     assert resolved({"stages": 2}).pipeline_plan().asynchronous is None
 
@@ -202,20 +246,36 @@ WRONG = [
     ({"stages": [2, 0, 2]}, "pipeline.stages", ">= 1"),
     ({"stages": 5}, "'all layers': 4 layers make 1 to 4 stages, not 5", "choose 4"),
     ({"stages": 0}, "'all layers'", "choose 1"),
-    ({"stages": [1, 2]}, "'all layers': stages of [1, 2] layers are 3 in all, the model has 4", "choose [2, 2]"),
+    (
+        {"stages": [1, 2]},
+        "'all layers': stages of [1, 2] layers are 3 in all, the model has 4",
+        "choose [2, 2]",
+    ),
     ({"stages": 2, "batch": 0}, "pipeline.batch: 0", ">= 1"),
     ({"stages": 2, "batch": "x", "window": None}, "pipeline.", "Expected"),
     ({"stages": 2, "batch": 10_000}, "'kept microbatches'", "lower pipeline.batch"),
     ({"stages": 2, "kept": 20}, "pipeline.window: 64 microbatches", "set it to 20 or less"),
     ({"stages": 2, "kept": 40, "window": 20}, "'kept microbatches'", "set pipeline.kept to 52"),
-    ({"stages": 2, "codec": "itn8"}, "pipeline.codec: activation codec 'itn8' is not known", "'int8'"),
+    (
+        {"stages": 2, "codec": "itn8"},
+        "pipeline.codec: activation codec 'itn8' is not known",
+        "'int8'",
+    ),
     ({"stages": 2, "codec": "int8,raw"}, "pipeline.codec", "raw goes both ways"),
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
     ({"stages": 2, "codec": "aqsgd4", "policy": "fixed"}, "'recurring samples'", "train.samples"),
-    ({"stages": 2, "cache_bytes": 2**20}, "'room for samples': codec int8 remembers nothing", "leave"),
+    (
+        {"stages": 2, "cache_bytes": 2**20},
+        "'room for samples': codec int8 remembers nothing",
+        "leave",
+    ),
     ({"stages": 2, "cache_bytes": -1}, "pipeline.cache_bytes", ">= 0"),
     ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
-    ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
+    (
+        {"stages": 2, "codec": "subspace:x"},
+        "pipeline.codec: 'subspace:x' is not known",
+        "subspace:40",
+    ),
     (
         {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"},
         "'free replicas': with method ddp",
@@ -223,16 +283,32 @@ WRONG = [
     ),
     ({"stages": 2, "codec": "subspace:8", "constrain": "weak"}, "pipeline.constrain", "pipelines"),
     ({"stages": 2, "codec": "subspace:8", "table_every": -1}, "pipeline.table_every: -1", ">= 0"),
-    ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),
+    (
+        {"stages": 2, "codec": "int8", "basis": "0" * 64},
+        "'shared basis': codec int8 has no basis",
+        "leave",
+    ),
     ({"stages": 2, "codec": "subspace:8", "basis": "0" * 63}, "pipeline.basis", "matching regex"),
     ({"stages": 2, "policy": "swrm"}, "pipeline.policy: 'swrm' is not known", "'swarm'"),
     ({"stages": 3, "policy": "skip"}, "'skip ratio'", "write skip:3"),
     ({"stages": 3, "policy": "skip:1e1"}, "'skip ratio': 'skip:1e1' does not say", "write skip:3"),
-    ({"stages": 4, "policy": "skip:5"}, "'skip ratio': paths visit 5 of 4 stages", "choose from 3 to 4"),
-    ({"stages": 4, "policy": "skip:2"}, "'skip ratio': paths visit 2 of 4 stages", "choose from 3 to 4"),
+    (
+        {"stages": 4, "policy": "skip:5"},
+        "'skip ratio': paths visit 5 of 4 stages",
+        "choose from 3 to 4",
+    ),
+    (
+        {"stages": 4, "policy": "skip:2"},
+        "'skip ratio': paths visit 2 of 4 stages",
+        "choose from 3 to 4",
+    ),
     ({"stages": 4, "policy": "skip:3", "batch": 7}, "'whole batches'", "set pipeline.batch to 8"),
     ({"stages": 2, "codec": "int8 | int5"}, "'int5' is not known", "did you mean 'int8'"),
-    ({"stages": 2, "codec": "int8 | subspace:4"}, "'subspace:4' cannot be one of several", "keep something"),
+    (
+        {"stages": 2, "codec": "int8 | subspace:4"},
+        "'subspace:4' cannot be one of several",
+        "keep something",
+    ),
     ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
     ({"stages": 2, "staleness": -1}, "pipeline.staleness: -1", ">= 0"),
     ({"stages": 2, "asynchronous": {"versions": 0}}, "pipeline.asynchronous.versions: 0", ">= 1"),
@@ -241,11 +317,23 @@ WRONG = [
         "'versions in use'",
         "set pipeline.staleness to 2, or versions to 2",
     ),
-    ({"stages": 2, "asynchronous": {"corection": "none"}}, "corection: there is no such key", "'correction'"),
+    (
+        {"stages": 2, "asynchronous": {"corection": "none"}},
+        "corection: there is no such key",
+        "'correction'",
+    ),
     ({"stages": 2, "asynchronous": {"correction": "spyke"}}, "'spyke' is not known", "spike"),
     ({"stages": 2, "asynchronous": {"gone": "ask"}}, "'ask' is not known", "drop"),
-    ({"stages": 2, "asynchronous": {"correction": "spike"}}, "'corrected momentum'", "set train.optimizer to sgd"),
-    ({"stages": 2, "staleness": 100, "asynchronous": {"versions": 101}}, "asynchronous.versions: 101", "<= 64"),
+    (
+        {"stages": 2, "asynchronous": {"correction": "spike"}},
+        "'corrected momentum'",
+        "set train.optimizer to sgd",
+    ),
+    (
+        {"stages": 2, "staleness": 100, "asynchronous": {"versions": 101}},
+        "asynchronous.versions: 101",
+        "<= 64",
+    ),
     ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),
     ({"stages": 2, "rebalance_s": 5}, "pipeline.rebalance_s: 5", "set it to 10 or more, or to 0"),
     ({"stages": 2, "rebalance_s": -1}, "pipeline.rebalance_s: -1", ">= 0"),
@@ -260,7 +348,9 @@ def test_several_codecs_are_in_the_order_of_the_manifest_as_far_as_they_are_know
     assert [codec.name for codec in (edges.codec, *edges.others)] == ["int4,int8", "int8,int8"]
     newer = parse(manifest.canonical().decode().replace("int4 | int8", "vq:9 | int8"))
     edges = edges_of(newer.plan(), newer.pipeline_plan())
-    assert (edges.codec.name, edges.others) == ("int8,int8", ()), "who joins does without what it does not know"
+    assert (edges.codec.name, edges.others) == ("int8,int8", ()), (
+        "who joins does without what it does not know"
+    )
 
 
 @pytest.mark.parametrize(("pipeline", "says", "offers"), WRONG, ids=lambda given: str(given)[:50])
@@ -282,7 +372,8 @@ def test_a_model_whose_head_is_its_embedding_has_one_stage(stages):
 def test_stages_that_change_places_have_equally_many_layers():
     terms = {"stages": [1, 1, 2, 1], "policy": "swap"}
     with pytest.raises(
-        Uncomposable, match="'swap of unequal stages': stages 1 and 2 have 1 and 2 layers; give them equally"
+        Uncomposable,
+        match="'swap of unequal stages': stages 1 and 2 have 1 and 2 layers; give them equally",
     ):
         resolved(terms, "model.layers=5")
     assert resolved(terms | {"stages": [1, 2, 2, 1]}, "model.layers=6").pipeline.policy == "swap"

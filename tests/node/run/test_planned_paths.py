@@ -37,23 +37,35 @@ def share_of(manifest, stage):
 
 
 def resolved(plan, layers=LAYERS, **pipeline):
-    terms = {"stages": list(layers), "policy": "planned"} | pipeline | ({} if plan is None else {"plan": plan})
+    terms = (
+        {"stages": list(layers), "policy": "planned"}
+        | pipeline
+        | ({} if plan is None else {"plan": plan})
+    )
     model = {"preset": "demo", "tied": False, "layers": sum(layers)}
     return resolve({"model": model, "data": {"sha256": "0" * 64}, "pipeline": terms})
 
 
 # reading and writing
 
-stops = st.tuples(st.integers(0, 20), st.integers(0, 30) | st.binary(min_size=32, max_size=32).map(Identity.from_seed))
+stops = st.tuples(
+    st.integers(0, 20),
+    st.integers(0, 30) | st.binary(min_size=32, max_size=32).map(Identity.from_seed),
+)
 
 
 @given(st.lists(st.lists(stops, min_size=1, max_size=6), min_size=1, max_size=5))
 @settings(deadline=None)
 def test_what_is_written_is_read_back(drawn):
-    lane = [" ".join(f"{stage}:{who if isinstance(who, int) else who.peer}" for stage, who in path) for path in drawn]
+    lane = [
+        " ".join(f"{stage}:{who if isinstance(who, int) else who.peer}" for stage, who in path)
+        for path in drawn
+    ]
     plan = plan_of_texts([lane, lane])
     assert texts_of(plan) == [lane, lane]
-    assert [[stop.stage for stop in path] for path in plan.lanes[0]] == [[stage for stage, _ in path] for path in drawn]
+    assert [[stop.stage for stop in path] for path in plan.lanes[0]] == [
+        [stage for stage, _ in path] for path in drawn
+    ]
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9: ]{0,12}", fullmatch=True))
@@ -67,7 +79,20 @@ def test_any_text_is_a_path_that_is_written_the_same_or_refused(text):
 def test_a_stop_is_a_place_or_a_peers_whole_id():
     (path,) = plan_of_texts([[f"0:0 1:{PEER} 2:13"]]).paths
     assert path == (Stop(0, "0:0"), Stop(1, PEER), Stop(2, "2:13"))
-    for word in ("", "1", "1:", ":1", "01:1", "1:01", "1:100", "1:-1", "1:0x", f"1:{PEER[:-1]}", "1:\u0661", "1: 1"):
+    for word in (
+        "",
+        "1",
+        "1:",
+        ":1",
+        "01:1",
+        "1:01",
+        "1:100",
+        "1:-1",
+        "1:0x",
+        f"1:{PEER[:-1]}",
+        "1:\u0661",
+        "1: 1",
+    ):
         with pytest.raises(BadPlan, match="stage's server"):
             plan_of_texts([[word]])
 
@@ -126,7 +151,10 @@ def test_the_run_that_is_shipped_can_be_started(pytestconfig):
 def test_whatever_is_planned_keeps_to_every_rule(sizes, turns, swaps, skipped, chance):
     layers = (1,) * len(sizes)
     visited = max(len(sizes) - skipped, min(3, len(sizes)))
-    rows = [tuple(tuple(chance.uniform(0.01, 1) for _ in range(size)) for size in sizes) for _ in range(2)]
+    rows = [
+        tuple(tuple(chance.uniform(0.01, 1) for _ in range(size)) for size in sizes)
+        for _ in range(2)
+    ]
     hosts = HostTerms(visited=visited, forward_s=rows[0], line_s=rows[1], turns=turns, swaps=swaps)
     optional = len(sizes) - 2
     try:
@@ -136,7 +164,9 @@ def test_whatever_is_planned_keeps_to_every_rule(sizes, turns, swaps, skipped, c
         assert error.rule == "stage balance"
         assert sizes[0] * turns * (visited - 2) < 2 * optional
     else:
-        assert {tuple(sorted(paths, key=str)) for paths in plan.lanes} == {tuple(sorted(plan.lanes[0], key=str))}
+        assert {tuple(sorted(paths, key=str)) for paths in plan.lanes} == {
+            tuple(sorted(plan.lanes[0], key=str))
+        }
 
 
 def test_ends_are_of_another_kind_than_what_is_between():
@@ -157,22 +187,46 @@ WRONG = [
     ([["0:0 3:0", "0:0"]], "'skip ratio'", "visit 2"),
     ([["0:0 1:0 3:0 2:0"]], "'swap of unequal stages'", "in their own order"),
     ([["0:0 1:0 4:0"]], '"stage\'s server": a path goes to 4:0', "plan again"),
-    ([["0:0 1:1 3:0", "0:0 2:0 3:0"]], "goes to place 1 of stage 1, of which there are 1", "number places from 0"),
+    (
+        [["0:0 1:1 3:0", "0:0 2:0 3:0"]],
+        "goes to place 1 of stage 1, of which there are 1",
+        "number places from 0",
+    ),
     (
         [[f"0:0 1:{PEER} 3:0", f"0:0 2:{PEER} 3:0"]],
         f"goes to {PEER} for stage 2, which it does not serve",
         "plan again",
     ),
-    ([["0:0 1:0 3:0", "0:0 2:x 3:0"]], "'2:x' in the path '0:0 2:x 3:0' is no stage with a server", "write a path as"),
-    ([["0:0 1:0 3:0"]], "'stage balance': no path visits stage 2", "let each stage be on some paths"),
-    ([["0:0 1:0 3:0"], ["0:1 2:0 3:0"]], "'stage balance': lane 1 visits stage 1 0 times, lane 0 1 times", "equally"),
-    ([["0:0 1:0 3:0"] * 5 + ["0:0 2:0 3:0"]], "'stage balance': stage 1 is visited 5 times by 6", "up to one visit"),
+    (
+        [["0:0 1:0 3:0", "0:0 2:x 3:0"]],
+        "'2:x' in the path '0:0 2:x 3:0' is no stage with a server",
+        "write a path as",
+    ),
+    (
+        [["0:0 1:0 3:0"]],
+        "'stage balance': no path visits stage 2",
+        "let each stage be on some paths",
+    ),
+    (
+        [["0:0 1:0 3:0"], ["0:1 2:0 3:0"]],
+        "'stage balance': lane 1 visits stage 1 0 times, lane 0 1 times",
+        "equally",
+    ),
+    (
+        [["0:0 1:0 3:0"] * 5 + ["0:0 2:0 3:0"]],
+        "'stage balance': stage 1 is visited 5 times by 6",
+        "up to one visit",
+    ),
     (
         [[f"0:0 {1 + (at > 9)}:0 3:0" for at in range(20)]],
         "visits stage 1 9 times on its first 9 paths, 10 on all 20",
         "mix the paths",
     ),
-    ([["0:0 1:0 3:0", "0:0 2:0 3:0"]] * 2, "'collision': lanes 0 and 1 both set out to 0:0 with path 0", "fewer lanes"),
+    (
+        [["0:0 1:0 3:0", "0:0 2:0 3:0"]] * 2,
+        "'collision': lanes 0 and 1 both set out to 0:0 with path 0",
+        "fewer lanes",
+    ),
     ([["0:0 1:0 3:0", "0:0 2:0 3:0"], ["0:1 1:0 3:0"]], "'horizon'", "as many paths"),
     ([[]], "pipeline.plan.lanes", "length >= 1"),
     ([["0:0 1:0 3:0", 7]], "pipeline.plan.lanes", "str"),
@@ -180,7 +234,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("lanes", "says", "offers"), WRONG, ids=lambda given: str(given)[:40])
-def test_a_plan_that_no_run_can_follow_is_refused_with_the_rule_and_what_is_possible(lanes, says, offers):
+def test_a_plan_that_no_run_can_follow_is_refused_with_the_rule_and_what_is_possible(
+    lanes, says, offers
+):
     with pytest.raises(Usage) as refused:
         resolved({"lanes": lanes})
     assert says in str(refused.value)
@@ -202,14 +258,20 @@ def test_only_equal_neighbours_change_places(layers, lane, rule):
 
 
 def test_batches_are_whole_shares():
-    lane = [f"0:0 {' '.join(f'{stage}:0' for stage in pair)} 4:0" for pair in itertools.combinations((1, 2, 3), 2)]
+    lane = [
+        f"0:0 {' '.join(f'{stage}:0' for stage in pair)} 4:0"
+        for pair in itertools.combinations((1, 2, 3), 2)
+    ]
     with pytest.raises(Uncomposable, match=r"'whole batches'.*set pipeline.batch to 18"):
         resolved({"lanes": [lane]}, (1, 1, 1, 1, 1))
     assert share_of(resolved({"lanes": [lane]}, (1, 1, 1, 1, 1), batch=18), 1) * 3 == 2
 
 
 def test_a_plan_goes_with_its_policy_and_no_other():
-    with pytest.raises(Usage, match=r"pipeline\.plan: there are no paths to follow; give paths in \[pipeline\.plan\]"):
+    with pytest.raises(
+        Usage,
+        match=r"pipeline\.plan: there are no paths to follow; give paths in \[pipeline\.plan\]",
+    ):
         resolved(None)
     with pytest.raises(Usage, match=r"pipeline\.plan: policy 'swarm' follows none of the paths"):
         resolved({"lanes": GOOD}, policy="swarm")
@@ -224,7 +286,9 @@ def test_a_plan_has_as_many_servers_as_a_run_may_have_and_fits_a_manifest():
     with pytest.raises(Uncomposable, match="is not the id"):
         resolved({"lanes": [lane]})
     long = [[f"0:{at} {1 + turn % 2}:0 3:0" for turn in range(256)] for at in range(20)]
-    with pytest.raises(Uncomposable, match=f"'horizon': the paths have .* and the manifest room for {MAX_TEXT}"):
+    with pytest.raises(
+        Uncomposable, match=f"'horizon': the paths have .* and the manifest room for {MAX_TEXT}"
+    ):
         resolved({"lanes": long})
 
 
@@ -240,7 +304,10 @@ def test_too_many_hosts_are_refused_before_a_plan_is_made_for_them(monkeypatch):
     [
         ({"visited": 5}, "'skip ratio': paths cannot visit 5 of 4 stages"),
         ({"visited": 0}, ">= 1"),
-        ({"line_s": [[0.1]] * 4}, "forward_s is about [2, 2, 2, 2] hosts, line_s about [1, 1, 1, 1]"),
+        (
+            {"line_s": [[0.1]] * 4},
+            "forward_s is about [2, 2, 2, 2] hosts, line_s about [1, 1, 1, 1]",
+        ),
         ({"forward_s": [[0.1, 0.1]] * 3, "line_s": [[0.1, 0.1]] * 3}, "there are 4 stages"),
         ({"forward_s": [[0.1, -1.0]] * 4}, ">= 0"),
         ({"forward_s": [[0.1, float("nan")]] * 4}, ">= 0"),

@@ -5,7 +5,15 @@ from fractions import Fraction
 import pytest
 
 from farflock.node.run.planned_paths import plan_of_texts
-from farflock.node.run.policies import NAMES, PLANNED, POLICIES, UnknownPolicy, lane_of, policy_of, shares_of
+from farflock.node.run.policies import (
+    NAMES,
+    PLANNED,
+    POLICIES,
+    UnknownPolicy,
+    lane_of,
+    policy_of,
+    shares_of,
+)
 from farflock.swarm.paths.checkfree import BadSwap, SwappedPaths
 from farflock.swarm.paths.partial_paths import BadSkip, PartialPaths
 from farflock.swarm.paths.skippipe import BadPlan, PlannedPaths
@@ -27,7 +35,18 @@ def test_a_policy_that_skips_names_how_many_stages_it_visits():
 
 
 @pytest.mark.parametrize(
-    "name", ["skip", "skip:", "skip:x", "skip:-3", "skip:3.0", "skip:\u0663", "skip:99999", "skip:5", "skip:2"]
+    "name",
+    [
+        "skip",
+        "skip:",
+        "skip:x",
+        "skip:-3",
+        "skip:3.0",
+        "skip:\u0663",
+        "skip:99999",
+        "skip:5",
+        "skip:2",
+    ],
 )
 def test_how_many_cannot_be_visited_is_refused(name):
     with pytest.raises(BadSkip):

@@ -20,7 +20,9 @@ from farflock.node.run.memory import (
 
 def planned(stages, **terms):
     model = {"preset": "demo", "layers": 6, "tied": False}
-    manifest = resolve({"model": model, "data": {"sha256": "0" * 64}, "pipeline": {"stages": stages, **terms}})
+    manifest = resolve(
+        {"model": model, "data": {"sha256": "0" * 64}, "pipeline": {"stages": stages, **terms}}
+    )
     return manifest.plan(), manifest.pipeline_plan()
 
 
@@ -51,9 +53,13 @@ def test_versions_of_the_frozen_embedding_are_counted_as_they_are_held_and_hande
 
 def test_of_a_subspace_codec_the_basis_is_counted_and_its_payloads_are_small():
     plan, pipeline = planned([1, 3, 2], codec="subspace:8")
-    more = needed_stage_bytes(*planned([1, 3, 2], codec="subspace:9"), 1) - needed_stage_bytes(plan, pipeline, 1)
+    more = needed_stage_bytes(*planned([1, 3, 2], codec="subspace:9"), 1) - needed_stage_bytes(
+        plan, pipeline, 1
+    )
     a_payload = 2 * plan.batch * plan.seq  # of one coordinate more
-    assert more == 3 * pipeline.server.queue * a_payload + basis_bytes(96, 9, 256) - basis_bytes(96, 8, 256)
+    assert more == 3 * pipeline.server.queue * a_payload + basis_bytes(96, 9, 256) - basis_bytes(
+        96, 8, 256
+    )
 
 
 def test_what_a_codec_remembers_of_samples_is_counted_at_each_end_that_a_stage_has():
@@ -63,7 +69,14 @@ def test_what_a_codec_remembers_of_samples_is_counted_at_each_end_that_a_stage_h
         needed = []
         for size in (2**20, 2**20 + 1000):
             cut = {"stages": [1, 3, 2], "cache_bytes": size, **terms}
-            manifest = resolve({"model": model, "train": {"samples": 9}, "data": {"sha256": "0" * 64}, "pipeline": cut})
+            manifest = resolve(
+                {
+                    "model": model,
+                    "train": {"samples": 9},
+                    "data": {"sha256": "0" * 64},
+                    "pipeline": cut,
+                }
+            )
             needed.append(needed_stage_bytes(manifest.plan(), manifest.pipeline_plan(), stage))
         assert needed[1] - needed[0] == 1000 * ends
 
@@ -91,7 +104,10 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
     with pytest.raises(Uncomposable) as refused:
         require_replica_memory(plan, pipeline, stages[0], needed - 1)
     assert refused.value.rule == "replica that fits nobody"
-    assert f"{plan.model.parameters():,} parameters, and takes about {needed / 1e6:,.0f} MB" in refused.value.why
+    assert (
+        f"{plan.model.parameters():,} parameters, and takes about {needed / 1e6:,.0f} MB"
+        in refused.value.why
+    )
     assert refused.value.remedy.startswith("serve one stage (--role stage, or stage:0)")
     with pytest.raises(Uncomposable) as refused:
         require_replica_memory(plan, pipeline)
@@ -99,7 +115,9 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
 
 
 def test_versions_and_predictions_take_memory():
-    none, two = (needed_stage_bytes(*planned([1, 3, 2], **terms), 1) for terms in ({}, {"asynchronous": {}}))
+    none, two = (
+        needed_stage_bytes(*planned([1, 3, 2], **terms), 1) for terms in ({}, {"asynchronous": {}})
+    )
     terms = {"staleness": 3, "asynchronous": {}}
     plan, pipeline = planned([1, 3, 2], **terms)
     weights = stage_parameters(plan.model, pipeline.stages[1]) * plan.dtype.itemsize

@@ -12,7 +12,10 @@ from farflock.node.run.toml import FOLDED, to_toml
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 scalars = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), texts
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    texts,
 )
 values = st.one_of(scalars, st.lists(scalars, max_size=4))
 tables = st.recursive(
@@ -35,15 +38,23 @@ def test_a_number_keeps_every_bit_and_its_sign(number):
 
 
 def test_none_is_left_out_and_tuples_are_arrays():
-    assert tomllib.loads(to_toml({"a": None, "b": (1, 2), "c": {"d": None, "e": 1}})) == {"b": [1, 2], "c": {"e": 1}}
+    assert tomllib.loads(to_toml({"a": None, "b": (1, 2), "c": {"d": None, "e": 1}})) == {
+        "b": [1, 2],
+        "c": {"e": 1},
+    }
 
 
 def test_it_reads_well():
     text = to_toml(
-        {"top": 1, "run": {"name": "a b", "seed": 1}, "method": {"name": "x", "options": {"outer": {"lr": 0.5}}}}
+        {
+            "top": 1,
+            "run": {"name": "a b", "seed": 1},
+            "method": {"name": "x", "options": {"outer": {"lr": 0.5}}},
+        }
     )
     assert (
-        text == 'top = 1\n\n[run]\nname = "a b"\nseed = 1\n\n[method]\nname = "x"\n\n[method.options.outer]\nlr = 0.5\n'
+        text
+        == 'top = 1\n\n[run]\nname = "a b"\nseed = 1\n\n[method]\nname = "x"\n\n[method.options.outer]\nlr = 0.5\n'
     )
 
 

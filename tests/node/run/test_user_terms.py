@@ -47,7 +47,13 @@ def test_terms_survive_the_way_to_a_joiner_for_every_method(method):
 def test_a_joiner_may_name_what_the_founder_named_or_nothing():
     raw = TERMS.canonical()
     assert joined(raw, wished()) == TERMS
-    assert joined(raw, wished(method="diloco", name="mine", seed=3, period=7, codec="int8", deadline_s=30.0)) == TERMS
+    assert (
+        joined(
+            raw,
+            wished(method="diloco", name="mine", seed=3, period=7, codec="int8", deadline_s=30.0),
+        )
+        == TERMS
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,8 +65,14 @@ def test_a_joiner_may_name_what_the_founder_named_or_nothing():
         ({"codec": "fp16"}, "exchange.codec: it is 'fp16' here and 'int8' in the run"),
         ({"seed": 4}, "run.seed: it is 4 here and 3 in the run"),
         ({"outer": {"lr": 0.1}}, "method.options.outer.lr: it is 0.1 here"),
-        ({"model": net(4)}, "this model is not the run's: 4 tensors of 17 numbers here, 4 of 13 there"),
-        ({"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1, bias=False))}, "5 tensors of 12"),
+        (
+            {"model": net(4)},
+            "this model is not the run's: 4 tensors of 17 numbers here, 4 of 13 there",
+        ),
+        (
+            {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1, bias=False))},
+            "5 tensors of 12",
+        ),
     ],
 )
 def test_a_joiner_that_names_something_else_is_told_what_and_what_to_do(named, says):
@@ -135,7 +147,10 @@ def test_the_run_s_id_depends_on_terms_and_founder():
     assert len(run_id(raw, "a")) == 32
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: b"[user_model]\n" + text.encode()))
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=200).map(lambda text: b"[user_model]\n" + text.encode())
+)
 def test_any_other_bytes_are_refused(raw):
     with pytest.raises(RefusedByRun):
         joined(raw, wished())
@@ -144,6 +159,11 @@ def test_any_other_bytes_are_refused(raw):
 def test_terms_that_claim_too_much_are_refused():
     table = msgspec.to_builtins(TERMS)
     for place, value in (("protocol", 99), ("seed", 2**40)):
-        text = TERMS.canonical().decode().replace(f"{place} = {table['run'][place]}", f"{place} = {value}").encode()
+        text = (
+            TERMS.canonical()
+            .decode()
+            .replace(f"{place} = {table['run'][place]}", f"{place} = {value}")
+            .encode()
+        )
         with pytest.raises(RefusedByRun):
             joined(text, wished())

@@ -49,24 +49,38 @@ class Crowd:
             self.tasks[number] = asyncio.create_task(self.live(number))
             await asyncio.sleep(0.5)
         async with asyncio.timeout(60):
-            await until(lambda: {number for _, number, kind, _ in self.reports if kind == "round"} == set(range(count)))
-            await until(lambda: all(node.loop.driver.members == count for node in self.nodes.values()))
+            await until(
+                lambda: (
+                    {number for _, number, kind, _ in self.reports if kind == "round"}
+                    == set(range(count))
+                )
+            )
+            await until(
+                lambda: all(node.loop.driver.members == count for node in self.nodes.values())
+            )
 
     async def kill(self, *numbers):
         for number in numbers:
             self.bench.network.kill(self.nodes.pop(number).peer.me)
             self.tasks[number].cancel()
-        await asyncio.gather(*(self.tasks.pop(number) for number in numbers), return_exceptions=True)
+        await asyncio.gather(
+            *(self.tasks.pop(number) for number in numbers), return_exceptions=True
+        )
 
     def split(self, *sides):
-        self.bench.network.partition(*({self.nodes[number].peer.me for number in side} for side in sides))
+        self.bench.network.partition(
+            *({self.nodes[number].peer.me for number in side} for side in sides)
+        )
 
     def happened(self, kind):
         return [(at_s, number) for at_s, number, what, _ in self.reports if what == kind]
 
     def states(self):
         drivers = {number: node.loop.driver for number, node in self.nodes.items()}
-        return {number: state_hash(driver.method.snapshot(driver.replica)) for number, driver in drivers.items()}
+        return {
+            number: state_hash(driver.method.snapshot(driver.replica))
+            for number, driver in drivers.items()
+        }
 
 
 def crowd(bench, text, method, total, work):
@@ -85,7 +99,9 @@ def crowd(bench, text, method, total, work):
 
 
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
-def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_end(bench, text, method):
+def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_end(
+    bench, text, method
+):
     async def main(made):
         await made.kill(0, 2, 4)
         made.killed_s = asyncio.get_running_loop().time()
@@ -95,7 +111,9 @@ def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_e
     assert min(made.tokens) >= 16_000
     assert len({node.peer.membership.branch for node in survivors}) == 1
     assert survivors[0].peer.membership.branch is not None
-    together = [at_s for at_s, _, kind, fields in made.reports if kind == "round" and fields["peers"] == 2]
+    together = [
+        at_s for at_s, _, kind, fields in made.reports if kind == "round" and fields["peers"] == 2
+    ]
     assert sum(at_s > made.killed_s + AFTER_S for at_s in together) >= 6
     assert not made.happened("adopt"), "their work since the last round was not given up"
     if method == "diloco":
@@ -109,11 +127,15 @@ def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_an
     async def main(made):
         made.split({0, 1, 2}, {3, 4})
         async with asyncio.timeout(3 * AFTER_S):
-            await until(lambda: None not in {made.nodes[number].peer.membership.branch for number in (3, 4)})
+            await until(
+                lambda: None not in {made.nodes[number].peer.membership.branch for number in (3, 4)}
+            )
         await asyncio.sleep(5)
         made.bench.network.heal()
         made.healed_s = asyncio.get_running_loop().time()
-        agreed = {number: node.loop.driver.position.agreed_tokens for number, node in made.nodes.items()}
+        agreed = {
+            number: node.loop.driver.position.agreed_tokens for number, node in made.nodes.items()
+        }
         made.fewer = min({0, 1, 2}, {3, 4}, key=lambda side: max(agreed[number] for number in side))
 
     made = crowd(bench, text, method, 24_000, main)

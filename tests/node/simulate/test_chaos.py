@@ -6,7 +6,16 @@ import collections
 import pytest
 
 from farflock.node.simulate import chaos
-from farflock.node.simulate.chaos import CELLS, FAULTS, KINDS, Chaos, empty_cells, faults_of, run_seed, run_seeds
+from farflock.node.simulate.chaos import (
+    CELLS,
+    FAULTS,
+    KINDS,
+    Chaos,
+    empty_cells,
+    faults_of,
+    run_seed,
+    run_seeds,
+)
 from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, case_of
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
@@ -68,7 +77,9 @@ def test_each_kind_of_fault_hits_something(seed):
 
 
 @pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
-def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(seed, peers, may_die):
+def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(
+    seed, peers, may_die
+):
     async def main(disaster):
         assert len(disaster.population.lives) == peers
         await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
@@ -77,7 +88,11 @@ def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_i
         ]
         for kind in ("kill", "restart"):
             assert not await disaster._strike(kind)
-        assert all(not life.task.done() for index, life in disaster.population.lives.items() if index >= may_die)
+        assert all(
+            not life.task.done()
+            for index, life in disaster.population.lives.items()
+            if index >= may_die
+        )
 
     until_all_are_in(seed, main)
 
@@ -96,7 +111,8 @@ def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("seed", "phase"), [(EXACT, phase) for phase in sorted(set(PHASES.values()))] + [(PAIRS, "held")]
+    ("seed", "phase"),
+    [(EXACT, phase) for phase in sorted(set(PHASES.values()))] + [(PAIRS, "held")],
 )
 def test_a_fault_strikes_when_a_message_of_its_phase_is_sent(seed, phase):
     async def main(disaster):
@@ -169,7 +185,10 @@ def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violati
 
     found = until_all_are_in(EXACT, main).watch.violations
     assert [
-        words in text for words, text in zip(("forgotten", "bytes sent", "1 bytes are missing"), found, strict=True)
+        words in text
+        for words, text in zip(
+            ("forgotten", "bytes sent", "1 bytes are missing"), found, strict=True
+        )
     ]
     assert len(found) == 3
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from farflock.node.simulate.chaos_methods import ARMS, PHASES, ChaosCase, CountingReplica, CountingTask, case_of
+from farflock.node.simulate.chaos_methods import (
+    ARMS,
+    PHASES,
+    ChaosCase,
+    CountingReplica,
+    CountingTask,
+    case_of,
+)
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
 

@@ -32,14 +32,18 @@ class Scene:
     def __init__(self, arm="diloco"):
         self.watch, self.state = InvariantChecker(arm, PEERS), torch.zeros(2)
         snapshot = lambda replica: {"phi": self.state}  # noqa: E731
-        self.driver = SimpleNamespace(method=SimpleNamespace(snapshot=snapshot, feedback=None), replica=None)
+        self.driver = SimpleNamespace(
+            method=SimpleNamespace(snapshot=snapshot, feedback=None), replica=None
+        )
         self.results = {}
         self.clients = [self.exchange_client(index) for index in range(3)]
 
     def exchange_client(self, index, birth=1):
         inner = SimpleNamespace(encode=lambda exchange, claim: None)
         inner.decode = lambda key, outcome, payloads=(): self.results[PEERS[index]]
-        return self.watch.exchange_client(SimpleNamespace(me=PEERS[index]), index, birth, self.driver, inner)
+        return self.watch.exchange_client(
+            SimpleNamespace(me=PEERS[index]), index, birth, self.driver, inner
+        )
 
     def train(self, index, steps=STEPS, birth=1):
         for _ in range(steps):
@@ -54,7 +58,14 @@ class Scene:
 
     def result(self, value, participants, tokens=0, number=0, status="ok"):
         mean = {"w": torch.full((2,), float(value))}
-        return Result(status, number + 1, tuple(participants), (1.0,) * len(participants), mean=mean, tokens=tokens)
+        return Result(
+            status,
+            number + 1,
+            tuple(participants),
+            (1.0,) * len(participants),
+            mean=mean,
+            tokens=tokens,
+        )
 
     async def round(self, values, number=0, tokens=None, **told):
         """All three offer, and are told the right result or what `told` says instead."""
@@ -63,10 +74,18 @@ class Scene:
             self.train(index)
             right = self.result(sum(values) / 3, sorted(PEERS), total, number)
             self.results[PEERS[index]] = told.get(PEERS[index], right)
-        await asyncio.gather(*(self.offer(index, value, number) for index, value in enumerate(values)))
+        await asyncio.gather(
+            *(self.offer(index, value, number) for index, value in enumerate(values))
+        )
 
     def applied(self, index, number=0, status="ok", birth=1):
-        self.watch.reported(index, birth, self.driver, "round", {"stream": "delta", "round": number, "status": status})
+        self.watch.reported(
+            index,
+            birth,
+            self.driver,
+            "round",
+            {"stream": "delta", "round": number, "status": status},
+        )
 
 
 def violations(main, arm="diloco"):
@@ -255,7 +274,11 @@ def test_peers_that_are_told_different_tokens_are_found():
 def test_work_that_counts_twice_is_found_though_the_sums_are_right():
     async def main(scene):
         await scene.round([1, 2, 3])
-        for index, steps in ((0, 0), (1, STEPS), (2, 2 * STEPS)):  # the first trains nothing more, and offers the same
+        for index, steps in (
+            (0, 0),
+            (1, STEPS),
+            (2, 2 * STEPS),
+        ):  # the first trains nothing more, and offers the same
             scene.train(index, steps)
             scene.results[PEERS[index]] = Result("failed", 2)
             await scene.offer(index, 1, 1)
@@ -289,7 +312,9 @@ def test_the_digest_is_that_of_what_happened():
 
 def a_peer(waits=(), size_bytes=0, tasks=0):
     port = SimpleNamespace(store=SimpleNamespace(size_bytes=size_bytes), now=lambda: 1.0)
-    return SimpleNamespace(me="one", context=port, waits=lambda: list(waits), _tasks=range(tasks), run_s=lambda: 100.0)
+    return SimpleNamespace(
+        me="one", context=port, waits=lambda: list(waits), _tasks=range(tasks), run_s=lambda: 100.0
+    )
 
 
 def wait(left_s=1.0, whom=("two",), number=0):
@@ -347,7 +372,9 @@ def a_loop(age_s, done=False):
         (1000.0, False, True, None),
     ],
 )
-def test_at_the_end_nothing_is_open_long_after_its_deadline_or_without_a_name(age_s, named, done, words):
+def test_at_the_end_nothing_is_open_long_after_its_deadline_or_without_a_name(
+    age_s, named, done, words
+):
     watch = InvariantChecker("diloco", PEERS)
     watch.check_waits(a_peer([wait(number=4)] if named else []), a_loop(age_s, done))
     assert len(watch.violations) == (words is not None)

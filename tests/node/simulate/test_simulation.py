@@ -50,7 +50,14 @@ def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> RunPlan:
 
 
 def facts(outcome: SimulationResult):
-    return outcome.state_hash, outcome.rounds, outcome.losses, outcome.bytes, outcome.virtual_s, outcome.kills
+    return (
+        outcome.state_hash,
+        outcome.rounds,
+        outcome.losses,
+        outcome.bytes,
+        outcome.virtual_s,
+        outcome.kills,
+    )
 
 
 @pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
@@ -70,7 +77,15 @@ def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: st
     ],
 )
 def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
-    whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
+    whole = run(
+        text,
+        method,
+        loss=0.1,
+        churn_s=8.0,
+        leg_tokens=2_500,
+        total=6_000,
+        folder=tmp_path / "whole",
+    )
 
     def interrupt(share: float) -> None:
         if (tmp_path / "cut" / "leg-1" / "story.json").exists():
@@ -88,9 +103,13 @@ def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: s
             progress=interrupt,
         )
     assert not (tmp_path / "cut" / "leg-2").exists()
-    again = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
+    again = run(
+        text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut"
+    )
     assert facts(again) == facts(whole)
-    once_more = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
+    once_more = run(
+        text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut"
+    )
     assert facts(once_more) == facts(whole)
 
 
@@ -104,7 +123,9 @@ def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
         / next(path.name for path in (tmp_path / "leg-2" / "peer-1").iterdir())
         / "method.safetensors"
     ).write_bytes(b"torn")
-    assert facts(run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)) == facts(whole)
+    assert facts(run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)) == facts(
+        whole
+    )
 
 
 def test_a_folder_of_another_run_is_refused(text, tmp_path):
@@ -114,20 +135,30 @@ def test_a_folder_of_another_run_is_refused(text, tmp_path):
 
 
 def test_another_seed_gives_another_run(text):
-    assert run(text, "noloco", total=3_000).state_hash != run(text, "noloco", seed=2, total=3_000).state_hash
+    assert (
+        run(text, "noloco", total=3_000).state_hash
+        != run(text, "noloco", seed=2, total=3_000).state_hash
+    )
 
 
 @pytest.mark.parametrize("method", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
     outcome = run(text, method, peers=4, loss=0.2, total=6_000)
     newest = max(int(state["round"]) for state in outcome.states.values())
-    hashes = {state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest}
+    hashes = {
+        state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest
+    }
     assert len(hashes) == 1
 
 
 @pytest.mark.parametrize(
     "method",
-    ["noloco", "diloco", pytest.param("ddp", marks=pytest.mark.long), pytest.param("local", marks=pytest.mark.long)],
+    [
+        "noloco",
+        "diloco",
+        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("local", marks=pytest.mark.long),
+    ],
 )
 def test_the_loss_falls(text, method: str):
     outcome = run(text, method, peers=2)

@@ -12,7 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farflock.node.state import checkpoint
-from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError, latest, load, prune, save, steps
+from farflock.node.state.checkpoint import (
+    CheckpointCorrupt,
+    CheckpointError,
+    latest,
+    load,
+    prune,
+    save,
+    steps,
+)
 
 SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "replace")
 
@@ -65,7 +73,11 @@ class Trap:
             if len(self.log) - 1 == self.at:
                 if name == "write":
                     call(args[0], bytes(args[1])[: len(args[1]) // 2])
-                raise self.failure if self.failure is Killed else OSError(self.failure, os.strerror(self.failure))
+                raise (
+                    self.failure
+                    if self.failure is Killed
+                    else OSError(self.failure, os.strerror(self.failure))
+                )
             result = call(*args, **kwargs)
             if name == "open":
                 self.paths[result] = str(args[0])
@@ -89,7 +101,12 @@ def test_what_was_saved_is_loaded(tmp_path):
     path = write(tmp_path / "checkpoints", 7)
     assert path == tmp_path / "checkpoints" / "step-7"
     assert_whole(load(path), 7)
-    assert sorted(os.listdir(path)) == ["config.json", "inner.safetensors", "manifest.json", "outer.safetensors"]
+    assert sorted(os.listdir(path)) == [
+        "config.json",
+        "inner.safetensors",
+        "manifest.json",
+        "outer.safetensors",
+    ]
 
 
 def test_loaded_tensors_can_be_changed_and_saved_again(tmp_path):
@@ -106,17 +123,23 @@ def test_views_and_transposed_tensors_are_saved_by_value(tmp_path):
     assert torch.equal(found.parts["inner"]["row"], grid[1])
 
 
-@pytest.mark.parametrize("failure", [Killed, errno.ENOSPC, errno.EIO], ids=["killed", "full", "broken"])
+@pytest.mark.parametrize(
+    "failure", [Killed, errno.ENOSPC, errno.EIO], ids=["killed", "full", "broken"]
+)
 def test_a_failure_at_any_system_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch, failure):
     total = len(interrupted(monkeypatch, tmp_path / "count", 10**9, failure)[1])
-    assert total >= 2 + 4 * 3 + 5  # two folders, four files, two folder fsyncs with their opens, the rename
+    assert (
+        total >= 2 + 4 * 3 + 5
+    )  # two folders, four files, two folder fsyncs with their opens, the rename
     outcomes = set()
     for at in range(total):
         folder = tmp_path / f"at-{at}"
         write(folder, 1)
         error, log = interrupted(monkeypatch, folder, at, failure)
         found = latest(folder)
-        assert error is not None or found.step == 2  # mkdir of a folder that is there, clean-up after the rename
+        assert (
+            error is not None or found.step == 2
+        )  # mkdir of a folder that is there, clean-up after the rename
         assert_whole(found, found.step)
         outcomes.add(found.step)
         if failure is not Killed:
@@ -137,7 +160,9 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
     files = {"config.json", "inner.safetensors", "outer.safetensors", "manifest.json"}
     assert synced == {str(partial), *(str(partial / name) for name in files)}
     for path in synced - {str(partial)}:
-        assert log.index(("fsync", path)) > max(i for i, call in enumerate(log) if call == ("write", path))
+        assert log.index(("fsync", path)) > max(
+            i for i, call in enumerate(log) if call == ("write", path)
+        )
     assert ("fsync", str(tmp_path)) in log[renamed:]
 
 
@@ -161,7 +186,9 @@ def test_a_failed_save_is_one_sentence_with_its_remedy(tmp_path, monkeypatch, fa
 def test_long_files_are_written_in_several_pieces(tmp_path, monkeypatch):
     whole = os.write
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, content: whole(descriptor, bytes(content)[:7]))
+        patch.setattr(
+            os, "write", lambda descriptor, content: whole(descriptor, bytes(content)[:7])
+        )
         path = write(tmp_path, 3)
     assert_whole(load(path), 3)
 
@@ -220,7 +247,9 @@ def test_values_that_are_not_finite_are_refused_on_both_ways(tmp_path):
     (path / "inner.safetensors").write_bytes(content)
     entry = {"sha256": checkpoint.hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
     reseal(path, lambda manifest: manifest["files"].update({"inner.safetensors": entry}))
-    with pytest.raises(CheckpointCorrupt, match=r"inner\.safetensors holds NaN or infinite values in weight"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"inner\.safetensors holds NaN or infinite values in weight"
+    ):
         load(path)
     assert [step for step, _ in steps(tmp_path)] == [1]
 
@@ -241,7 +270,9 @@ def test_another_format_is_named_not_guessed(tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", b'{"sha256": "0", "manifest": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[" * 100_000, b"\xff", b'{"sha256": "0", "manifest": 1}']
+)
 def test_a_manifest_of_noise_is_refused(tmp_path, content):
     path = write(tmp_path, 1)
     (path / "manifest.json").write_bytes(content)
@@ -277,7 +308,10 @@ def test_the_latest_whole_checkpoint_is_taken_and_broken_ones_are_reported(tmp_p
     (tmp_path / "step-4000").write_text("a file")
     with caplog.at_level(logging.WARNING, logger="farflock"):
         assert_whole(latest(tmp_path), 10)
-    assert [record.getMessage().split("/")[-2] for record in caplog.records] == ["step-2000", "step-100"]
+    assert [record.getMessage().split("/")[-2] for record in caplog.records] == [
+        "step-2000",
+        "step-100",
+    ]
 
 
 def test_a_whole_checkpoint_is_never_overwritten(tmp_path):

@@ -79,10 +79,15 @@ def test_a_series_is_the_mean_of_equal_stretches(tmp_path_factory, values, point
     stretches = {}
     for step, value in enumerate(values):
         stretches.setdefault(step * points // len(values), []).append((step + 5, value))
-    expected = [(rows[0][0], math.fsum(value for _, value in rows) / len(rows)) for rows in stretches.values()]
+    expected = [
+        (rows[0][0], math.fsum(value for _, value in rows) / len(rows))
+        for rows in stretches.values()
+    ]
     assert len(got) <= points
     assert [step for step, _ in got] == [step for step, _ in expected]
-    assert [value for _, value in got] == pytest.approx([value for _, value in expected], rel=1e-9, abs=1e-6)
+    assert [value for _, value in got] == pytest.approx(
+        [value for _, value in expected], rel=1e-9, abs=1e-6
+    )
 
 
 def test_a_diverged_loss_is_kept_and_shown(tmp_path, clock):
@@ -178,7 +183,9 @@ def trained(folder, name):
     """How many steps the rows of a metric stand for."""
     database = sqlite3.connect(folder / "run.db")
     with contextlib.closing(database):
-        return database.execute("SELECT SUM(count) FROM metrics WHERE name = ?", (name,)).fetchone()[0]
+        return database.execute(
+            "SELECT SUM(count) FROM metrics WHERE name = ?", (name,)
+        ).fetchone()[0]
 
 
 @pytest.fixture
@@ -195,17 +202,23 @@ def test_old_steps_become_means_of_stretches_and_the_table_stays_small(tmp_path,
         for step in range(20_000):
             run.metrics(step, loss=float(step))
             if step % 1000 == 999:
-                rows = run._database.execute("SELECT span, COUNT(*) FROM metrics GROUP BY span").fetchall()
+                rows = run._database.execute(
+                    "SELECT span, COUNT(*) FROM metrics GROUP BY span"
+                ).fetchall()
                 sizes.append(sum(count for _, count in rows))
         assert max(sizes) < 4 * 310
         assert max(count for _, count in rows) <= 210
         assert trained(tmp_path, "loss") == 20_000
         assert run.last() == {"loss": (19_999, 19_999.0)}
         series = dict(run.series("loss", 20_000))
-        assert [series[step] for step in range(19_900, 20_000)] == [float(step) for step in range(19_900, 20_000)]
+        assert [series[step] for step in range(19_900, 20_000)] == [
+            float(step) for step in range(19_900, 20_000)
+        ]
         assert series[0] == pytest.approx(999 / 2)  # the mean of the first thousand
         whole = run.series("loss", 1)
-        assert whole == [(0, pytest.approx(19_999 / 2))]  # each step counts alike, however it is kept
+        assert whole == [
+            (0, pytest.approx(19_999 / 2))
+        ]  # each step counts alike, however it is kept
 
 
 def test_a_number_that_is_none_stays_one_in_the_mean_of_its_stretch(tmp_path, clock, short):
@@ -234,7 +247,14 @@ def test_a_database_of_the_version_before_is_taken_over(tmp_path, clock):
 def test_a_receipt_is_a_line_of_its_own_file(tmp_path, clock):
     with History.open(tmp_path, clock) as run:
         run.event("joined")
-        run.receipt(stream="delta", round=3, status="ok", participants=["a", "b"], sent_bytes=10, received_bytes=20)
+        run.receipt(
+            stream="delta",
+            round=3,
+            status="ok",
+            participants=["a", "b"],
+            sent_bytes=10,
+            received_bytes=20,
+        )
         assert [event["kind"] for event in run.events()] == ["joined"]
     with History.read(tmp_path) as reader:
         (receipt,) = reader.receipts()
@@ -275,7 +295,9 @@ def refuse(*_):
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path, clock, monkeypatch):
     with History.open(tmp_path, clock) as run, monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        with pytest.raises(HistoryUnusable, match=r"unusable \(Permission denied\); check permissions"):
+        with pytest.raises(
+            HistoryUnusable, match=r"unusable \(Permission denied\); check permissions"
+        ):
             run.event("anything")
 
 
@@ -292,7 +314,9 @@ def test_a_database_of_a_later_version_is_left_as_it_is(tmp_path, clock):
     database = sqlite3.connect(tmp_path / "run.db")
     database.execute("PRAGMA user_version = 3")
     database.close()
-    with pytest.raises(HistoryUnusable, match="has version 3, this program knows 2; use the newer program"):
+    with pytest.raises(
+        HistoryUnusable, match="has version 3, this program knows 2; use the newer program"
+    ):
         History.open(tmp_path, clock)
 
 
@@ -303,7 +327,10 @@ def test_reading_a_run_that_never_was_says_so_and_makes_nothing(tmp_path):
 
 
 def test_a_series_of_no_points_is_refused(tmp_path, clock):
-    with History.open(tmp_path, clock) as run, pytest.raises(ValueError, match="at least one point, got 0"):
+    with (
+        History.open(tmp_path, clock) as run,
+        pytest.raises(ValueError, match="at least one point, got 0"),
+    ):
         run.series("loss", 0)
 
 
@@ -314,12 +341,16 @@ def first_line(folder):
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, clock, attempt):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+    }
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
     seen = -1
     try:
         deadline_s = time.monotonic() + 60
-        while seen < 2000 * (attempt + 1) and time.monotonic() < deadline_s and writer.poll() is None:
+        while (
+            seen < 2000 * (attempt + 1) and time.monotonic() < deadline_s and writer.poll() is None
+        ):
             if first_line(tmp_path):
                 step = committed(tmp_path).get("loss", (-1, 0.0))[0]
                 assert step >= seen
@@ -337,4 +368,7 @@ def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, c
         assert steps == list(range(steps[0], steps[-1] + 1, 50))
         run.metrics(last_step + 1, loss=0.5)
     assert committed(tmp_path)["loss"] == (last_step + 1, 0.5)
-    assert msgspec.json.decode((tmp_path / "events.jsonl").read_bytes().splitlines()[0])["kind"] == "round"
+    assert (
+        msgspec.json.decode((tmp_path / "events.jsonl").read_bytes().splitlines()[0])["kind"]
+        == "round"
+    )

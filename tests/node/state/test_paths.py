@@ -43,7 +43,11 @@ def test_a_file_is_written_whole_or_stays_what_it_was(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_whole(path, b"old")
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "write_bytes", lambda self, content: Path.open(self, "wb").write(content[:1]) and 1 / 0)
+        broken.setattr(
+            Path,
+            "write_bytes",
+            lambda self, content: Path.open(self, "wb").write(content[:1]) and 1 / 0,
+        )
         with pytest.raises(ZeroDivisionError):
             write_whole(path, b"new")
     assert path.read_bytes() == b"old"

@@ -31,7 +31,14 @@ def test_a_round_is_an_event_in_short_and_a_receipt_in_full(history):
     links.sent, links.received = 130, 70
     journal.report("round", round_of(4))
     (event,) = history.events()
-    assert event == {"time_s": 5.0, "kind": "round", "stream": "delta", "round": 4, "status": "ok", "peers": 2}
+    assert event == {
+        "time_s": 5.0,
+        "kind": "round",
+        "stream": "delta",
+        "round": 4,
+        "status": "ok",
+        "peers": 2,
+    }
     (receipt,) = history.receipts()
     assert receipt == {
         "time_s": 5.0,
@@ -61,7 +68,9 @@ def test_receipts_add_up_and_rounds_are_counted_by_status(history):
 
 def test_a_round_of_the_largest_group_fits_a_line(history):
     journal = RunRecorder(history, Links().total_bytes)
-    journal.report("round", round_of(1, who=[f"12D3KooW{'x' * 42}{number:02}" for number in range(64)]))
+    journal.report(
+        "round", round_of(1, who=[f"12D3KooW{'x' * 42}{number:02}" for number in range(64)])
+    )
     assert len(history.receipts()[0]["participants"]) == 64
 
 
@@ -71,7 +80,9 @@ def test_steps_are_numbers_and_whatever_else_happens_is_an_event(history):
     journal.report("adopt", {"reason": "too far behind"})
     history.flush()
     assert history.last() == {"loss": (3, 2.5)}
-    assert [(event["kind"], event["reason"]) for event in history.events()] == [("adopt", "too far behind")]
+    assert [(event["kind"], event["reason"]) for event in history.events()] == [
+        ("adopt", "too far behind")
+    ]
     assert history.receipts() == []
 
 
@@ -90,4 +101,6 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path,
     blocked.rmdir()
     journal.report("round", round_of(3))
     assert [event["round"] for event in history.events()] == [3]
-    assert [entry["sent_bytes"] for entry in history.receipts()] == [30]  # nothing that was sent is lost from the books
+    assert [entry["sent_bytes"] for entry in history.receipts()] == [
+        30
+    ]  # nothing that was sent is lost from the books

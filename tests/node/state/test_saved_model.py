@@ -69,12 +69,16 @@ def test_a_checkpoint_that_is_no_model_is_refused(tmp_path, files, parts, reason
 
 
 def test_an_absurd_size_is_refused_before_memory_is_taken(tmp_path):
-    huge = msgspec.structs.replace(TINY, dim=65_536, layers=1_024, heads=1, kv_heads=1, ffn_dim=262_144)
+    huge = msgspec.structs.replace(
+        TINY, dim=65_536, layers=1_024, heads=1, kv_heads=1, ffn_dim=262_144
+    )
     with pytest.raises(CheckpointError, match="must be damaged"):
         open_model(write(tmp_path, files={"config.json": msgspec.json.encode(huge)}))
 
 
-CUT = ModelConfig(vocab_size=256, dim=24, layers=3, heads=2, kv_heads=1, ffn_dim=48, context=64, tied=False)
+CUT = ModelConfig(
+    vocab_size=256, dim=24, layers=3, heads=2, kv_heads=1, ffn_dim=48, context=64, tied=False
+)
 STAGES = (range(1), range(1, 2), range(2, 3))
 
 
@@ -94,21 +98,27 @@ def test_the_newest_checkpoints_of_all_stages_make_up_the_model(tmp_path, inside
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(saved.model(tokens), build(CUT, 4)(tokens))
-    assert saved.facts() == {"run": "ab12", "step": "7", "tokens": "624"}, "as far as the stage that is behind"
+    assert saved.facts() == {"run": "ab12", "step": "7", "tokens": "624"}, (
+        "as far as the stage that is behind"
+    )
     assert saved.folder.samefile(tmp_path / inside)
 
 
 def test_a_stage_that_is_missing_is_named_with_the_remedy(tmp_path):
     for index in (0, 2):
         write_stage(tmp_path, index)
-    with pytest.raises(CheckpointError, match=r"stage-0, stage-2 .* lack \d+ .*model.layers.1.*; copy the folders"):
+    with pytest.raises(
+        CheckpointError, match=r"stage-0, stage-2 .* lack \d+ .*model.layers.1.*; copy the folders"
+    ):
         open_model(tmp_path)
 
 
 def test_stages_of_several_runs_or_models_make_up_none(tmp_path):
     for index in range(3):
         write_stage(tmp_path / "runs", index, run=f"run{index // 2}")
-        write_stage(tmp_path / "models", index, config=msgspec.structs.replace(CUT, context=64 + index))
+        write_stage(
+            tmp_path / "models", index, config=msgspec.structs.replace(CUT, context=64 + index)
+        )
     for name in ("runs", "models"):
         with pytest.raises(CheckpointError, match="are of several runs"):
             open_model(tmp_path / name)
@@ -120,7 +130,9 @@ def test_stages_of_another_cut_that_contradict_each_other_make_up_none(tmp_path)
     whole = dict(build(CUT, 7).named_parameters())
     files = {"config.json": msgspec.json.encode(CUT)}
     checkpoint.save(tmp_path / "stage-7", 3, {"model": whole}, {"run": "ab12", "tokens": 1}, files)
-    with pytest.raises(CheckpointCorrupt, match=r"do not make up a model: .* in two pieces that differ"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"do not make up a model: .* in two pieces that differ"
+    ):
         open_model(tmp_path)
 
 

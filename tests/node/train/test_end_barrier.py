@@ -43,7 +43,10 @@ class Here:
         self.ended[name] = number
 
     def reports(self, name):
-        return {"me": TallyReport(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
+        return {
+            "me": TallyReport(True, self.ended[name]),
+            **self.said[name],
+        }  # who has told nothing has no book
 
     def called(self, name):
         return name in self.open_rounds
@@ -80,7 +83,12 @@ def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
 
 def test_who_was_slow_to_answer_is_not_gone(here):
     together = EndBarrier(here, here, here)
-    for time_s, alone in ((0.0, True), (CUT_OFF_S - 1, False), (CUT_OFF_S + 1, True), (2 * CUT_OFF_S, True)):
+    for time_s, alone in (
+        (0.0, True),
+        (CUT_OFF_S - 1, False),
+        (CUT_OFF_S + 1, True),
+        (2 * CUT_OFF_S, True),
+    ):
         here.alone = alone
         assert not due(together, here, 50, 120, time_s), time_s
     assert due(together, here, 50, 120, 2 * CUT_OFF_S + 1)
@@ -99,7 +107,9 @@ def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_tr
     assert not due(together, here, 40, 60)
     assert not due(together, here, 40, 159)
     assert due(together, here, 40, 160)
-    assert not due(together, here, 45, 165), "something was agreed upon: from here on it counts anew"
+    assert not due(together, here, 45, 165), (
+        "something was agreed upon: from here on it counts anew"
+    )
     assert due(together, here, 45, 265)
 
 
@@ -145,7 +155,9 @@ def test_before_it_has_told_anything_it_waits_for_nobody(here):
 
 def test_it_waits_for_who_has_not_ended(here):
     here.said["delta"]["mate"] = TallyReport(False, 4)
-    took_s, ((wait,),) = ended_after_s(here, [(3.02, lambda: here.said["delta"].update(mate=TallyReport(True, 4)))])
+    took_s, ((wait,),) = ended_after_s(
+        here, [(3.02, lambda: here.said["delta"].update(mate=TallyReport(True, 4)))]
+    )
     assert took_s == pytest.approx(3.05)
     assert (wait.what, wait.whom) == (Key("delta", 4), ("mate",))
     assert wait.left_s == pytest.approx(PATIENCE_S + END_S - 3.02)
@@ -163,7 +175,9 @@ def test_it_tells_nothing_while_an_exchange_of_its_own_is_open(here):
     assert waits == []
 
 
-def test_it_asks_for_a_round_that_somebody_has_and_it_has_not_and_goes_once_that_is_in_its_state(here):
+def test_it_asks_for_a_round_that_somebody_has_and_it_has_not_and_goes_once_that_is_in_its_state(
+    here,
+):
     here.said["delta"]["mate"] = TallyReport(True, 5)
 
     def apply():
@@ -178,7 +192,10 @@ def test_all_streams_must_agree_and_none_be_open(here):
     here.next_rounds = {"delta": 4, "mask": 9}
     here.said["mask"] = {"mate": TallyReport(True, 8)}
     here.open_rounds = {"delta"}
-    changes = [(1.02, lambda: here.said["mask"].update(mate=TallyReport(True, 9))), (2.02, here.open_rounds.clear)]
+    changes = [
+        (1.02, lambda: here.said["mask"].update(mate=TallyReport(True, 9))),
+        (2.02, here.open_rounds.clear),
+    ]
     assert ended_after_s(here, changes)[0] == pytest.approx(2.05)
 
 

@@ -14,7 +14,10 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 
 def exchange(values, number=0, kind="mean", group=None, **options):
-    tensors = {"a": torch.as_tensor(values, dtype=torch.float32), "b": torch.full((2, 2), float(values[0]))}
+    tensors = {
+        "a": torch.as_tensor(values, dtype=torch.float32),
+        "b": torch.full((2, 2), float(values[0])),
+    }
     return Exchange(
         ExchangeKey("s", number),
         kind,
@@ -115,7 +118,9 @@ def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     answers = between(bench, text, work)
-    assert [type(answer) for answer in answers].count(OutOfStep) == 1, "the one that is not with the majority"
+    assert [type(answer) for answer in answers].count(OutOfStep) == 1, (
+        "the one that is not with the majority"
+    )
 
 
 def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
@@ -227,7 +232,9 @@ def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind)
 @pytest.mark.parametrize("kind", ["mean", "gather"])
 def test_a_contribution_whose_notes_cannot_be_read_is_left_out_as_a_whole(bench, text, kind):
     """Else its gradient would count and nobody would know."""
-    one, other = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind)
+    one, other = noted(
+        bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind
+    )
     assert one.status == other.status == "partial"
     assert notes.read(one.notes) == MINE
     assert torch.equal(one.mean["a"], torch.tensor([1.0, 2.0]))
@@ -255,6 +262,9 @@ def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_n
 
 def test_notes_go_with_streams_that_have_them_and_with_no_others(bench, text):
     one, other = carried(
-        bench, text, lambda number: exchange([1.0, 2.0], number), lambda number: exchange([3.0, 6.0], number)
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number),
+        lambda number: exchange([3.0, 6.0], number),
     )
     assert one.notes == other.notes == b""

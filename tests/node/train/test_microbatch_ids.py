@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.codec import CorruptPayload
-from farflock.node.train.microbatch_ids import LATE, MAX_BYTES, joined, joined_ages, read, read_ages, union, written
+from farflock.node.train.microbatch_ids import (
+    LATE,
+    MAX_BYTES,
+    joined,
+    joined_ages,
+    read,
+    read_ages,
+    union,
+    written,
+)
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 KEYS = st.sets(st.tuples(st.text(max_size=8), st.integers(0, 2**62)), max_size=30)
@@ -93,7 +102,9 @@ def test_more_than_fits_is_our_own_fault():
         written([("t", number) for number in range(MAX_KEYS + 1)])
 
 
-AGED = st.dictionaries(st.tuples(st.text(max_size=8), st.integers(0, 2**62)), st.integers(LATE, 64), max_size=30)
+AGED = st.dictionaries(
+    st.tuples(st.text(max_size=8), st.integers(0, 2**62)), st.integers(LATE, 64), max_size=30
+)
 
 
 @given(AGED, AGED)

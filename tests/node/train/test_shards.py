@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
-from farflock.node.train.shards import MAX_ABS, SHARD_VALUES, Reducer, Segment, ShardLayout, decode_all, weighted_mean
+from farflock.node.train.shards import (
+    MAX_ABS,
+    SHARD_VALUES,
+    Reducer,
+    Segment,
+    ShardLayout,
+    decode_all,
+    weighted_mean,
+)
 from farflock.optimizers.parts.state import WrongState
 
 each_codec = pytest.mark.parametrize("name", [*CODECS, "int8:100", "topk:3/10"])
@@ -74,7 +82,9 @@ def test_tensors_are_cut_at_multiples_of_the_codecs_granule_only(name):
 
 
 def test_the_cut_is_a_function_of_names_shapes_and_codec():
-    assert ShardLayout.of(SHAPES, codec("int8"), 3) == ShardLayout.of(dict(SHAPES), codec("int8"), 3)
+    assert ShardLayout.of(SHAPES, codec("int8"), 3) == ShardLayout.of(
+        dict(SHAPES), codec("int8"), 3
+    )
     assert (
         ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8:100")).shards
         != ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8")).shards
@@ -101,7 +111,9 @@ def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name):
             shards[-1].append((what, start, start + size))
             left -= size
     cut = ShardLayout.of(shapes, codec(name))
-    assert [[(part.tensor, part.start, part.stop) for part in shard] for shard in cut.shards] == shards
+    assert [
+        [(part.tensor, part.start, part.stop) for part in shard] for shard in cut.shards
+    ] == shards
 
 
 def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
@@ -114,7 +126,9 @@ def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
 
 @settings(max_examples=40, deadline=None)
 @given(shapes=some_shapes, name=st.sampled_from([*CODECS]), seed=st.integers(0, 9))
-def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tensor(shapes, name, seed):
+def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tensor(
+    shapes, name, seed
+):
     cut, tensors = ShardLayout.of(shapes, codec(name), 5), tensors_of(shapes, seed)
     covers_once(cut, shapes)
     payloads = [cut.encode(index, 2, tensors) for index in range(len(cut.shards))]
@@ -133,7 +147,9 @@ def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tenso
 def test_many_shards_of_one_tensor_come_back_in_their_places():
     shapes = {"big": (SHARD_VALUES * 2 + 9,), "tail": (2, 2)}
     cut, tensors = ShardLayout.of(shapes, codec("fp32")), tensors_of(shapes)
-    decoded = decode_all(cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes)
+    decoded = decode_all(
+        cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes
+    )
     assert all(torch.equal(decoded[name], x) for name, x in tensors.items())
 
 
@@ -150,7 +166,11 @@ def test_a_payload_is_a_length_and_the_codecs_bytes_for_each_segment():
 def test_a_payload_cut_short_or_too_long_is_refused(name):
     cut = ShardLayout.of(SHAPES, codec(name))
     payload = cut.encode(0, 0, tensors_of(SHAPES))
-    for wrong in (*(payload[:end] for end in range(0, len(payload), 7)), payload[:-1], payload + b"\0"):
+    for wrong in (
+        *(payload[:end] for end in range(0, len(payload), 7)),
+        payload[:-1],
+        payload + b"\0",
+    ):
         with pytest.raises(CorruptPayload):
             cut.decode(0, 0, wrong)
 
@@ -163,7 +183,9 @@ def test_flipped_bits_and_arbitrary_bytes_decode_to_bounded_values_or_are_refuse
     payload = bytearray(cut.encode(0, 0, tensors_of(SHAPES)))
     if data.draw(st.booleans()):
         for _ in range(3):
-            payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(
+                st.integers(0, 7)
+            )
     else:
         payload = data.draw(st.binary(max_size=len(payload) + 2))
     try:
@@ -213,7 +235,10 @@ def test_a_sender_refuses_what_is_not_finite(name, value):
     seed=st.integers(0, 99),
 )
 def test_the_weighted_mean_is_its_slow_twin_to_the_bit(weights, seed):
-    inputs = [(w, list(tensors_of({"a": (33,), "b": (5,)}, seed + i).values())) for i, w in enumerate(weights)]
+    inputs = [
+        (w, list(tensors_of({"a": (33,), "b": (5,)}, seed + i).values()))
+        for i, w in enumerate(weights)
+    ]
     total = np.float32(0)
     for weight in weights:
         total = np.float32(total + np.float32(weight))
@@ -253,7 +278,10 @@ def test_the_reducer_takes_the_mean_in_peer_order_whatever_the_order_of_arrival(
     shapes = {"x": (99,)}
     cut = ShardLayout.of(shapes, codec("fp16"))
     weights = {"a": 0.3, "b": 7.0, "c": 1.0, "d": 0.1}
-    inputs = [(peer, weights[peer], cut.encode(0, 0, random_tensors(shapes, seed))) for seed, peer in enumerate("dacb")]
+    inputs = [
+        (peer, weights[peer], cut.encode(0, 0, random_tensors(shapes, seed)))
+        for seed, peer in enumerate("dacb")
+    ]
     made = reducer(cut, codec("fp32"))
     (result,) = {made.reduce(0, 0, order) for order in itertools.permutations(inputs)}
     decoded = ShardLayout(cut.shards, codec("fp32"), 0).decode(0, 0, result.data)[0]
@@ -264,7 +292,13 @@ def test_the_reducer_takes_the_mean_in_peer_order_whatever_the_order_of_arrival(
 
 
 @pytest.mark.parametrize(
-    "bad", [b"", struct.pack("<I4f", 15, 0, 0, 0, 0), struct.pack("<I4f", 16, math.nan, 0, 0, 0), b"x" * 21]
+    "bad",
+    [
+        b"",
+        struct.pack("<I4f", 15, 0, 0, 0, 0),
+        struct.pack("<I4f", 16, math.nan, 0, 0, 0),
+        b"x" * 21,
+    ],
 )
 def test_corrupt_contributions_are_left_out_and_named(bad):
     good = [("a", 1.0, packed(1.0, 2.0, 3.0, 4.0)), ("c", 3.0, packed(5.0, 2.0, -1.0, 0.0))]
@@ -286,7 +320,9 @@ def test_what_comes_back_of_the_largest_values_is_let_in_by_everybody(back, peer
     huge = [(f"{peer:02}", 1.0, packed(MAX_ABS, -MAX_ABS, 1.0, 0.0)) for peer in range(peers)]
     result = reducer(EXACT, codec(back)).reduce(0, 0, huge)
     decoded = ShardLayout(EXACT.shards, codec(back), 0).decode(0, 0, result.data)[0]
-    assert decoded[:2].tolist() == pytest.approx([65504, -65504] if back == "fp16" else [MAX_ABS / 2, -MAX_ABS / 2])
+    assert decoded[:2].tolist() == pytest.approx(
+        [65504, -65504] if back == "fp16" else [MAX_ABS / 2, -MAX_ABS / 2]
+    )
 
 
 def test_the_mean_travels_back_in_the_return_codec():
@@ -352,7 +388,9 @@ def test_what_was_sent_and_what_is_owed_is_all_there_was(rounds):
         made.settle(number, [payload])
         sent += unpacked(payload, codec("ecsq:50"))
     left = made.feedback().get("0.0", torch.zeros(4))
-    torch.testing.assert_close(sent + left, torch.tensor(rounds).float().sum(dim=0), atol=0.02, rtol=1e-4)
+    torch.testing.assert_close(
+        sent + left, torch.tensor(rounds).float().sum(dim=0), atol=0.02, rtol=1e-4
+    )
 
 
 def test_without_it_every_mean_is_coded_alone():
@@ -432,10 +470,14 @@ def test_the_residuals_go_into_another_reducer_and_a_loan_counts_as_not_given(co
     other = Reducer(EXACT, SIGNS, compensate=True)
     other.load_state(made.feedback())
     assert feedback(other) == {"0.0": [3, -1, -1, -1]}
-    assert other.reduce(1, 0, [("a", 1.0, packed(1.0, 0.0, 0.0, 0.0))]).data == reduce(1, 1.0, 0.0, 0.0, 0.0)
+    assert other.reduce(1, 0, [("a", 1.0, packed(1.0, 0.0, 0.0, 0.0))]).data == reduce(
+        1, 1.0, 0.0, 0.0, 0.0
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"1.0": torch.zeros(4)}, {"0.0": torch.zeros(3)}, {"x": torch.zeros(4)}])
+@pytest.mark.parametrize(
+    "wrong", [{"1.0": torch.zeros(4)}, {"0.0": torch.zeros(3)}, {"x": torch.zeros(4)}]
+)
 def test_the_residuals_of_another_layout_is_refused(wrong):
     with pytest.raises(WrongState, match="another layout"):
         Reducer(EXACT, SIGNS, compensate=True).load_state(wrong)

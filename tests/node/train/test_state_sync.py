@@ -10,7 +10,12 @@ import torch
 from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.driver import RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import CorruptSnapshot, StateSync, decode_state, most_state_bytes
+from farflock.node.train.state_sync import (
+    CorruptSnapshot,
+    StateSync,
+    decode_state,
+    most_state_bytes,
+)
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import inline
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
@@ -92,14 +97,20 @@ def joined(bench, text, broken):
             first, second = made.node(founder), made.node(newcomer)
             first.found()
             method, replica = first.loop.driver.method, first.loop.driver.replica
-            replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "param")
+            replica.write(
+                {name: torch.ones(shape) for name, shape in replica.shapes.items()}, "param"
+            )
             state = method.snapshot(replica)
             served = state | {"next.delta": torch.tensor(4)}
             serve(first, [broken(served), snapshot(served)])
             await second.join([made.record(0)], 60.0)
             other = second.loop.driver
             assert second.loop.driver.position.rounds == {"delta": 3}
-            return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.context.counters
+            return (
+                state_hash(state),
+                state_hash(other.method.snapshot(other.replica)),
+                newcomer.context.counters,
+            )
 
     return run_virtual(main())
 
@@ -108,7 +119,9 @@ def joined(bench, text, broken):
     "broken",
     [
         lambda state: snapshot(state, told={"other": torch.zeros(1)}),
-        lambda state: snapshot({name: tensor for name, tensor in state.items() if "norm" not in name}),
+        lambda state: snapshot(
+            {name: tensor for name, tensor in state.items() if "norm" not in name}
+        ),
         lambda state: snapshot({name: tensor * float("nan") for name, tensor in state.items()}),
         lambda state: snapshot(state | {"next.delta": torch.tensor(-7)}),
     ],
@@ -121,16 +134,22 @@ def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, 
 
 def padded(state, size_bytes):
     chunk = bytes(1024 * 1024)
-    return replace(snapshot(state), chunks=(*snapshot(state).chunks, *[chunk] * (size_bytes // len(chunk))))
+    return replace(
+        snapshot(state), chunks=(*snapshot(state).chunks, *[chunk] * (size_bytes // len(chunk)))
+    )
 
 
 @pytest.mark.parametrize(("over", "comes"), [(0.0, True), (1.5, False)])
-def test_of_a_state_that_is_larger_than_any_method_s_not_a_byte_is_downloaded(bench, text, over, comes):
+def test_of_a_state_that_is_larger_than_any_method_s_not_a_byte_is_downloaded(
+    bench, text, over, comes
+):
     seen = []
 
     def broken(state):
         shapes = {name: x.shape for name, x in state.items() if not name.startswith("next.")}
-        seen.append(most_state_bytes(shapes))  # twice what the model alone says, for the state has two copies
+        seen.append(
+            most_state_bytes(shapes)
+        )  # twice what the model alone says, for the state has two copies
         return padded(state, int(over * seen[0]))
 
     truth, found, counters = joined(bench, text, broken)
@@ -150,7 +169,11 @@ def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_
             serve(first, [snapshot({"a": torch.ones(2)})])
             with pytest.raises((TimeoutError, SnapshotUnavailable)):
                 await second.join([made.record(0)], 20.0)
-            return before, state_hash(driver.method.snapshot(driver.replica)), asyncio.get_running_loop().time()
+            return (
+                before,
+                state_hash(driver.method.snapshot(driver.replica)),
+                asyncio.get_running_loop().time(),
+            )
 
     before, after, time_s = run_virtual(main())
     assert before == after
@@ -189,13 +212,18 @@ def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, t
 
     run_virtual(main())
     assert len(contributions.told) >= 4
-    assert contributions.told == [(number, notes.written([("t", number)])) for number in range(len(contributions.told))]
+    assert contributions.told == [
+        (number, notes.written([("t", number)])) for number in range(len(contributions.told))
+    ]
     assert contributions.announced == contributions.told
     assert contributions.brought_to == list(range(len(contributions.told)))
 
 
 def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench, text):
-    made, contributions = bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1), Books()
+    made, contributions = (
+        bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1),
+        Books(),
+    )
 
     async def main():
         async with made.peer(0).running() as peer:
@@ -203,16 +231,23 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
             node.loop.driver.contributions = contributions
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
-            shards = [peer.rounds._streams[entry.key.stream].stream.terms.shards for entry in (first, *others)]
+            shards = [
+                peer.rounds._streams[entry.key.stream].stream.terms.shards
+                for entry in (first, *others)
+            ]
             assert shards == [2] + [1] * len(others)
             await node.loop.run(made.total, 30.0)
             return first
 
     first = run_virtual(main())
     assert len(contributions.told) >= 2
-    assert contributions.brought_to[: len(contributions.told)] == [number for number, _ in contributions.told]
+    assert contributions.brought_to[: len(contributions.told)] == [
+        number for number, _ in contributions.told
+    ]
     assert len(contributions.brought_to) <= len(contributions.told) + 1
-    assert {number % first.stride for number, _ in contributions.told} == {first.key.round % first.stride}
+    assert {number % first.stride for number, _ in contributions.told} == {
+        first.key.round % first.stride
+    }
     assert all(noted == notes.written([("t", number)]) for number, noted in contributions.told)
 
 

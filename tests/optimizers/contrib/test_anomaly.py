@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.optimizers.contrib.anomaly import BLOCK, HUGE, UNIT, AnomalyFilter, norm_of, sum_of_squares
+from farflock.optimizers.contrib.anomaly import (
+    BLOCK,
+    HUGE,
+    UNIT,
+    AnomalyFilter,
+    norm_of,
+    sum_of_squares,
+)
 
 FRESH = [0.0, 0.0, 0.0, 0.0]
 norms_of_peers = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=8)
@@ -47,12 +54,17 @@ def test_weights_are_the_softmax_of_negative_norms():
 
 def test_relative_weights_do_not_depend_on_the_scale_of_norms():
     norms = [0.3, 1.1, 2.0]
-    made = [judge(relative=True).weights([x * scale for x in norms], [1.0] * 3, nobody(norms)) for scale in (1, 1024)]
+    made = [
+        judge(relative=True).weights([x * scale for x in norms], [1.0] * 3, nobody(norms))
+        for scale in (1, 1024)
+    ]
     assert made[0] == made[1]
     assert made[0] != judge().weights(norms, [1.0] * 3, nobody(norms))
 
 
-@pytest.mark.parametrize("norms", [[1e6, 1e6 + 1], [1e6, 0.0], [HUGE / 2, 1.0, HUGE / 2], [0.0, 1e-30]])
+@pytest.mark.parametrize(
+    "norms", [[1e6, 1e6 + 1], [1e6, 0.0], [HUGE / 2, 1.0, HUGE / 2], [0.0, 1e-30]]
+)
 def test_norms_of_any_size_have_finite_weights_with_a_sum_of_one(norms):
     made = judge().weights(norms, [1.0] * len(norms), nobody(norms))
     assert abs(sum(made) - UNIT) <= len(norms)
@@ -61,7 +73,9 @@ def test_norms_of_any_size_have_finite_weights_with_a_sum_of_one(norms):
 
 
 def test_the_largest_norms_difference_is_what_counts_even_at_a_million():
-    near, far = (judge().weights([base, base + 1], [1.0, 1.0], [False, False]) for base in (1.0, 1e6))
+    near, far = (
+        judge().weights([base, base + 1], [1.0, 1.0], [False, False]) for base in (1.0, 1e6)
+    )
     assert near == far
 
 
@@ -72,14 +86,24 @@ def test_the_rejected_weigh_nothing_and_the_others_share():
 
 
 def test_without_temperature_all_that_are_left_weigh_alike():
-    assert judge(None).weights([0.1, 5.0, 900.0], [1.0] * 3, [False, False, True]) == [UNIT // 2, UNIT // 2, 0]
+    assert judge(None).weights([0.1, 5.0, 900.0], [1.0] * 3, [False, False, True]) == [
+        UNIT // 2,
+        UNIT // 2,
+        0,
+    ]
 
 
 def test_a_part_of_the_weight_goes_by_the_number_of_steps():
     made = judge(step_ratio=0.5).weights([1.0, 1.0, 1.0], [10.0, 30.0, 99.0], [False, False, True])
     assert shares(made) == pytest.approx([0.5 * 0.5 + 0.5 * 0.25, 0.5 * 0.5 + 0.5 * 0.75, 0.0])
-    assert shares(judge(step_ratio=1.0).weights([1.0, 9.0], [1.0, 3.0], [False, False])) == [0.25, 0.75]
-    assert shares(judge(step_ratio=1.0).weights([1.0, 1.0], [0.0, 0.0], [False, False])) == [0.5, 0.5]
+    assert shares(judge(step_ratio=1.0).weights([1.0, 9.0], [1.0, 3.0], [False, False])) == [
+        0.25,
+        0.75,
+    ]
+    assert shares(judge(step_ratio=1.0).weights([1.0, 1.0], [0.0, 0.0], [False, False])) == [
+        0.5,
+        0.5,
+    ]
 
 
 @settings(deadline=None)
@@ -182,7 +206,9 @@ def test_statistics_stay_finite_and_variances_positive_whatever_comes(rounds):
 def test_norms_are_those_of_numpy(size):
     x = torch.arange(size, dtype=torch.float32) / 7 - 3
     assert sum_of_squares(x) == pytest.approx(float(np.sum(x.double().numpy() ** 2)), rel=1e-13)
-    assert norm_of([x, x.reshape(-1, 1)]) == pytest.approx(math.sqrt(2) * float(np.linalg.norm(x.double())), rel=1e-12)
+    assert norm_of([x, x.reshape(-1, 1)]) == pytest.approx(
+        math.sqrt(2) * float(np.linalg.norm(x.double())), rel=1e-12
+    )
 
 
 def test_squares_neither_overflow_nor_vanish_and_the_tensor_stays():

@@ -38,11 +38,17 @@ class Still:
 
 def values(count, label=0):
     """Made by integer arithmetic and one division, the same on every machine."""
-    return (torch.arange(label, label + count, dtype=torch.int64) * 7919 % 2003 - 1001).to(torch.float32) / 4096
+    return (torch.arange(label, label + count, dtype=torch.int64) * 7919 % 2003 - 1001).to(
+        torch.float32
+    ) / 4096
 
 
 def payload(g, staleness=0.0, speed=1.0):
-    return {"staleness": torch.tensor([float(staleness)]), "speed": torch.tensor([float(speed)]), "delta.x": g}
+    return {
+        "staleness": torch.tensor([float(staleness)]),
+        "speed": torch.tensor([float(speed)]),
+        "delta.x": g,
+    }
 
 
 def arrive(made, replica, **payloads):
@@ -50,7 +56,10 @@ def arrive(made, replica, **payloads):
     number = made._book.number
     found = dict(sorted(payloads.items()))
     result = Result("ok", number + 1, tuple(found), (1.0,) * len(found), {}, found)
-    assert made.apply(replica, Exchange(ExchangeKey(STREAM, number), "gather", All(), {}), result) == []
+    assert (
+        made.apply(replica, Exchange(ExchangeKey(STREAM, number), "gather", All(), {}), result)
+        == []
+    )
 
 
 def answer(made, replica, asked, taken=True, **others):
@@ -58,7 +67,9 @@ def answer(made, replica, asked, taken=True, **others):
     sent = dict(asked.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = {name: [(0, x.numel())] for name, x in sent.items()} if taken else {}
-    result = Result("ok", asked.key.round + 1, tuple(found), (1.0,) * len(found), {}, found, sent, ranges)
+    result = Result(
+        "ok", asked.key.round + 1, tuple(found), (1.0,) * len(found), {}, found, sent, ranges
+    )
     return made.apply(replica, asked, result)
 
 
@@ -121,7 +132,9 @@ def test_with_a_buffer_of_one_each_arrival_is_a_nesterov_step_bit_for_bit():
 
 @settings(max_examples=25, deadline=None)
 @given(workers=st.integers(1, 8), rounds=st.integers(1, 4))
-def test_a_full_buffer_of_equal_pulls_is_one_synchronous_nesterov_step_of_their_mean(workers, rounds):
+def test_a_full_buffer_of_equal_pulls_is_one_synchronous_nesterov_step_of_their_mean(
+    workers, rounds
+):
     made, replica, outer = Async(buffer=workers), Still(), OuterNesterov(0.7, 0.9)
     after, u = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(rounds):
@@ -175,7 +188,10 @@ def test_permuting_arrivals_of_one_buffer_leaves_phi_equal(order, together):
     [
         ({}, [1, 1, 1, 1, 1]),
         ({"staleness": "polynomial"}, [1, 2**-0.5, 0.5, 11**-0.5, 12**-0.5]),
-        ({"staleness": "hinge", "hinge_slope": 0.5, "hinge_free": 2}, [1, 1, 1 / 1.5, 1 / 5, 1 / 5.5]),
+        (
+            {"staleness": "hinge", "hinge_slope": 0.5, "hinge_free": 2},
+            [1, 1, 1 / 1.5, 1 / 5, 1 / 5.5],
+        ),
         ({"staleness": "drop"}, [1, 1, 1, 1, 0]),
         ({"staleness": "drop", "drop_above": 0}, [1, 0, 0, 0, 0]),
     ],
@@ -198,7 +214,8 @@ def test_a_dropped_arrival_counts_for_nothing_but_its_sender_pulls():
     answer(made, replica, again)
     after = made.snapshot(replica)
     assert all(
-        torch.equal(before[name], after[name]) for name in ("phi.x", "momentum.x", "buffer.x", "arrived", "version")
+        torch.equal(before[name], after[name])
+        for name in ("phi.x", "momentum.x", "buffer.x", "arrived", "version")
     )
     assert torch.equal(replica.held["x"], after["phi.x"])
 
@@ -420,7 +437,10 @@ def digest():
     for staleness in ("none", "polynomial", "hinge"):
         made, replica = Async(buffer=3, c=0.2, staleness=staleness), Still(4099)
         for number in range(10):
-            said = {f"p{i}": payload(values(4099, 7 * number + i), number + i, 1 + i) for i in range(1 + number % 3)}
+            said = {
+                f"p{i}": payload(values(4099, 7 * number + i), number + i, 1 + i)
+                for i in range(1 + number % 3)
+            }
             arrive(made, replica, **said)
         found.update(state_hash(made.snapshot(replica)))
     return found.hexdigest()
@@ -443,7 +463,10 @@ def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
         ({"buffer": 0}, "buffer of 0 never fills"),
         ({"buffer": 4, "c": 0.3}, r"c=0.3 lies in \[0, 1/buffer\]"),
         ({"c": 0.1}, "c=0.1 needs a buffer of known size"),
-        ({"staleness": "poly"}, "staleness 'poly' is not known; choose from none, polynomial, hinge, drop"),
+        (
+            {"staleness": "poly"},
+            "staleness 'poly' is not known; choose from none, polynomial, hinge, drop",
+        ),
         ({"hinge_slope": -1.0}, "hinge_slope=-1.0"),
         ({"drop_above": -1}, "drop_above=-1: all are 0 or more"),
         ({"enough": -1}, "enough=-1 arrivals"),

@@ -39,7 +39,9 @@ class Lockstep:
     def add(self, options):
         module = nn.Module()
         module.x = nn.Parameter(torch.linspace(0.5, -0.5, SIZE))
-        inner = torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+        inner = torch.optim.AdamW(
+            module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0
+        )
         replica = PlainReplica(module, inner, clip_norm=None)
         self.peers.append((DesLoc(**{**EXACT, **options}), replica))
         return self.peers[-1]
@@ -66,7 +68,9 @@ class Lockstep:
         mean = {"x": self.codecs(torch.stack(sent).double().mean(0).float())}
         names = tuple(map(str, range(len(sent))))
         for (method, replica, exchange), own in zip(offered, sent, strict=True):
-            result = Result("ok", key.round + exchange.stride, names, (1.0,) * len(sent), mean, None, {"x": own})
+            result = Result(
+                "ok", key.round + exchange.stride, names, (1.0,) * len(sent), mean, None, {"x": own}
+            )
             method.apply(replica, exchange, replace(result, taken={"x": [(0, SIZE)]}))
 
     def held(self, what):
@@ -97,12 +101,16 @@ def close_to(ours, theirs, tolerance=3e-5):
 
 
 @pytest.mark.parametrize(
-    ("kx", "ku", "kv"), [(1, 1, 1), (2, 6, 12), (3, 3, 3), (4, 4, 8), (2, 8, 4), (5, math.inf, math.inf)]
+    ("kx", "ku", "kv"),
+    [(1, 1, 1), (2, 6, 12), (3, 3, 3), (4, 4, 8), (2, 8, 4), (5, math.inf, math.inf)],
 )
 @pytest.mark.parametrize("peers", [1, 2, 5])
 @pytest.mark.parametrize("rho", [math.inf, 0.3])
 def test_it_is_the_slow_twin_of_its_equations(kx, ku, kv, peers, rho):
-    periods = {"exp_avg_period": 0 if ku == math.inf else ku, "exp_avg_sq_period": 0 if kv == math.inf else kv}
+    periods = {
+        "exp_avg_period": 0 if ku == math.inf else ku,
+        "exp_avg_sq_period": 0 if kv == math.inf else kv,
+    }
     swarm = Lockstep(peers, period=kx, clip=None if rho == math.inf else rho, **periods)
     swarm.run(0, 26)
     x, u, v = twin(peers, 26, kx, ku, kv, rho)
@@ -132,7 +140,9 @@ def test_synced_every_step_it_is_adam_on_the_mean_gradient_only_if_all_gradients
 def test_with_one_period_for_all_it_is_local_adam():
     """Every period everything is averaged; between, each is plain AdamW on its own."""
     swarm = Lockstep(3, period=4, exp_avg_period=4, exp_avg_sq_period=4)
-    assert swarm.run(0, 8) == [(step, what) for step in (4, 8) for what in ("param", "exp_avg", "exp_avg_sq")]
+    assert swarm.run(0, 8) == [
+        (step, what) for step in (4, 8) for what in ("param", "exp_avg", "exp_avg_sq")
+    ]
     for what in ("param", "exp_avg", "exp_avg_sq"):
         first, *others = swarm.held(what)
         assert all(np.abs(first - other).max() < 1e-6 for other in others)
@@ -167,7 +177,9 @@ def half(x):
 
 @pytest.mark.parametrize(("codec", "rounded"), [("fp32", lambda x: x), ("fp16", half)])
 def test_after_a_sync_of_the_second_moment_all_are_equal_and_none_is_negative(codec, rounded):
-    swarm = Lockstep(4, codecs=rounded, period=2, exp_avg_period=2, exp_avg_sq_period=4, moment_codec=codec)
+    swarm = Lockstep(
+        4, codecs=rounded, period=2, exp_avg_period=2, exp_avg_sq_period=4, moment_codec=codec
+    )
     swarm.run(0, 8)
     first, *others = swarm.held("exp_avg_sq")
     assert all(np.array_equal(first, other) for other in others)
@@ -176,13 +188,23 @@ def test_after_a_sync_of_the_second_moment_all_are_equal_and_none_is_negative(co
 
 def test_a_lossy_codec_carries_the_root_of_the_second_moment_and_keeps_its_scale():
     """Squares of gradients of 1e-5, times 1 - beta2, are below half of fp16's least number; their roots are not."""
-    small = Lockstep(2, codecs=half, scale=1e-5, period=1, exp_avg_period=0, exp_avg_sq_period=3, moment_codec="fp16")
+    small = Lockstep(
+        2,
+        codecs=half,
+        scale=1e-5,
+        period=1,
+        exp_avg_period=0,
+        exp_avg_sq_period=3,
+        moment_codec="fp16",
+    )
     exact = Lockstep(2, scale=1e-5, period=1, exp_avg_period=0, exp_avg_sq_period=3)
     for swarm in (small, exact):
         swarm.run(0, 3)
     assert not half(torch.from_numpy(exact.held("exp_avg_sq")[0])).any()
     ratio = small.held("exp_avg_sq")[0] / exact.held("exp_avg_sq")[0]
-    assert (ratio < 1.1).all()  # (mean sqrt v)^2 is at most mean v, but for the rounding of small halves
+    assert (
+        ratio < 1.1
+    ).all()  # (mean sqrt v)^2 is at most mean v, but for the rounding of small halves
     assert (ratio > 0.45).all()  # and of two at least half of it
 
 
@@ -194,7 +216,9 @@ def test_without_loss_the_second_moment_itself_is_averaged_and_a_negative_mean_i
     assert exchange.key.stream == "exp_avg_sq"
     assert torch.equal(exchange.tensors["x"], replica.read(["x"], "exp_avg_sq")["x"])
     hostile = {"x": torch.tensor([-1.0, 0.0, 0.5, 1.0, -0.0, 2.0])}
-    result = Result("ok", 1, ("a", "b"), (1, 1), hostile, None, dict(exchange.tensors), {"x": [(0, SIZE)]})
+    result = Result(
+        "ok", 1, ("a", "b"), (1, 1), hostile, None, dict(exchange.tensors), {"x": [(0, SIZE)]}
+    )
     method.apply(replica, exchange, result)
     assert replica.read(["x"], "exp_avg_sq")["x"].tolist() == [0.0, 0.0, 0.5, 1.0, 0.0, 2.0]
 
@@ -207,9 +231,15 @@ def test_clipped_moments_drift_no_farther_than_the_bound(rho, steps):
     before = swarm.held("exp_avg"), swarm.held("exp_avg_sq")
     swarm.run(5, 5 + steps)
     bounds = 2 * rho * (1 - BETAS[0] ** steps), 2 * rho**2 * (1 - BETAS[1] ** steps)
-    for then, now, bound in zip(before, (swarm.held("exp_avg"), swarm.held("exp_avg_sq")), bounds, strict=True):
-        assert max(np.abs(a - b).max() for a, b in zip(then, now, strict=True)) <= bound * (1 + 1e-5)
-    assert np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100  # the clip did not silence it
+    for then, now, bound in zip(
+        before, (swarm.held("exp_avg"), swarm.held("exp_avg_sq")), bounds, strict=True
+    ):
+        assert max(np.abs(a - b).max() for a, b in zip(then, now, strict=True)) <= bound * (
+            1 + 1e-5
+        )
+    assert (
+        np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
+    )  # the clip did not silence it
 
 
 def join(swarm, options):
@@ -241,7 +271,9 @@ def test_a_joiners_first_update_is_no_larger_than_others():
     swarm.run(0, 60)
     _, replica = join(swarm, options)
     before = swarm.held("param")[2]
-    assert not swarm.held("exp_avg")[2].any()  # a first moment without the second would be 10 times too large as well
+    assert not swarm.held("exp_avg")[
+        2
+    ].any()  # a first moment without the second would be 10 times too large as well
     swarm.run(60, 61)
     assert np.abs(swarm.held("param")[2] - before).max() < 1.01 * LR
     assert float(replica.read(["x"], "step")["x"]) == 1
@@ -277,12 +309,18 @@ def test_a_missed_sync_of_moments_changes_nothing_here_and_is_repaired_by_the_ne
         own = {what: replica.read(["x"], what)["x"] for what in ("exp_avg", "exp_avg_sq")}
         mean = {"x": torch.full((SIZE,), 0.25)}
         for exchange in method.due(replica, Progress(step + 1))[1:]:
-            result = Result("partial", step + 1, ("b",), (1,), mean, None, dict(exchange.tensors), taken)
+            result = Result(
+                "partial", step + 1, ("b",), (1,), mean, None, dict(exchange.tensors), taken
+            )
             method.apply(replica, exchange, result)
         for what, before in own.items():
             assert torch.equal(replica.read(["x"], what)["x"], mean["x"] if taken else before)
             assert torch.equal(method.snapshot(replica)[f"{what}.x"], mean["x"])
-        method.apply(replica, replace(exchange, key=replace(exchange.key, stream="param")), Result("failed", step + 1))
+        method.apply(
+            replica,
+            replace(exchange, key=replace(exchange.key, stream="param")),
+            Result("failed", step + 1),
+        )
 
 
 def test_a_second_moment_that_comes_late_brings_the_step_count_with_the_steps_since():
@@ -310,7 +348,9 @@ def test_a_failed_round_of_moments_changes_nothing_but_the_round(stream):
     before, own = method.snapshot(replica), replica.read(["x"], stream)["x"]
     method.apply(replica, exchange, Result("failed", 1))
     assert torch.equal(replica.read(["x"], stream)["x"], own)
-    changed = {name for name, x in method.snapshot(replica).items() if not torch.equal(x, before[name])}
+    changed = {
+        name for name, x in method.snapshot(replica).items() if not torch.equal(x, before[name])
+    }
     assert changed == {f"round.{stream}"}
 
 
@@ -321,7 +361,11 @@ def test_where_only_a_part_was_taken_only_that_part_follows():
     _, exchange = method.due(replica, Progress(1))
     own, mean = replica.read(["x"], "exp_avg")["x"], {"x": torch.full((SIZE,), 9.0)}
     taken = {"x": [(2, 4)]}
-    method.apply(replica, exchange, Result("partial", 1, ("a", "b"), (1, 1), mean, None, exchange.tensors, taken))
+    method.apply(
+        replica,
+        exchange,
+        Result("partial", 1, ("a", "b"), (1, 1), mean, None, exchange.tensors, taken),
+    )
     now = replica.read(["x"], "exp_avg")["x"]
     assert now.tolist() == [*own[:2].tolist(), 9.0, 9.0, *own[4:].tolist()]
 
@@ -358,7 +402,9 @@ def test_a_late_moment_waits_for_its_result_and_then_catches_up_with_x():
         for exchange in driver.after_step(Progress(step + 1)):
             seen.append((step, exchange.key.stream, exchange.key.round))
             tensors, everything = dict(exchange.tensors), {"x": [(0, SIZE)]}
-            result = Result("alone", exchange.key.round + 1, ("a",), (1,), tensors, None, tensors, everything)
+            result = Result(
+                "alone", exchange.key.round + 1, ("a",), (1,), tensors, None, tensors, everything
+            )
             if exchange.key.stream == "exp_avg" and late is None:
                 late = (exchange.key, result)
             else:
@@ -377,7 +423,10 @@ def test_a_late_moment_waits_for_its_result_and_then_catches_up_with_x():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"period": 4, "exp_avg_period": 10}, r"exp_avg_period=10 is no multiple of the period 4; choose 8"),
+        (
+            {"period": 4, "exp_avg_period": 10},
+            r"exp_avg_period=10 is no multiple of the period 4; choose 8",
+        ),
         ({"period": 32, "exp_avg_sq_period": 47}, r"exp_avg_sq_period=47 .* choose 32"),
         ({"period": 32, "exp_avg_sq_period": 5}, "choose 32"),
         ({"exp_avg_period": -32}, "choose 32"),

@@ -37,7 +37,9 @@ def gathered(exchange, taken=True, **others):
     sent = dict(exchange.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = everything(sent) if taken else {}
-    return Result("ok", exchange.key.round + 1, tuple(found), (1.0,) * len(found), {}, found, sent, ranges)
+    return Result(
+        "ok", exchange.key.round + 1, tuple(found), (1.0,) * len(found), {}, found, sent, ranges
+    )
 
 
 def mean_of(exchange, taken=True, **others):
@@ -46,9 +48,13 @@ def mean_of(exchange, taken=True, **others):
     peers = tuple(sorted(parts))
     weights = tuple(parts[peer][0] for peer in peers)
     names = next(iter(parts.values()))[1]
-    mean = {name: sum(parts[p][0] / sum(weights) * parts[p][1][name] for p in peers) for name in names}
+    mean = {
+        name: sum(parts[p][0] / sum(weights) * parts[p][1][name] for p in peers) for name in names
+    }
     ranges = everything(names) if taken else {}
-    return Result("ok", exchange.key.round + 1, peers, weights, mean, None, dict(exchange.tensors), ranges)
+    return Result(
+        "ok", exchange.key.round + 1, peers, weights, mean, None, dict(exchange.tensors), ranges
+    )
 
 
 def replayed(result):
@@ -95,7 +101,9 @@ def test_the_second_phase_sends_the_pseudo_gradient_times_weight_over_mean_weigh
     made = plain(temperature=1.0)
     asked = first_phase(made, replica)
     mine = asked.tensors["norms"].tolist()
-    (delta,) = made.apply(replica, asked, gathered(asked, you=norms(mine[0] + math.log(3), mine[1])))
+    (delta,) = made.apply(
+        replica, asked, gathered(asked, you=norms(mine[0] + math.log(3), mine[1]))
+    )
     assert (delta.key, delta.kind, delta.weight) == (ExchangeKey(DELTA, 0), "mean", 1.0)
     torch.testing.assert_close(delta.tensors["a"], torch.full((4,), 2 * 0.75))
     assert delta.tensors["b"].tolist() == [1.0] * 3
@@ -104,7 +112,9 @@ def test_the_second_phase_sends_the_pseudo_gradient_times_weight_over_mean_weigh
 def test_a_peer_with_the_same_norms_is_no_confusion_about_who_i_am(replica):
     made = plain(temperature=1.0)
     asked = first_phase(made, replica)
-    (delta,) = made.apply(replica, asked, gathered(asked, aa=dict(asked.tensors), zz=norms(9.0, 9.0)))
+    (delta,) = made.apply(
+        replica, asked, gathered(asked, aa=dict(asked.tensors), zz=norms(9.0, 9.0))
+    )
     weight = made._weights[0]["me"][0] / sum(row[0] for row in made._weights[0].values())
     torch.testing.assert_close(delta.tensors["a"], torch.full((4,), 3 * weight))
 
@@ -115,7 +125,10 @@ def test_work_that_is_no_number_is_sent_as_zeros_and_phi_takes_its_place(replica
     assert asked.tensors["norms"][0] == HUGE
     (delta,) = made.apply(replica, asked, gathered(asked, you=norms(1.0, 1.0)))
     assert delta.tensors["a"].tolist() == [0.0] * 4
-    zero = {"a": torch.full((4,), 2.0), "b": torch.full((3,), 1.0)}  # the other's: twice the weight in a
+    zero = {
+        "a": torch.full((4,), 2.0),
+        "b": torch.full((3,), 1.0),
+    }  # the other's: twice the weight in a
     made.apply(replica, delta, mean_of(delta, you=(1.0, zero)))
     assert replica.read(["a"], "param")["a"].tolist() == [-1.0] * 4
     assert phi(made, replica) == {"a": [-1.0] * 4, "b": [-1.0] * 3}
@@ -161,7 +174,11 @@ def test_with_onlookers_alone_nothing_moves(replica):
     before = made.agreed(replica, DELTA)
     made.apply(replica, delta, mean_of(delta, taken=False, late=(ONLOOKER, zeros)))
     after = made.agreed(replica, DELTA)
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(("phi", "momentum")))
+    assert all(
+        torch.equal(before[name], after[name])
+        for name in before
+        if name.startswith(("phi", "momentum"))
+    )
     assert replica.read(["a"], "param")["a"].tolist() == [-1.0] * 4
 
 
@@ -244,7 +261,9 @@ ORDERS = [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1), (1, 3, 0, 2), 
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order.index(1) < order.index(3)])
 @pytest.mark.parametrize("stop", [None, 1, 2, 3])
-def test_replayed_rounds_of_the_two_streams_may_come_in_any_order_that_each_stream_allows(vectors, order, stop):
+def test_replayed_rounds_of_the_two_streams_may_come_in_any_order_that_each_stream_allows(
+    vectors, order, stop
+):
     teacher, pupil, (theirs, mine), rounds = teacher_and_pupil(vectors)
     for done, at in enumerate(order):
         if done == stop:
@@ -323,7 +342,12 @@ def broken(state):
     yield {**state, "weights.0.me": torch.tensor([UNIT + 1, 0])}
     yield {**state, "delta_round": torch.tensor(2)}
     yield {**state, "early.x": torch.tensor(1), "early": torch.tensor(2)}
-    yield {**state, "early.7": torch.tensor(1), "early.7.me": torch.tensor(1), "early": torch.tensor(2)}
+    yield {
+        **state,
+        "early.7": torch.tensor(1),
+        "early.7.me": torch.tensor(1),
+        "early": torch.tensor(2),
+    }
 
 
 def test_a_state_between_the_phases_with_one_wrong_entry_is_refused(vectors):
@@ -417,7 +441,9 @@ class Still:
 
 def values(count, label):
     """Made by integer arithmetic and one division, the same on every machine."""
-    return (torch.arange(count, dtype=torch.int64) * 7919 % (2003 + label) - 1001).to(torch.float32) / 40960
+    return (torch.arange(count, dtype=torch.int64) * 7919 % (2003 + label) - 1001).to(
+        torch.float32
+    ) / 40960
 
 
 def digest():
@@ -428,7 +454,10 @@ def digest():
         made.local_step(replica, Progress(number))
         (asked,) = made.due(replica, Progress(number + 1))
         mine = asked.tensors["norms"]
-        others = {f"p{i}": {"norms": mine * (1 + i / 7), "steps": torch.tensor([float(i)])} for i in range(3)}
+        others = {
+            f"p{i}": {"norms": mine * (1 + i / 7), "steps": torch.tensor([float(i)])}
+            for i in range(3)
+        }
         (delta,) = made.apply(replica, asked, gathered(asked, **others))
         spike = 1000.0 if number == 4 else 1.0
         result = mean_of(delta, p0=(1.0, {name: x * spike for name, x in delta.tensors.items()}))

@@ -14,18 +14,26 @@ VALUES = 700 + 333 + 30 + 1
 
 def dyadic(count, seed=0):
     """Multiples of 1/64 that bf16 carries unchanged."""
-    return torch.randint(-120, 121, (count,), generator=torch.Generator().manual_seed(seed)).float() / 64
+    return (
+        torch.randint(-120, 121, (count,), generator=torch.Generator().manual_seed(seed)).float()
+        / 64
+    )
 
 
 def replica_of(vectors, seed=9, **options):
-    values = torch.split(dyadic(VALUES, seed), [torch.Size(shape).numel() for shape in SIZES.values()])
+    values = torch.split(
+        dyadic(VALUES, seed), [torch.Size(shape).numel() for shape in SIZES.values()]
+    )
     return vectors(
-        **options, **{name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), values, strict=True)}
+        **options,
+        **{name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), values, strict=True)},
     )
 
 
 def gradient(seed):
-    values = torch.split(dyadic(VALUES, seed), [torch.Size(shape).numel() for shape in SIZES.values()])
+    values = torch.split(
+        dyadic(VALUES, seed), [torch.Size(shape).numel() for shape in SIZES.values()]
+    )
     return {name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), values, strict=True)}
 
 
@@ -61,7 +69,9 @@ def travelled(made, replica, rounds):
         made._book.number = number
         places = torch.arange(1.0, VALUES + 1)
         parts = torch.split(places, [torch.Size(shape).numel() for shape in SIZES.values()])
-        marked = {name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), parts, strict=True)}
+        marked = {
+            name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), parts, strict=True)
+        }
         carried = made._part(marked)["blocks"]
         found.append([int(place) - 1 for place in carried.tolist() if place])
     return found
@@ -81,7 +91,9 @@ def test_every_value_travels_exactly_once_in_any_q_rounds(vectors, replicator, r
 def test_striding_takes_the_blocks_whose_number_and_round_add_up_to_a_multiple_of_q(vectors):
     found = travelled(FlexDeMo(replicator="striding", rate=0.25), replica_of(vectors), 6)
     for number, places in enumerate(found):
-        assert {place // BLOCK for place in places} == {b for b in range(-(-VALUES // BLOCK)) if (b + number) % 4 == 0}
+        assert {place // BLOCK for place in places} == {
+            b for b in range(-(-VALUES // BLOCK)) if (b + number) % 4 == 0
+        }
 
 
 def test_slicing_takes_contiguous_slices_in_turn(vectors):
@@ -118,7 +130,10 @@ def test_random_draws_anew_with_each_round_and_each_seed_and_alike_for_all_who_h
 def test_the_places_of_every_replicator_are_those_of_the_golden_file(golden):
     """Peers of different versions must choose alike."""
     now = {
-        kind: [FlexDeMo(replicator=kind, rate=0.25).chosen(12, number).tolist() for number in (0, 1, 6, 2**40)]
+        kind: [
+            FlexDeMo(replicator=kind, rate=0.25).chosen(12, number).tolist()
+            for number in (0, 1, 6, 2**40)
+        ]
         for kind in ("striding", "slicing", "random", "full")
     }
     assert golden("flexdemo", now) == now
@@ -146,7 +161,9 @@ def test_what_leaves_the_momentum_is_what_was_delivered_bit_by_bit(vectors, repl
         made.apply(replica, exchange, answer(exchange))
         after, sent = delta(made, replica), before - delta(made, replica)
         assert torch.equal(after + sent, before)
-        assert sorted(sent[sent != 0].tolist()) == sorted(x for x in exchange.tensors["blocks"].tolist() if x)
+        assert sorted(sent[sent != 0].tolist()) == sorted(
+            x for x in exchange.tensors["blocks"].tolist() if x
+        )
         assert bool(sent.any())
 
 
@@ -223,7 +240,11 @@ def test_a_gradient_that_waits_for_its_local_step_survives_a_replayed_round(vect
     replica.add_gradient(**gradient(2))
     mean = {"blocks": torch.ones_like(exchange.tensors["blocks"])}
     key = type(exchange.key)(exchange.key.stream, 1)
-    made.apply(replica, type(exchange)(key, "mean", exchange.group, {}), Result("ok", 2, ("b",), (1.0,), mean))
+    made.apply(
+        replica,
+        type(exchange)(key, "mean", exchange.group, {}),
+        Result("ok", 2, ("b",), (1.0,), mean),
+    )
     assert torch.equal(row(replica.read(replica.names, "grad")), row(gradient(2)))
     assert torch.equal(row(replica.read(replica.names, "param")), start - 1.0)
     assert not delta(made, replica).any()
@@ -232,7 +253,10 @@ def test_a_gradient_that_waits_for_its_local_step_survives_a_replayed_round(vect
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"replicator": "demo"}, r"replicator 'demo' is not known; choose from striding, .* or method demo"),
+        (
+            {"replicator": "demo"},
+            r"replicator 'demo' is not known; choose from striding, .* or method demo",
+        ),
         ({"rate": 0.0}, r"a rate of 0.0 is not possible; choose one in \[1/65536, 1\]"),
         ({"rate": 1.5}, "a rate of 1.5 is not possible"),
         ({"rate": float("nan")}, "a rate of nan is not possible"),

@@ -29,7 +29,9 @@ from farflock.optimizers.parts.corrections import (
     trend_decay,
 )
 
-A = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]])  # the quadratic's matrix; its minimum is at 0
+A = np.array(
+    [[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]]
+)  # the quadratic's matrix; its minimum is at 0
 W0 = np.array([1.0, -2.0, 0.5])
 STEPS = 60
 RATE, MOMENTUM = 0.01, 0.9
@@ -88,7 +90,9 @@ def test_spike_compensation_is_the_papers_recursion(delay):
         a = MOMENTUM ** (step - then)
         b = (1 - a) / (1 - MOMENTUM)
         g = A @ past[then]
-        v = MOMENTUM * v + a * g  # the paper has a·v in the step; `a` differs between steps only while the line fills
+        v = (
+            MOMENTUM * v + a * g
+        )  # the paper has a·v in the step; `a` differs between steps only while the line fills
         w = w - RATE * (v + b * g)
         past.append(w)
         expected.append(w)
@@ -186,7 +190,10 @@ def test_spike_compensation_and_prediction_go_together(delay):
     inner = sgd(point)
     SpikeCompensation(inner, age)
     Trend(inner)
-    same(trajectory(point, inner, delay, age, lambda: along_trend(point, inner, delay)["w"]), expected)
+    same(
+        trajectory(point, inner, delay, age, lambda: along_trend(point, inner, delay)["w"]),
+        expected,
+    )
 
 
 def test_a_prediction_is_new_memory_and_before_the_first_step_it_is_the_weights():
@@ -275,7 +282,9 @@ def test_without_a_delay_it_is_nesterovs_method():
     gamma, rate = 0.9, 0.1
     y, u = W0.copy(), W0
     expected = [y]
-    for _ in range(STEPS):  # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
+    for _ in range(
+        STEPS
+    ):  # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
         step_end = y - rate * (1 - gamma) * (A @ y)
         y, u = step_end + gamma * (step_end - u), step_end
         expected.append(y)
@@ -298,7 +307,9 @@ def test_nadam_is_its_recursion_with_decoupled_decay(delay):
         past.append(w)
     point = Point()
     inner = nadam([{"params": [point.w], "weight_decay": decay}], rate, (b1, b2))
-    np.testing.assert_allclose(trajectory(point, inner, delay), past, rtol=1e-6)  # torch keeps the product in float32
+    np.testing.assert_allclose(
+        trajectory(point, inner, delay), past, rtol=1e-6
+    )  # torch keeps the product in float32
 
 
 # PipeMare.
@@ -379,7 +390,10 @@ def test_without_a_delay_every_correction_leaves_every_bit(kind):
     assert np.array_equal(found, trajectory(bare, plain, 0))
     moments = {name: value for name, value in inner.state[point.w].items() if name != TREND}
     assert moments.keys() == plain.state[bare.w].keys()
-    assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(plain.state[bare.w][n])) for n, x in moments.items())
+    assert all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(plain.state[bare.w][n]))
+        for n, x in moments.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -414,10 +428,14 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 
 
 @given(st.floats(0.1, 0.999), st.floats(1, 1000), st.floats(1, 1000))
-def test_a_sample_moves_the_weights_as_far_and_is_forgotten_over_as_many_samples_in_batches_of_any_size(m, size, other):
+def test_a_sample_moves_the_weights_as_far_and_is_forgotten_over_as_many_samples_in_batches_of_any_size(
+    m, size, other
+):
     at = Momentum(0.1, m, size)
     then = at.at(other)
-    assert then.rate / (1 - then.momentum) / then.samples == pytest.approx(at.rate / (1 - at.momentum) / at.samples)
+    assert then.rate / (1 - then.momentum) / then.samples == pytest.approx(
+        at.rate / (1 - at.momentum) / at.samples
+    )
     assert then.momentum**size == pytest.approx(at.momentum**other)
 
 

@@ -36,12 +36,16 @@ def normal(shape, seed=0):
 def dense(x, side):
     """Chunk by chunk with scipy in float64: the same transform, written another way."""
     matrix = (
-        x.numpy().astype(np.float64).reshape((1, x.numel()) if x.dim() < 2 else (x.shape[0], math.prod(x.shape[1:])))
+        x.numpy()
+        .astype(np.float64)
+        .reshape((1, x.numel()) if x.dim() < 2 else (x.shape[0], math.prod(x.shape[1:])))
     )
     height, width = (chunk_length(length, side) for length in matrix.shape)
     matrix = np.pad(matrix, [(0, -matrix.shape[0] % height), (0, -matrix.shape[1] % width)])
     chunks = [
-        scipy.fft.dctn(matrix[row : row + height, column : column + width], type=2, norm="ortho").reshape(-1)
+        scipy.fft.dctn(
+            matrix[row : row + height, column : column + width], type=2, norm="ortho"
+        ).reshape(-1)
         for row in range(0, matrix.shape[0], height)
         for column in range(0, matrix.shape[1], width)
     ]
@@ -66,7 +70,9 @@ def test_the_inverse_gives_every_shape_back_and_energy_stays(shape, side):
     back = grid.inverse(coefficients)
     assert back.shape == x.shape
     torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
-    assert float(coefficients.double().square().sum()) == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    assert float(coefficients.double().square().sum()) == pytest.approx(
+        float(x.double().square().sum()), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (131,), (67, 130)])
@@ -78,14 +84,20 @@ def test_the_inverse_is_scipys_inverse(shape):
     blocks = iter(coefficients.numpy().astype(np.float64).reshape(-1, height, width))
     for row in range(0, high, height):
         for column in range(0, wide, width):
-            whole[row : row + height, column : column + width] = scipy.fft.idctn(next(blocks), type=2, norm="ortho")
+            whole[row : row + height, column : column + width] = scipy.fft.idctn(
+                next(blocks), type=2, norm="ortho"
+            )
     rows, columns = grid.matrix
-    np.testing.assert_allclose(grid.inverse(coefficients).numpy(), whole[:rows, :columns].reshape(shape), atol=5e-6)
+    np.testing.assert_allclose(
+        grid.inverse(coefficients).numpy(), whole[:rows, :columns].reshape(shape), atol=5e-6
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 29, 64, 256])
 def test_the_waves_are_orthonormal(length):
-    torch.testing.assert_close(cosines(length) @ cosines(length).T, torch.eye(length), rtol=0, atol=3e-6)
+    torch.testing.assert_close(
+        cosines(length) @ cosines(length).T, torch.eye(length), rtol=0, atol=3e-6
+    )
 
 
 def test_a_constant_chunk_is_one_coefficient():
@@ -123,7 +135,9 @@ def test_the_vocabulary_of_gpt2_is_filled_to_the_next_multiple_of_64():
 
 def test_a_convolution_is_cut_as_a_matrix_of_its_output_channels():
     kernel = normal((8, 4, 3, 3))
-    assert torch.equal(Grid((8, 4, 3, 3), 6).forward(kernel), Grid((8, 36), 6).forward(kernel.reshape(8, 36)))
+    assert torch.equal(
+        Grid((8, 4, 3, 3), 6).forward(kernel), Grid((8, 36), 6).forward(kernel.reshape(8, 36))
+    )
 
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.integers(2, 16))

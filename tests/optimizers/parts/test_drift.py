@@ -31,7 +31,9 @@ def slow(held, round_number):
 @pytest.mark.parametrize("round_number", [0, 49, 2**40])
 def test_a_sketch_is_what_its_slow_twin_sums(round_number):
     held = tensors(1)
-    assert sketch(held, round_number).double().numpy() == pytest.approx(slow(held, round_number), rel=1e-5, abs=1e-5)
+    assert sketch(held, round_number).double().numpy() == pytest.approx(
+        slow(held, round_number), rel=1e-5, abs=1e-5
+    )
 
 
 def test_a_tensor_that_is_summed_in_parts_gives_the_same(monkeypatch):
@@ -53,19 +55,25 @@ def test_a_change_of_any_one_value_shows():
     for place in (0, 63, 64, 1319):
         held = {name: x.clone() for name, x in tensors(5).items()}
         held["w"].view(-1)[place] += 1.0
-        assert float((sketch(held, 7) - sketch(tensors(5), 7)).norm()) == pytest.approx(1.0, rel=1e-4)
+        assert float((sketch(held, 7) - sketch(tensors(5), 7)).norm()) == pytest.approx(
+            1.0, rel=1e-4
+        )
 
 
 def moved(share):
     """A sketch of the parameters, all but a few of them moved by this share of their size."""
     held, other = tensors(6), tensors(7)
     size = [sum(float(x.square().sum()) for x in one.values()) ** 0.5 for one in (held, other)]
-    return sketch({name: x + other[name] * (share * size[0] / size[1]) for name, x in held.items()}, 9)
+    return sketch(
+        {name: x + other[name] * (share * size[0] / size[1]) for name, x in held.items()}, 9
+    )
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5])
 def test_the_distance_is_that_of_the_parameters(share):
-    assert parted(moved(share), [moved(0.0), moved(0.0), moved(share)]) == pytest.approx(share, rel=0.35)
+    assert parted(moved(share), [moved(0.0), moved(0.0), moved(share)]) == pytest.approx(
+        share, rel=0.35
+    )
     assert parted(moved(0.0), [moved(0.0), moved(0.0), moved(share)]) == 0.0
 
 
@@ -82,7 +90,11 @@ def test_without_any_parameters_there_is_no_distance():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 3), st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=3, max_size=3), st.randoms())
+@given(
+    st.integers(1, 3),
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=3, max_size=3),
+    st.randoms(),
+)
 def test_no_minority_moves_who_is_right(liars, lies, chance):
     honest, members = moved(0.0), liars + 1
     sketches = [honest + 1e-6 * number for number in range(members)] + [

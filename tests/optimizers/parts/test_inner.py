@@ -18,7 +18,9 @@ class Layers(nn.Module):
 def test_matrices_decay_and_vectors_do_not(name):
     module = Layers()
     optimizer = InnerConfig(name, weight_decay=0.3).build(module)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert {n: decay[id(p)] for n, p in module.named_parameters()} == {
         "embed.weight": 0.3,
         "norm.weight": 0.0,
@@ -39,14 +41,18 @@ def test_a_tied_parameter_is_stepped_once():
 def test_adamw_gets_the_betas_rate_and_eps_of_the_configuration():
     optimizer = InnerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6).build(nn.Linear(2, 2))
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert all((g["lr"], g["betas"], g["eps"]) == (0.01, (0.8, 0.9), 1e-6) for g in optimizer.param_groups)
+    assert all(
+        (g["lr"], g["betas"], g["eps"]) == (0.01, (0.8, 0.9), 1e-6) for g in optimizer.param_groups
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_gathers_momentum_as_its_equations_say(nesterov):
     """u <- mu·u + g;  theta <- theta - lr·(g + mu·u if nesterov else u)."""
     module = nn.Linear(2, 1, bias=False)
-    optimizer = InnerConfig("sgd", lr=0.5, weight_decay=0.0, momentum=0.25, nesterov=nesterov).build(module)
+    optimizer = InnerConfig(
+        "sgd", lr=0.5, weight_decay=0.0, momentum=0.25, nesterov=nesterov
+    ).build(module)
     theta, u = module.weight.detach().clone(), torch.zeros(1, 2)
     for g in ([[1.0, 2.0]], [[-4.0, 8.0]], [[0.5, 0.0]]):
         module.weight.grad = torch.tensor(g)
@@ -94,8 +100,13 @@ def test_a_value_that_cannot_train_is_refused(options, message):
 def test_nadam_is_torchs_own_with_decoupled_decay_of_matrices():
     ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())
-    groups = [{"params": [theirs.weight], "weight_decay": 0.2}, {"params": [theirs.bias], "weight_decay": 0.0}]
-    oracle = torch.optim.NAdam(groups, 0.05, (0.9, 0.8), 1e-6, momentum_decay=4e-3, decoupled_weight_decay=True)
+    groups = [
+        {"params": [theirs.weight], "weight_decay": 0.2},
+        {"params": [theirs.bias], "weight_decay": 0.0},
+    ]
+    oracle = torch.optim.NAdam(
+        groups, 0.05, (0.9, 0.8), 1e-6, momentum_decay=4e-3, decoupled_weight_decay=True
+    )
     inner = InnerConfig("nadam", 0.05, (0.9, 0.8), 0.2, 1e-6).build(ours)
     for seed in range(5):
         for module, optimizer in ((ours, inner), (theirs, oracle)):

@@ -145,10 +145,14 @@ def settle(arm, steps=400):
     curvatures = torch.logspace(-4, 2, 6 * POINTS_A_DECADE + 1, dtype=torch.float64)
     trainer = Corrected(Quadratic(curvatures), arm, 1.0, steps)
     quarters = [largest(trainer, steps // 4) for _ in range(4)]
-    factors = ((quarters[3] / quarters[1]).nan_to_num(nan=0.0) ** (2 / steps)).where(quarters[3].isfinite(), math.inf)
+    factors = ((quarters[3] / quarters[1]).nan_to_num(nan=0.0) ** (2 / steps)).where(
+        quarters[3].isfinite(), math.inf
+    )
     unsettled = (factors >= 1).nonzero()
     end = int(unsettled[0]) if len(unsettled) else len(curvatures)
-    return float(curvatures[end - 1]), half_life(factors[:end], round(math.log10(CONDITION) * POINTS_A_DECADE))
+    return float(curvatures[end - 1]), half_life(
+        factors[:end], round(math.log10(CONDITION) * POINTS_A_DECADE)
+    )
 
 
 def largest(trainer, steps):
@@ -175,7 +179,9 @@ def read(arm, rate=1.0, steps=16):
     trainer = Corrected(model, arm, rate, steps)
     for step in range(steps):
         x, y = batches.batch(step)
-        if not math.isfinite(trainer.step(lambda module, x=x, y=y: next_token_loss(module(x), y), clip_norm=1.0)):
+        if not math.isfinite(
+            trainer.step(lambda module, x=x, y=y: next_token_loss(module(x), y), clip_norm=1.0)
+        ):
             return math.inf
     return evaluate(model, *evaluation(rest, 16, 2)).mean
 
@@ -208,7 +214,9 @@ def test_without_a_delay_every_arm_is_the_same_run_to_the_last_bit():
 def test_every_arm_runs_and_equal_arms_give_equal_numbers():
     losses = {arm.name: read(arm) for arm in (Arm("sgd"), *corrected(LATE))}
     assert all(map(math.isfinite, losses.values()))
-    assert read(Arm("nesterov 0.99", LATE, momentum=0.99, looks_ahead=True)) == losses["nesterov 0.99"]
+    assert (
+        read(Arm("nesterov 0.99", LATE, momentum=0.99, looks_ahead=True)) == losses["nesterov 0.99"]
+    )
     by_trend, by_velocity = losses.pop("prediction by trend"), losses.pop("prediction by velocity")
     assert by_trend == pytest.approx(by_velocity, abs=1e-4)
     assert len({by_trend, *losses.values()}) == len(losses) + 1, "two arms are the same"

@@ -19,7 +19,11 @@ class Net(nn.Module):
 
     def __init__(self, tied=False):
         super().__init__()
-        self.embed, self.wide, self.narrow = nn.Embedding(12, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+        self.embed, self.wide, self.narrow = (
+            nn.Embedding(12, 8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8, bias=False),
+        )
         self.norm, self.filter = nn.LayerNorm(8), nn.Conv1d(8, 8, 3)
         self.head = nn.Linear(8, 12, bias=False)
         if tied:
@@ -58,7 +62,10 @@ def test_hidden_matrices_move_as_the_equations_say(momentum, decay):
     module = Net()
     optimizer = InnerConfig("muon", lr=0.02, weight_decay=decay, momentum=momentum).build(module)
     mu = 0.95 if momentum is None else momentum
-    theta = {name: module.get_parameter(name).detach().numpy().copy() for name in ("wide.weight", "narrow.weight")}
+    theta = {
+        name: module.get_parameter(name).detach().numpy().copy()
+        for name in ("wide.weight", "narrow.weight")
+    }
     buffers = {name: np.zeros_like(x) for name, x in theta.items()}
     for step in range(4):
         gradients(module, step)
@@ -69,7 +76,9 @@ def test_hidden_matrices_move_as_the_equations_say(momentum, decay):
             theta[name] = theta[name] * (1 - 0.02 * decay) - 0.02 * 0.2 * np.sqrt(max(g.shape)) * o
         optimizer.step()
     for name, x in theta.items():  # the library computes O in bf16
-        np.testing.assert_allclose(module.get_parameter(name).detach().numpy(), x, atol=0.02 * 0.2 * 12**0.5 * 0.1)
+        np.testing.assert_allclose(
+            module.get_parameter(name).detach().numpy(), x, atol=0.02 * 0.2 * 12**0.5 * 0.1
+        )
         buffer = optimizer.state[module.get_parameter(name)]["momentum_buffer"].numpy()
         np.testing.assert_allclose(buffer, buffers[name], rtol=1e-5, atol=1e-6)
 
@@ -88,7 +97,10 @@ def test_an_update_has_singular_values_near_one_whatever_the_gradients_are():
 def test_the_rest_moves_as_under_adamw():
     ours, theirs = Net(), Net()
     config = InnerConfig("muon", lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
-    optimizers = [config.build(ours), InnerConfig("adamw", 0.02, (0.8, 0.9), 0.3, 1e-6).build(theirs)]
+    optimizers = [
+        config.build(ours),
+        InnerConfig("adamw", 0.02, (0.8, 0.9), 0.3, 1e-6).build(theirs),
+    ]
     for step in range(3):
         gradients(ours, step), gradients(theirs, step)
         for optimizer in optimizers:
@@ -115,15 +127,28 @@ def test_a_frozen_matrix_is_left_out():
 def test_of_our_model_all_matrices_inside_the_blocks_are_hidden(tied, vocabulary):
     """Also where the model is as wide as its vocabulary."""
     config = ModelConfig(
-        vocab_size=vocabulary, dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=50, context=16, tied=tied
+        vocab_size=vocabulary,
+        dim=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        ffn_dim=50,
+        context=16,
+        tied=tied,
     )
     module = Llama(config)
-    inside = [n for n, p in module.named_parameters() if p.dim() == 2 and "embed" not in n and "head" not in n]
+    inside = [
+        n
+        for n, p in module.named_parameters()
+        if p.dim() == 2 and "embed" not in n and "head" not in n
+    ]
     assert names_of(module, hidden_matrices(module)) == inside
     assert len(inside) >= 2 * 7
 
 
-@pytest.mark.parametrize("module", [nn.LayerNorm(4), nn.Linear(4, 4, bias=False)], ids=["vectors", "matrix"])
+@pytest.mark.parametrize(
+    "module", [nn.LayerNorm(4), nn.Linear(4, 4, bias=False)], ids=["vectors", "matrix"]
+)
 def test_one_of_the_two_kinds_may_be_missing(module):
     optimizer = InnerConfig("muon", lr=0.1).build(module)
     before = [parameter.detach().clone() for parameter in module.parameters()]
@@ -156,7 +181,9 @@ def test_it_goes_on_from_its_saved_state_as_if_it_had_never_stopped():
     for net, one in ((module, optimizer), (other, again)):
         gradients(net, 7)
         one.step()
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    )
     assert {group["lr"] for group in again.param_groups} == {0.02}
 
 

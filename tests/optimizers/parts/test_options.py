@@ -17,9 +17,19 @@ REFUSED = [
     ),
     *((name, {"codec": "topk:64/4096"}, "codec topk:64/4096 is biased") for name in PLAIN),
     *((name, {"codec": "topk:8/64+zstd"}, "is biased") for name in PLAIN),
-    *((name, {"codec": "int9"}, "codec 'int9' is not known; did you mean 'int") for name in TALKING),
-    *((name, {"return_codec": "topk:1/2"}, "return codec topk:1/2 is biased") for name in ("ddp", "diloco")),
-    *((name, {"period": value}, f"period of {value} steps") for name in ("diloco", "noloco") for value in (0, -3)),
+    *(
+        (name, {"codec": "int9"}, "codec 'int9' is not known; did you mean 'int")
+        for name in TALKING
+    ),
+    *(
+        (name, {"return_codec": "topk:1/2"}, "return codec topk:1/2 is biased")
+        for name in ("ddp", "diloco")
+    ),
+    *(
+        (name, {"period": value}, f"period of {value} steps")
+        for name in ("diloco", "noloco")
+        for value in (0, -3)
+    ),
     ("diloco", {"feedback": 1.5}, "feedback of 1.5"),
     ("diloco", {"feedback": -0.1}, "feedback of -0.1"),
     ("diloco", {"feedback": math.nan}, "feedback of nan"),

@@ -8,7 +8,11 @@ import torch
 
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD, scaled
 
-OUTERS = {"sgd": OuterSGD(0.7), "nesterov": OuterNesterov(0.7, 0.9), "heavyball": OuterHeavyBall(0.7, 0.9)}
+OUTERS = {
+    "sgd": OuterSGD(0.7),
+    "nesterov": OuterNesterov(0.7, 0.9),
+    "heavyball": OuterHeavyBall(0.7, 0.9),
+}
 each = pytest.mark.parametrize("name", OUTERS)
 
 
@@ -67,8 +71,12 @@ def test_twenty_steps_follow_torch_sgd(outer, options):
 
 def test_nesterovs_first_step_overshoots_the_average_and_heavy_balls_does_not():
     one = torch.ones(1)
-    assert OuterNesterov(0.7, 0.9).step(one, one, torch.zeros(1))[0].item() == pytest.approx(1 - 0.7 * 1.9)
-    assert OuterHeavyBall(0.7, 0.9).step(one, one, torch.zeros(1))[0].item() == pytest.approx(1 - 0.7)
+    assert OuterNesterov(0.7, 0.9).step(one, one, torch.zeros(1))[0].item() == pytest.approx(
+        1 - 0.7 * 1.9
+    )
+    assert OuterHeavyBall(0.7, 0.9).step(one, one, torch.zeros(1))[0].item() == pytest.approx(
+        1 - 0.7
+    )
 
 
 def test_under_a_constant_pseudo_gradient_steps_grow_as_a_geometric_sum():

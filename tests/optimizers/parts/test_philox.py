@@ -10,9 +10,21 @@ from farflock.optimizers.parts.philox import below, permutation, philox, words
 
 # Random123's kat_vectors, lines "philox4x32 10": counter, key, result.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
@@ -59,7 +71,12 @@ def test_a_longer_draw_begins_with_a_shorter_one_across_batches():
 
 def test_seed_stream_and_round_each_change_all_draws():
     base = words(1, 1, 1, 64)
-    for other in (words(2, 1, 1, 64), words(1, 2, 1, 64), words(1, 1, 2, 64), words(1, 1, 1 + 2**32, 64)):
+    for other in (
+        words(2, 1, 1, 64),
+        words(1, 2, 1, 64),
+        words(1, 1, 2, 64),
+        words(1, 1, 1 + 2**32, 64),
+    ):
         assert not bool((base == other).any())
 
 

@@ -32,7 +32,9 @@ def test_a_floor_of_one_makes_it_constant():
 
 def test_a_joiner_rises_over_its_own_first_steps_wherever_the_run_is():
     joiner = Schedule(peak=0.01, total_tokens=1000, floor=1.0, joiner_steps=4)
-    assert [joiner.rate(600, step) for step in range(6)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    assert [joiner.rate(600, step) for step in range(6)] == pytest.approx(
+        [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+    )
 
 
 def test_two_peers_at_the_same_progress_have_the_same_rate_however_many_steps_they_made():
@@ -40,7 +42,9 @@ def test_two_peers_at_the_same_progress_have_the_same_rate_however_many_steps_th
 
 
 @given(st.integers(1, 10**12), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2 * 10**12))
-def test_after_the_warm_up_it_never_rises_and_never_leaves_peak_and_floor(total, share, floor, tokens):
+def test_after_the_warm_up_it_never_rises_and_never_leaves_peak_and_floor(
+    total, share, floor, tokens
+):
     schedule = Schedule(0.5, total, int(total * share), floor)
     tokens = max(tokens, schedule.warmup_tokens)
     assert 0.5 * floor - 1e-12 <= schedule.rate(tokens, 0) <= 0.5 + 1e-12

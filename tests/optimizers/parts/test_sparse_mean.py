@@ -13,7 +13,9 @@ def gathered(**rows):
 
 
 def test_each_coordinate_is_divided_by_how_many_sent_it():
-    mean = mean_of_senders(gathered(a=[4.0, 2.0, 0.0, 0.0], b=[2.0, 0.0, 0.0, -3.0], c=[0.0, 0.0, 0.0, -1.0]))
+    mean = mean_of_senders(
+        gathered(a=[4.0, 2.0, 0.0, 0.0], b=[2.0, 0.0, 0.0, -3.0], c=[0.0, 0.0, 0.0, -1.0])
+    )
     assert mean["x"].tolist() == [3.0, 2.0, 0.0, -2.0]
 
 
@@ -46,8 +48,13 @@ def digest():
     found = hashlib.sha256()
     for size in (1, 7, 257, 4099):
         generator = torch.Generator().manual_seed(size)
-        sparse = {peer: torch.randint(-999, 999, (size,), generator=generator).relu() / 997 for peer in "abcde"}
-        found.update(mean_of_senders({peer: {"x": x} for peer, x in sparse.items()})["x"].numpy().tobytes())
+        sparse = {
+            peer: torch.randint(-999, 999, (size,), generator=generator).relu() / 997
+            for peer in "abcde"
+        }
+        found.update(
+            mean_of_senders({peer: {"x": x} for peer, x in sparse.items()})["x"].numpy().tobytes()
+        )
     return found.hexdigest()
 
 

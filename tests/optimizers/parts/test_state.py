@@ -44,7 +44,10 @@ def test_a_view_hashes_like_its_copy_and_an_empty_tensor_hashes():
 
 @given(st.dictionaries(st.text(min_size=1), st.integers(0, 4), max_size=4))
 def test_what_named_puts_in_unnamed_takes_out_as_copies(sizes):
-    tensors = {name: torch.rand(size, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
+    tensors = {
+        name: torch.rand(size, generator=torch.Generator().manual_seed(size))
+        for name, size in sizes.items()
+    }
     back = unnamed("phi", named("phi", tensors), {name: (size,) for name, size in sizes.items()})
     assert list(back) == list(tensors)
     for name, tensor in tensors.items():

@@ -54,7 +54,12 @@ def test_what_was_saved_is_loaded_into_a_copy():
     assert saved(made, "shared")["round.a"] == 0
     assert [piece.residual for piece in new._pieces] == [{}, {"y": torch.tensor(7.0)}]
     become(made, new)
-    assert (made._moved, made._book, made._steps, made._asked) == (4, RoundBook(5, 6, True, ".a"), 8, True)
+    assert (made._moved, made._book, made._steps, made._asked) == (
+        4,
+        RoundBook(5, 6, True, ".a"),
+        8,
+        True,
+    )
 
 
 @pytest.mark.parametrize("missing", ["phi.x", "phi.y", "moved", "round.a"])
@@ -70,7 +75,9 @@ def test_a_state_that_lacks_something_shared_is_refused(missing):
 def test_what_is_own_is_forgotten_unless_it_stays_with_work_that_is_carried(carried):
     made = some()
     forget(made, carried=carried)
-    assert (made._steps, made._pieces[1].residual) == ((8, {"y": torch.tensor(7.0)}) if carried else (0, {}))
+    assert (made._steps, made._pieces[1].residual) == (
+        (8, {"y": torch.tensor(7.0)}) if carried else (0, {})
+    )
     assert (made._asked, made._book) == (False, RoundBook(5, 0, False, ".a"))
     assert (made._moved, len(made._phi)) == (4, 2)
 

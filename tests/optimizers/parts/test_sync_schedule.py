@@ -15,7 +15,13 @@ def at(seconds):
 
 def test_rounds_of_steps_know_no_time():
     sync_schedule = SyncSchedule(3)
-    assert [sync_schedule.over(since, 0, at(1e6)) for since in range(5)] == [False, False, False, True, True]
+    assert [sync_schedule.over(since, 0, at(1e6)) for since in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert sync_schedule.slot(at(1e6)) == 0
 
 

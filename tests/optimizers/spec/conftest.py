@@ -40,7 +40,9 @@ class Loopback:
 
     def sync(self, *, missing=(), failed=()):
         """All peers that are due exchange; `missing` ones are not taken, `failed` ones hear of no result."""
-        asked = {peer: exchanges[0] for peer in range(len(self.methods)) if (exchanges := self.due(peer))}
+        asked = {
+            peer: exchanges[0] for peer in range(len(self.methods)) if (exchanges := self.due(peer))
+        }
         inside = [peer for peer in asked if peer not in missing]
         mean = {}
         if inside:
@@ -49,21 +51,39 @@ class Loopback:
             mean = dict(zip(names, weighted_mean(inputs), strict=True))
         for peer, exchange in asked.items():
             result = self.result(exchange, inside, mean, peer in inside)
-            self.apply(peer, exchange, Result("failed", exchange.key.round + 1) if peer in failed else result)
+            self.apply(
+                peer,
+                exchange,
+                Result("failed", exchange.key.round + 1) if peer in failed else result,
+            )
         return asked
 
     def result(self, exchange, inside, mean, taken):
         """What the swarm would say."""
-        ranges = {name: [(0, tensor.numel())] for name, tensor in exchange.tensors.items()} if taken else {}
-        status = "alone" if len(self.methods) == 1 else "ok" if len(inside) == len(self.methods) else "partial"
+        ranges = (
+            {name: [(0, tensor.numel())] for name, tensor in exchange.tensors.items()}
+            if taken
+            else {}
+        )
+        status = (
+            "alone"
+            if len(self.methods) == 1
+            else "ok"
+            if len(inside) == len(self.methods)
+            else "partial"
+        )
         weights = (exchange.weight,) * len(inside)
         participants = tuple(f"peer{peer}" for peer in inside)
         number = exchange.key.round + 1
-        return Result(status, number, participants, weights, mean=mean, sent=exchange.tensors, taken=ranges)
+        return Result(
+            status, number, participants, weights, mean=mean, sent=exchange.tensors, taken=ranges
+        )
 
     def apply(self, peer, exchange, result, steps_since=0):
         """Hand a result over."""
-        self.methods[peer].apply(self.replicas[peer], exchange, replace(result, steps_since=steps_since))
+        self.methods[peer].apply(
+            self.replicas[peer], exchange, replace(result, steps_since=steps_since)
+        )
 
     def theta(self, peer: int) -> torch.Tensor:
         """A peer's parameters."""

@@ -25,7 +25,9 @@ def test_all_replicas_are_equal_after_each_step(loopback):
         for peer in range(4):
             world.step(peer, ones(float(peer)))
         world.sync()
-        hashes = {state_hash(m.snapshot(r)) for m, r in zip(world.methods, world.replicas, strict=True)}
+        hashes = {
+            state_hash(m.snapshot(r)) for m, r in zip(world.methods, world.replicas, strict=True)
+        }
         assert len(hashes) == 1
         assert torch.equal(world.theta(0), world.theta(3))
 
@@ -119,7 +121,9 @@ def test_local_never_asks_and_never_gets(loopback):
 def test_local_takes_over_a_snapshot(loopback):
     world = loopback(Local, 2)
     world.step(0, ones(2.0))
-    world.methods[1].restore(world.replicas[1], world.methods[0].snapshot(world.replicas[0]), "adopt")
+    world.methods[1].restore(
+        world.replicas[1], world.methods[0].snapshot(world.replicas[0]), "adopt"
+    )
     assert torch.equal(world.theta(1), world.theta(0))
     assert Progress(0).tokens == 0
 

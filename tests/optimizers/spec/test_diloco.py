@@ -44,7 +44,10 @@ def test_plain_averaging_gives_exactly_the_mean_of_the_replicas(loopback):
 
 
 def test_identical_replicas_behave_as_one(loopback):
-    one, many = loopback(lambda: DiLoCo(1, codec="fp32"), 1), loopback(lambda: DiLoCo(1, codec="fp32"), 7)
+    one, many = (
+        loopback(lambda: DiLoCo(1, codec="fp32"), 1),
+        loopback(lambda: DiLoCo(1, codec="fp32"), 7),
+    )
     for world, peers in ((one, 1), (many, 7)):
         for _ in range(3):
             for peer in range(peers):
@@ -110,7 +113,9 @@ def test_a_failed_round_leaves_outer_state_and_local_work_untouched(loopback):
     assert torch.equal(before["momentum.x"], after["momentum.x"])
     assert torch.equal(world.theta(0), ones(-1.0))
     world.step(0, ones(1.0))
-    assert torch.equal(world.due(0)[0].tensors["x"], ones(2.0))  # the next message covers both steps
+    assert torch.equal(
+        world.due(0)[0].tensors["x"], ones(2.0)
+    )  # the next message covers both steps
 
 
 def test_a_late_result_keeps_the_steps_made_since_and_counts_nothing_twice(loopback):
@@ -132,7 +137,9 @@ def test_where_only_some_was_taken_the_rest_is_kept(loopback):
         world.step(peer, ones(1.0))
     exchange = world.due(0)[0]
     ranges = {"x": [(0, 2)]}
-    result = Result("partial", 1, ("peer0",), (1.0,), mean={"x": ones(4.0)}, sent=exchange.tensors, taken=ranges)
+    result = Result(
+        "partial", 1, ("peer0",), (1.0,), mean={"x": ones(4.0)}, sent=exchange.tensors, taken=ranges
+    )
     world.apply(0, exchange, result)
     assert torch.equal(world.phi(0), ones(-4.0))
     assert world.theta(0).tolist() == [-4.0, -4.0, -1.0, -1.0, -1.0, -1.0]
@@ -143,7 +150,9 @@ def test_a_replayed_round_moves_phi_and_keeps_local_work(loopback):
     world.step(0, ones(1.0))
     exchange = world.methods[0].streams(world.replicas[0])[0]
     replay = Result("partial", 8, ("peer9",), (1.0,), mean={"x": ones(3.0)})
-    world.methods[0].apply(world.replicas[0], exchange.__class__(exchange.key, "mean", exchange.group, {}), replay)
+    world.methods[0].apply(
+        world.replicas[0], exchange.__class__(exchange.key, "mean", exchange.group, {}), replay
+    )
     assert torch.equal(world.phi(0), ones(-3.0))
     assert torch.equal(world.theta(0), ones(-1.0))
     for _ in range(4):
@@ -196,16 +205,24 @@ def test_feedback_is_settled_only_where_a_message_was_taken(loopback):
     world.apply(0, exchange, Result("failed", 1))
     world.step(0, ones(0.0))
     again = world.due(0)[0]
-    assert torch.equal(again.tensors["x"], exchange.tensors["x"])  # nobody took it: nothing is lost, nothing doubled
+    assert torch.equal(
+        again.tensors["x"], exchange.tensors["x"]
+    )  # nobody took it: nothing is lost, nothing doubled
     taken = {"x": [(0, 6)]}
-    world.apply(0, again, Result("ok", 2, ("p",), (1.0,), mean={"x": kept}, sent={"x": kept}, taken=taken))
+    world.apply(
+        0, again, Result("ok", 2, ("p",), (1.0,), mean={"x": kept}, sent={"x": kept}, taken=taken)
+    )
     world.step(0, ones(0.0))
     assert world.due(0)[0].tensors["x"].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"period": 0}, "period"), ({"codec": "topk:2/8"}, "feedback"), ({"return_codec": "topk:2/8"}, "return")],
+    [
+        ({"period": 0}, "period"),
+        ({"codec": "topk:2/8"}, "feedback"),
+        ({"return_codec": "topk:2/8"}, "return"),
+    ],
 )
 def test_impossible_options_are_refused_with_the_reason(options, word):
     with pytest.raises(ValueError, match=word):

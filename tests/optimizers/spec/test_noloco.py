@@ -97,7 +97,9 @@ def test_steps_since_the_snapshot_are_kept(loopback):
     exchange = world.due(0)[0]
     world.step(0, ones(0.5))
     taken = {"x": [(0, 6)]}
-    result = Result("ok", 1, ("a", "b"), (1.0, 1.0), mean={"x": ones(-3.0)}, sent=exchange.tensors, taken=taken)
+    result = Result(
+        "ok", 1, ("a", "b"), (1.0, 1.0), mean={"x": ones(-3.0)}, sent=exchange.tensors, taken=taken
+    )
     world.apply(0, exchange, result, steps_since=1)
     assert torch.equal(world.phi(0), ones(-3.0))
     assert torch.equal(world.theta(0), ones(-3.5))

@@ -23,7 +23,9 @@ def test_nesterov_is_torchs():
         torch.testing.assert_close(phi, weight.detach())
 
 
-@pytest.mark.parametrize("outer", [OuterSGD(0.5), OuterHeavyBall(0.7, 0.9), OuterNesterov(0.3, 0.5)])
+@pytest.mark.parametrize(
+    "outer", [OuterSGD(0.5), OuterHeavyBall(0.7, 0.9), OuterNesterov(0.3, 0.5)]
+)
 def test_each_outer_equals_its_slow_twin(outer):
     phi, u = torch.ones(17), torch.zeros(17)
     slow_phi, slow_u = np.ones(17), np.zeros(17)
@@ -55,7 +57,9 @@ def test_constant_gradients_give_the_step_sizes_of_the_paper():
     assert sizes[-1] == pytest.approx(7.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("make", [lambda: OuterSGD(0.0), lambda: OuterNesterov(0.7, 1.0), lambda: OuterHeavyBall(-1.0)])
+@pytest.mark.parametrize(
+    "make", [lambda: OuterSGD(0.0), lambda: OuterNesterov(0.7, 1.0), lambda: OuterHeavyBall(-1.0)]
+)
 def test_senseless_values_are_refused(make):
     with pytest.raises(ValueError, match="choose"):
         make()

@@ -21,7 +21,9 @@ def test_the_rate_rises_then_falls_to_its_floor():
 
 
 def test_a_joiner_warms_up_on_its_own():
-    assert [SCHEDULE.rate(100, step) / 2.0 for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert [SCHEDULE.rate(100, step) / 2.0 for step in range(5)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    )
 
 
 @given(st.integers(0, 2000), st.integers(0, 50))
@@ -94,7 +96,9 @@ def test_every_method_is_to_be_had_by_name():
     assert classes.keys() <= METHODS.keys()
 
 
-@pytest.mark.parametrize(("name", "options", "hint"), [("dilocko", {}, "diloco"), ("diloco", {"perid": 3}, "period")])
+@pytest.mark.parametrize(
+    ("name", "options", "hint"), [("dilocko", {}, "diloco"), ("diloco", {"perid": 3}, "period")]
+)
 def test_a_misspelt_name_is_answered_with_the_nearest(name, options, hint):
     with pytest.raises(ValueError, match=hint):
         method(name, **options)

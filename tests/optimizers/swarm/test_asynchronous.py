@@ -22,7 +22,9 @@ def adding(**options):
 
 def work(swarm, name, steps, what):
     theta = swarm.build("fresh").theta()[what]
-    return sum((swarm.gradient(name, step, what, theta) for step in range(steps)), torch.zeros_like(theta))
+    return sum(
+        (swarm.gradient(name, step, what, theta) for step in range(steps)), torch.zeros_like(theta)
+    )
 
 
 def speeds(swarm, **every):
@@ -50,7 +52,13 @@ def everything(swarm):
     lateness(swarm), failures(swarm), unequal(swarm)
 
 
-FATES = {"calm": lambda swarm: None, "late": lateness, "fail": failures, "slow": unequal, "all": everything}
+FATES = {
+    "calm": lambda swarm: None,
+    "late": lateness,
+    "fail": failures,
+    "slow": unequal,
+    "all": everything,
+}
 each_fate = pytest.mark.parametrize("fate", FATES)
 
 
@@ -93,7 +101,8 @@ def test_members_that_know_of_the_same_rounds_hold_the_same_bits(loopback, same,
 
 
 @pytest.mark.parametrize(
-    "fate", ["all", *(pytest.param(fate, marks=pytest.mark.long) for fate in FATES if fate != "all")]
+    "fate",
+    ["all", *(pytest.param(fate, marks=pytest.mark.long) for fate in FATES if fate != "all")],
 )
 def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, fate):
     ends = []
@@ -112,7 +121,9 @@ def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, fa
 
 def test_a_buffer_of_all_with_equal_pulls_is_synchronous_diloco(loopback):
     ours = loopback(arriving(enough=0, buffer=4), "abcd")
-    theirs = loopback(lambda: DiLoCo(3, OuterNesterov(0.7, 0.9), codec="fp32", return_codec="fp32"), "abcd")
+    theirs = loopback(
+        lambda: DiLoCo(3, OuterNesterov(0.7, 0.9), codec="fp32", return_codec="fp32"), "abcd"
+    )
     for swarm in (ours, theirs):
         swarm.steps(15)
     for what in NAMES:
@@ -148,7 +159,9 @@ def test_machines_of_speeds_1_2_4_make_steps_in_proportion_and_arrive_together(l
     assert quotas["c"] in (2, 3)  # its pause after the last step of a round is not measured
     counts = {name: sum(bool(r.taken) for r in peer.results) for name, peer in swarm.peers.items()}
     assert max(counts.values()) <= 1.6 * min(counts.values())
-    stale = [float(x["staleness"]) for r in list(swarm.log.values())[-9:] for x in r.gathered.values()]
+    stale = [
+        float(x["staleness"]) for r in list(swarm.log.values())[-9:] for x in r.gathered.values()
+    ]
     assert max(stale) <= 3
 
 
@@ -158,7 +171,12 @@ def test_without_dynamic_steps_slow_machines_arrive_rarely_and_stale(loopback):
     swarm.steps(120)
     counts = {name: sum(bool(r.taken) for r in peer.results) for name, peer in swarm.peers.items()}
     assert counts["a"] > 1.5 * counts["b"] > 2 * counts["c"]
-    stale = [float(x["staleness"]) for r in swarm.log.values() for who, x in r.gathered.items() if who == "c"]
+    stale = [
+        float(x["staleness"])
+        for r in swarm.log.values()
+        for who, x in r.gathered.items()
+        if who == "c"
+    ]
     assert max(stale) >= 5
 
 

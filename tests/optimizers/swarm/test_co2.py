@@ -32,7 +32,9 @@ def late(swarm):
 
 def unlucky(swarm):
     swarm.fails = lambda number: number % 3 == 1
-    swarm.taken = lambda peer, number: lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    )
 
 
 # the twin
@@ -41,8 +43,14 @@ def unlucky(swarm):
 def twin(rounds, period, peers, values, rate, *, delay, lr, momentum, clip, penalty):
     """The specification in float64 on bowls: parameters are averaged, and the average moves the anchor a round later.
     Yields the anchor after each round, and whether the clip or the penalty did anything."""
-    phi = {name: values(f"initial {name}", shape).double().numpy() for name, shape in SHAPES.items()}
-    target = {(p, name): values(f"target {p} {name}", s).double().numpy() for p in peers for name, s in SHAPES.items()}
+    phi = {
+        name: values(f"initial {name}", shape).double().numpy() for name, shape in SHAPES.items()
+    }
+    target = {
+        (p, name): values(f"target {p} {name}", s).double().numpy()
+        for p in peers
+        for name, s in SHAPES.items()
+    }
     u = {name: np.zeros_like(x) for name, x in phi.items()}
     x = {p: {name: a.copy() for name, a in phi.items()} for p in peers}
     anchors, flying = [phi], None
@@ -58,7 +66,8 @@ def twin(rounds, period, peers, values, rate, *, delay, lr, momentum, clip, pena
             if penalty and len(anchors) >= 3:
                 oldest, older, old = anchors[-3:]
                 before, now = (
-                    sum(np.abs(a[n] - b[n]).sum() for n in SHAPES) for a, b in ((oldest, older), (older, old))
+                    sum(np.abs(a[n] - b[n]).sum() for n in SHAPES)
+                    for a, b in ((oldest, older), (older, old))
                 )
                 gap = max(1.0, now / before)
             raw = {name: momentum * u[name] + (phi[name] - arrived[name]) / gap for name in SHAPES}
@@ -73,9 +82,16 @@ def twin(rounds, period, peers, values, rate, *, delay, lr, momentum, clip, pena
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     ("lr", "momentum", "clip", "penalty"),
-    [(1.0, 0.5, INFINITE, False), (1.0, 0.5, INFINITE, True), (0.7, 0.8, 0.05, False), (1.5, 0.9, 0.04, True)],
+    [
+        (1.0, 0.5, INFINITE, False),
+        (1.0, 0.5, INFINITE, True),
+        (0.7, 0.8, 0.05, False),
+        (1.5, 0.9, 0.04, True),
+    ],
 )
-def test_it_is_the_specification_written_down_slowly(loopback, gradients, values, delay, lr, momentum, clip, penalty):
+def test_it_is_the_specification_written_down_slowly(
+    loopback, gradients, values, delay, lr, momentum, clip, penalty
+):
     peers, period, rounds = "abc", 3, 12
     make = co2(
         period,
@@ -101,7 +117,12 @@ def test_it_is_the_specification_written_down_slowly(loopback, gradients, values
 
 def test_alone_and_without_misfortune_the_anchors_own_movement_is_a_pull_back(loopback, gradients):
     """u <- (m - lr)·u + D: what measuring against the anchor of now, and not of then, comes to."""
-    swarm = loopback(co2(2, outer_momentum=0.75, clip=None, penalty=False), "a", lr=0.125, gradient=gradients["bowl"])
+    swarm = loopback(
+        co2(2, outer_momentum=0.75, clip=None, penalty=False),
+        "a",
+        lr=0.125,
+        gradient=gradients["bowl"],
+    )
     peer, u, work = swarm.peers["a"], torch.zeros(7), None
     for _ in range(10):
         start = peer.theta()["bias"]
@@ -119,11 +140,15 @@ def test_alone_and_without_misfortune_the_anchors_own_movement_is_a_pull_back(lo
 # 5 and 6
 
 
-@pytest.mark.parametrize("fate", [lambda swarm: None, late, unlucky], ids=["calm", "late", "unlucky"])
+@pytest.mark.parametrize(
+    "fate", [lambda swarm: None, late, unlucky], ids=["calm", "late", "unlucky"]
+)
 def test_without_delay_clip_and_penalty_it_is_heavy_ball_bit_for_bit(loopback, same, fate):
     make = co2(3, outer_lr=0.7, outer_momentum=0.9, clip=None, penalty=False, delay=0)
     ours = loopback(make, "ab", inner="adamw", lr=0.01)
-    theirs = loopback(lambda: DiLoCo(3, OuterHeavyBall(0.7, 0.9), **EXACT), "ab", inner="adamw", lr=0.01)
+    theirs = loopback(
+        lambda: DiLoCo(3, OuterHeavyBall(0.7, 0.9), **EXACT), "ab", inner="adamw", lr=0.01
+    )
     fate(ours), fate(theirs)
     for _ in range(24):
         ours.steps(1), theirs.steps(1)
@@ -134,7 +159,9 @@ def test_without_delay_clip_and_penalty_it_is_heavy_ball_bit_for_bit(loopback, s
 
 @pytest.mark.parametrize("clip", [0.25, 0.03125])
 def test_no_value_of_the_momentum_ever_exceeds_the_clip(loopback, clip):
-    bounded, free = (loopback(co2(2, outer_momentum=0.9, clip=limit), "ab") for limit in (clip, None))
+    bounded, free = (
+        loopback(co2(2, outer_momentum=0.9, clip=limit), "ab") for limit in (clip, None)
+    )
     reached = False
     for _ in range(30):
         before = phi_of(bounded.peers["a"])
@@ -146,7 +173,10 @@ def test_no_value_of_the_momentum_ever_exceeds_the_clip(loopback, clip):
         for name, phi in phi_of(bounded.peers["a"]).items():
             assert float((phi - before[name]).abs().max()) <= clip * 1.001
     assert reached
-    assert max(float(free.peers["a"].outer()[f"momentum.{name}"].abs().max()) for name in SHAPES) > clip
+    assert (
+        max(float(free.peers["a"].outer()[f"momentum.{name}"].abs().max()) for name in SHAPES)
+        > clip
+    )
 
 
 # the penalty
@@ -209,7 +239,9 @@ def test_work_that_was_not_taken_is_sent_again(loopback):
     start = phi_of(swarms[0].build("new"))
     for name in SHAPES:
         assert torch.equal(lost.tensors[name], first.tensors[name])
-        drift = phi_of(calm)[name] - start[name]  # of the anchor, which did not move where the round failed
+        drift = (
+            phi_of(calm)[name] - start[name]
+        )  # of the anchor, which did not move where the round failed
         assert torch.equal(again.tensors[name], second.tensors[name] - drift + lost.tensors[name])
         assert torch.equal(phi_of(failed)[name], start[name])
 
@@ -221,7 +253,10 @@ def test_messages_leave_a_period_apart_and_the_replica_starts_from_the_anchor(lo
         for peer in swarm.peers.values():
             if step % 4 == 0:
                 assert peer.offered[-1][0] == step
-                assert all(torch.equal(x, phi_of(swarm.peers["a"])[name]) for name, x in peer.theta().items())
+                assert all(
+                    torch.equal(x, phi_of(swarm.peers["a"])[name])
+                    for name, x in peer.theta().items()
+                )
     assert [step for step, _ in swarm.peers["a"].offered] == list(range(4, 33, 4))
 
 
@@ -254,7 +289,13 @@ def test_carrying_a_snapshot_keeps_sent_and_unsent_work_on_top_of_phi(loopback):
 
 def test_the_defaults_are_those_of_the_released_code_but_for_the_clip():
     made = CO2()
-    assert (made.period, made.outer_lr, made.outer_momentum, made.clip, made.penalty) == (48, 1.0, 0.5, 1.0, True)
+    assert (made.period, made.outer_lr, made.outer_momentum, made.clip, made.penalty) == (
+        48,
+        1.0,
+        0.5,
+        1.0,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,8 +305,14 @@ def test_the_defaults_are_those_of_the_released_code_but_for_the_clip():
         ({"period": 1}, "a period of 1 step hides no exchange"),
         ({"delay": 3}, "a delay of 3 rounds is not known"),
         ({"outer_lr": 0.0}, r"an outer_lr of 0.0 makes no sense; choose one in \(0, 10\]"),
-        ({"outer_momentum": 1.0}, r"an outer_momentum of 1.0 never forgets; choose one in \[0, 1\)"),
-        ({"clip": 0.0}, "a clip of 0.0 lets nothing or everything through; choose one above 0, or None"),
+        (
+            {"outer_momentum": 1.0},
+            r"an outer_momentum of 1.0 never forgets; choose one in \[0, 1\)",
+        ),
+        (
+            {"clip": 0.0},
+            "a clip of 0.0 lets nothing or everything through; choose one above 0, or None",
+        ),
         ({"clip": INFINITE}, "a clip of inf"),
         ({"deadline_s": INFINITE}, "a deadline of inf s"),
         ({"codec": "topk:64/4096"}, "codec topk:64/4096 is biased.*no feedback"),
@@ -286,5 +333,8 @@ def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
         swarm.steps(20)
         phi = phi_of(swarm.peers["a"])
         blob = b"".join(x.numpy().tobytes() for x in phi.values())
-        found[f"delay {delay}"] = [phi["weight"].reshape(-1)[:4].tolist(), hashlib.sha256(blob).hexdigest()]
+        found[f"delay {delay}"] = [
+            phi["weight"].reshape(-1)[:4].tolist(),
+            hashlib.sha256(blob).hexdigest(),
+        ]
     assert golden("co2", found) == found

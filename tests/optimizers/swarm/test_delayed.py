@@ -36,7 +36,9 @@ def work(swarm, name, steps):
     theta = start_of(swarm)
     total = {what: torch.zeros_like(x) for what, x in theta.items()}
     for step in range(steps):
-        total = {what: x + swarm.gradient(name, step, what, theta[what]) for what, x in total.items()}
+        total = {
+            what: x + swarm.gradient(name, step, what, theta[what]) for what, x in total.items()
+        }
     return total
 
 
@@ -50,7 +52,9 @@ def late(swarm):
 
 def unlucky(swarm):
     swarm.fails = lambda number: number % 3 == 1
-    swarm.taken = lambda peer, number: lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    )
 
 
 def absent(swarm):
@@ -77,9 +81,13 @@ def test_without_a_delay_it_is_diloco_bit_for_bit(loopback, same, mode, fate):
 # 2: by hand
 
 
-def test_alone_on_a_bowl_the_naive_form_follows_the_recursion_made_by_hand(loopback, gradients, values):
+def test_alone_on_a_bowl_the_naive_form_follows_the_recursion_made_by_hand(
+    loopback, gradients, values
+):
     """theta <- theta - (theta - c)/4 twice a round: D = 7/16·(phi - c), and phi_(r+1) = phi_r - D_(r-1)."""
-    swarm = loopback(delayed("naive", 2, outer=OuterSGD(1.0)), "a", lr=0.25, gradient=gradients["bowl"])
+    swarm = loopback(
+        delayed("naive", 2, outer=OuterSGD(1.0)), "a", lr=0.25, gradient=gradients["bowl"]
+    )
     phi, pending = values("initial bias", (7,)).double(), None
     target = values("target a bias", (7,)).double()
     for _ in range(12):
@@ -102,20 +110,28 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
         assert torch.equal(start_of(swarm)[name] - phi, rate * mean)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), period=st.integers(2, 4), mode=st.sampled_from(MODES))
-def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(loopback, data, period, mode):
+def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
+    loopback, data, period, mode
+):
     """What is in phi, on its way or to be sent again, and not sent yet is all that was ever done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
-    cuts = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12))
+    cuts = data.draw(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12)
+    )
     failing = data.draw(st.sets(st.integers(0, 11)))
     swarm.late = lambda peer, number: lateness[number % 12]
     swarm.fails = lambda number: number % 12 in failing
 
     def some(peer, number):
         start, stop = cuts[number % 12]
-        return lambda what, n: [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
+        return lambda what, n: (
+            [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
+        )
 
     swarm.taken = some
     swarm.steps(23)
@@ -128,14 +144,20 @@ def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_no
 @each_mode
 def test_with_several_peers_what_nobody_took_is_sent_again(loopback, mode):
     swarm = loopback(delayed(mode, 3, outer=OuterSGD(1.0)), "ab")
-    swarm.taken = lambda peer, number: lambda what, n: [] if (peer, number % 3) == ("a", 1) else [(0, n)]
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [] if (peer, number % 3) == ("a", 1) else [(0, n)]
+    )
     swarm.fails = lambda number: number == 4
     swarm.steps(3 * 12 + 2)
     total = {name: [work(swarm, peer, 36)[name] for peer in "ab"] for name in start_of(swarm)}
     lost = {1, 7, 10}  # in these rounds b's work counted alone, so twice as much
     for name, phi in phi_of(swarm.peers["b"]).items():
         halves = sum(total[name]) / 2
-        sent_alone = [exchange.tensors[name] for _, exchange in swarm.peers["b"].offered if exchange.key.round in lost]
+        sent_alone = [
+            exchange.tensors[name]
+            for _, exchange in swarm.peers["b"].offered
+            if exchange.key.round in lost
+        ]
         behind = swarm.peers["a"].method._work[name] if 11 in lost else 0
         assert torch.equal(start_of(swarm)[name] - phi, halves + sum(sent_alone) / 2 - behind)
 
@@ -157,7 +179,12 @@ def test_alone_the_eager_form_is_diloco(loopback):
 def test_it_is_the_eager_update_of_the_paper_written_down_slowly(loopback, gradients, values, mix):
     """Each replica has its own phi_m and u_m there; the M of the first round, when nobody knows of another, is 1."""
     period, rounds, peers = 3, 12, "abc"
-    swarm = loopback(delayed("eager", period, eager_mix=mix, refresh=1000), peers, lr=0.125, gradient=gradients["bowl"])
+    swarm = loopback(
+        delayed("eager", period, eager_mix=mix, refresh=1000),
+        peers,
+        lr=0.125,
+        gradient=gradients["bowl"],
+    )
     target = {peer: values(f"target {peer} weight", (3, 5)).double().numpy() for peer in peers}
     phi = {peer: values("initial weight", (3, 5)).double().numpy() for peer in peers}
     momentum = {peer: np.zeros((3, 5)) for peer in peers}
@@ -199,7 +226,11 @@ def drifted(loopback, refresh):
     def opposite(peer, step, name, theta):
         return torch.full_like(theta, 0.25 if peer == "a" else -0.25)
 
-    swarm = loopback(delayed("eager", 2, eager_mix=0.5, refresh=refresh, outer=OuterSGD(0.5)), "ab", gradient=opposite)
+    swarm = loopback(
+        delayed("eager", 2, eager_mix=0.5, refresh=refresh, outer=OuterSGD(0.5)),
+        "ab",
+        gradient=opposite,
+    )
     swarm.steps(81)
     peer = swarm.peers["a"]
     return float((peer.method._start["bias"] - phi_of(peer)["bias"]).abs().max())
@@ -223,13 +254,19 @@ def test_phi_is_the_same_at_all_peers_although_they_begin_rounds_elsewhere(loopb
 
 
 @each_mode
-def test_a_period_of_local_steps_lies_between_messages_and_hides_all_but_the_last_of_them(loopback, mode):
+def test_a_period_of_local_steps_lies_between_messages_and_hides_all_but_the_last_of_them(
+    loopback, mode
+):
     swarm = loopback(delayed(mode, 5), "ab")
     applied = []
     for step in range(1, 31):
         before = phi_of(swarm.peers["a"])
         swarm.steps(1)
-        applied += [step] if any(not torch.equal(x, before[n]) for n, x in phi_of(swarm.peers["a"]).items()) else []
+        applied += (
+            [step]
+            if any(not torch.equal(x, before[n]) for n, x in phi_of(swarm.peers["a"]).items())
+            else []
+        )
     assert [step for step, _ in swarm.peers["a"].offered] == [5, 10, 15, 20, 25, 30]
     assert applied == [9, 14, 19, 24, 29]
 
@@ -250,7 +287,10 @@ def test_naive_rounds_begin_at_phi_and_those_that_keep_pending_work_at_phi_with_
 def test_with_pending_work_kept_the_first_round_ends_where_the_second_begins(loopback):
     swarm, alone = loopback(delayed("keep_pending", 4), "ab"), loopback(Local, "ab")
     swarm.steps(7), alone.steps(7)
-    assert all(torch.equal(x, alone.peers["a"].theta()[name]) for name, x in swarm.peers["a"].theta().items())
+    assert all(
+        torch.equal(x, alone.peers["a"].theta()[name])
+        for name, x in swarm.peers["a"].theta().items()
+    )
 
 
 @each_mode
@@ -275,7 +315,9 @@ def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(
     assert all("c" in result.participants for result in swarm.peers["a"].results[-5:])
     outside, total = c.method.untold(c.theta()), work(swarm, "c", c.step)
     delivered = [result.sent["bias"] for result in c.results if result.taken]
-    torch.testing.assert_close(sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5)  # thirds are rounded
+    torch.testing.assert_close(
+        sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5
+    )  # thirds are rounded
 
 
 @each_mode
@@ -345,5 +387,8 @@ def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
         swarm.steps(20)
         phi = phi_of(swarm.peers["a"])
         blob = b"".join(x.numpy().tobytes() for x in phi.values())
-        found[f"{mode} {mix}"] = [phi["weight"].reshape(-1)[:4].tolist(), hashlib.sha256(blob).hexdigest()]
+        found[f"{mode} {mix}"] = [
+            phi["weight"].reshape(-1)[:4].tolist(),
+            hashlib.sha256(blob).hexdigest(),
+        ]
     assert golden("delayed", found) == found

@@ -54,7 +54,9 @@ def none_of(*missing):
 def test_without_penalties_it_is_diloco_bit_for_bit(loopback, same, size):
     peers = "abcdefg"[:size]
     ours = loopback(edit(**OFF), peers, inner="adamw", lr=0.01)
-    theirs = loopback(lambda: DiLoCo(3, OuterNesterov(0.7, 0.8), **EXACT), peers, inner="adamw", lr=0.01)
+    theirs = loopback(
+        lambda: DiLoCo(3, OuterNesterov(0.7, 0.8), **EXACT), peers, inner="adamw", lr=0.01
+    )
     for swarm in (ours, theirs):
         swarm.steps(17)
     for name in peers:
@@ -66,7 +68,9 @@ def test_without_penalties_it_is_diloco_bit_for_bit(loopback, same, size):
 def test_with_equal_norms_it_is_diloco_bit_for_bit(loopback, gradients, same, size):
     peers = "abcdefg"[:size]
     ours = loopback(edit(threshold=None, clip=None), peers, gradient=gradients["shared"])
-    theirs = loopback(lambda: DiLoCo(3, OuterNesterov(0.7, 0.8), **EXACT), peers, gradient=gradients["shared"])
+    theirs = loopback(
+        lambda: DiLoCo(3, OuterNesterov(0.7, 0.8), **EXACT), peers, gradient=gradients["shared"]
+    )
     for swarm in (ours, theirs):
         swarm.steps(17)
     assert same(outer_of(ours.peers["a"]), outer_of(theirs.peers["a"]))
@@ -83,7 +87,10 @@ def test_an_anomalous_peer_has_no_weight_and_takes_what_the_others_made(loopback
     assert not any(bool(x.any()) for x in delta.tensors.values())
     after = outer_of(spoilt.peers["a"])
     assert all(float((after[name] - before[name]).abs().max()) < 4 for name in after)
-    assert same(spoilt.peers["a"].theta(), dict(spoilt.peers["b"].method.eval_params(spoilt.peers["b"].replica)))
+    assert same(
+        spoilt.peers["a"].theta(),
+        dict(spoilt.peers["b"].method.eval_params(spoilt.peers["b"].replica)),
+    )
 
 
 @pytest.mark.parametrize("clip", [0.05, 1.0])
@@ -94,7 +101,10 @@ def test_no_layer_moves_farther_than_the_clip(loopback, clip):
     for _ in range(6):
         swarm.steps(3)
         after = swarm.peers["a"].outer()
-        moves = [float((after[f"phi.{layer}"].double() - before[f"phi.{layer}"].double()).norm()) for layer in LAYERS]
+        moves = [
+            float((after[f"phi.{layer}"].double() - before[f"phi.{layer}"].double()).norm())
+            for layer in LAYERS
+        ]
         assert max(moves) <= clip * (1 + 1e-5)
         farthest, before = max(farthest, *moves), after
     assert farthest > clip * 0.9 or clip == 1.0
@@ -139,7 +149,9 @@ def test_where_all_are_anomalous_phi_stays_and_all_begin_there_again(loopback, g
 class Twin:
     """Section 11.2 in float64 NumPy, one peer and one layer after the other, with plain SGD steps of rate 1."""
 
-    def __init__(self, peers, start, *, lr=0.7, mu=0.8, clip=10.0, threshold=3.0, warmup=4, alpha=0.02):
+    def __init__(
+        self, peers, start, *, lr=0.7, mu=0.8, clip=10.0, threshold=3.0, warmup=4, alpha=0.02
+    ):
         self.phi = {layer: start[layer].double().numpy().copy() for layer in LAYERS}
         self.theta = {peer: {layer: x.copy() for layer, x in self.phi.items()} for peer in peers}
         self.u = {layer: np.zeros_like(x) for layer, x in self.phi.items()}
@@ -175,10 +187,16 @@ class Twin:
         limit = threshold * max(1.0, math.sqrt(self.z_var[layer])) if warm else math.inf
         z = {peer: (x - self.mean[layer]) / sigma if warm else 0.0 for peer, x in norm.items()}
         bad = [peer for peer in norm if z[peer] > limit]
-        entering = [self.mean[layer] + limit * sigma if peer in bad else x for peer, x in norm.items()]
-        self.mean[layer], self.var[layer] = moved(entering, self.mean[layer], self.var[layer], alpha)
+        entering = [
+            self.mean[layer] + limit * sigma if peer in bad else x for peer, x in norm.items()
+        ]
+        self.mean[layer], self.var[layer] = moved(
+            entering, self.mean[layer], self.var[layer], alpha
+        )
         scores = [min(x, limit) for x in z.values()]
-        self.z_mean[layer], self.z_var[layer] = moved(scores, self.z_mean[layer], self.z_var[layer], alpha)
+        self.z_mean[layer], self.z_var[layer] = moved(
+            scores, self.z_mean[layer], self.z_var[layer], alpha
+        )
         self.rejected += [(self.rounds, layer, peer) for peer in bad]
         return bad
 
@@ -188,7 +206,9 @@ def moved(values, mean, var, alpha):
     d = [x - mean for x in values]
     mean = mean + alpha * np.mean(d)
     d_after = [x - mean for x in values]
-    return mean, (1 - alpha) * (var + alpha * np.mean([x * y for x, y in zip(d, d_after, strict=True)]))
+    return mean, (1 - alpha) * (
+        var + alpha * np.mean([x * y for x, y in zip(d, d_after, strict=True)])
+    )
 
 
 @pytest.mark.parametrize("clip", [10.0, 0.5])
@@ -199,14 +219,22 @@ def test_many_rounds_with_outliers_follow_the_slow_twin(loopback, gradients, cli
     for step in range(60):
         for peer, theta in twin.theta.items():
             for layer in LAYERS:
-                theta[layer] -= swarm.gradient(peer, step, layer, torch.zeros(theta[layer].shape)).double().numpy()
+                theta[layer] -= (
+                    swarm.gradient(peer, step, layer, torch.zeros(theta[layer].shape))
+                    .double()
+                    .numpy()
+                )
         swarm.steps(1)
         if step % 3 == 2:
             twin.sync()
             outer = swarm.peers["b"].outer()
             for layer in LAYERS:
-                np.testing.assert_allclose(outer[f"phi.{layer}"].numpy(), twin.phi[layer], rtol=1e-4, atol=2e-5)
-                np.testing.assert_allclose(outer[f"momentum.{layer}"].numpy(), twin.u[layer], rtol=1e-4, atol=2e-5)
+                np.testing.assert_allclose(
+                    outer[f"phi.{layer}"].numpy(), twin.phi[layer], rtol=1e-4, atol=2e-5
+                )
+                np.testing.assert_allclose(
+                    outer[f"momentum.{layer}"].numpy(), twin.u[layer], rtol=1e-4, atol=2e-5
+                )
     assert {(7, "weight", "c"), (13, "bias", "c")} <= set(twin.rejected)
 
 
@@ -235,13 +263,21 @@ def test_who_misses_the_mean_is_divided_out_and_keeps_its_work(loopback):
     swarm.steps(3)
     weights, work = {}, {}
     for name in "abc":
-        total = sum(swarm.gradient(name, step, "weight", start["weight"]) for step in range(3)).double().numpy()
+        total = (
+            sum(swarm.gradient(name, step, "weight", start["weight"]) for step in range(3))
+            .double()
+            .numpy()
+        )
         weights[name], work[name] = math.exp(-math.sqrt((total**2).sum())), total
     expected = (weights["a"] * work["a"] + weights["b"] * work["b"]) / (weights["a"] + weights["b"])
-    found = start["weight"].double().numpy() - swarm.peers["c"].outer()["phi.weight"].double().numpy()
+    found = (
+        start["weight"].double().numpy() - swarm.peers["c"].outer()["phi.weight"].double().numpy()
+    )
     np.testing.assert_allclose(found, expected, atol=1e-6)
     np.testing.assert_allclose(
-        swarm.peers["c"].theta()["weight"].double().numpy(), start["weight"].double().numpy() - work["c"], atol=1e-6
+        swarm.peers["c"].theta()["weight"].double().numpy(),
+        start["weight"].double().numpy() - work["c"],
+        atol=1e-6,
     )
 
 
@@ -288,7 +324,9 @@ def test_the_first_phase_sends_one_number_a_layer_and_the_steps(loopback):
 
 def test_timed_rounds_let_each_machine_do_what_it_can(loopback, same):
     swarm = loopback(edit(round_s=8.0, step_ratio=0.5), "abc")
-    swarm.rests = lambda peer, tick: (peer == "b" and tick % 2 == 0) or (peer == "c" and tick % 4 != 3)
+    swarm.rests = lambda peer, tick: (
+        (peer == "b" and tick % 2 == 0) or (peer == "c" and tick % 4 != 3)
+    )
     swarm.steps(40)
     steps = {
         name: [e.tensors["steps"].item() for _, e in peer.offered if e.key.stream == NORMS]

@@ -41,7 +41,9 @@ def spread(swarm):
 
 
 @pytest.mark.parametrize(("inner", "equal"), [("sgd", True), ("adamw", False)])
-def test_local_sgd_with_one_step_a_round_is_ddp_for_plain_sgd_and_not_for_adam(loopback, inner, equal):
+def test_local_sgd_with_one_step_a_round_is_ddp_for_plain_sgd_and_not_for_adam(
+    loopback, inner, equal
+):
     swarms = [loopback(make, "abc", inner=inner, lr=0.125) for make in (local_sgd(), ddp)]
     for swarm in swarms:
         swarm.steps(5)
@@ -90,7 +92,9 @@ def test_all_replicas_are_equal_to_the_bit_after_averaging(loopback, same, size)
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_outer_step_does_not_touch_the_inner_optimizers_moments(loopback, same, late):
     """A swarm that agrees on nothing makes the same moments as one that agrees, as long as gradients are the same."""
-    agreeing, failing = (loopback(lambda: DiLoCo(3, **EXACT), "ab", inner="adamw", lr=0.01) for _ in range(2))
+    agreeing, failing = (
+        loopback(lambda: DiLoCo(3, **EXACT), "ab", inner="adamw", lr=0.01) for _ in range(2)
+    )
     agreeing.late = lambda peer, number: late
     failing.fails = lambda number: True
     for swarm in (agreeing, failing):
@@ -105,7 +109,9 @@ def test_the_outer_step_does_not_touch_the_inner_optimizers_moments(loopback, sa
 @pytest.mark.parametrize("size", [2, 4])
 def test_identical_replicas_with_identical_data_are_one_peer(loopback, gradients, same, size):
     one, many = (
-        loopback(lambda: DiLoCo(2, **EXACT), peers, gradient=gradients["shared"], inner="adamw", lr=0.01)
+        loopback(
+            lambda: DiLoCo(2, **EXACT), peers, gradient=gradients["shared"], inner="adamw", lr=0.01
+        )
         for peers in ("a", "abcd"[:size])
     )
     for swarm in (one, many):
@@ -124,7 +130,9 @@ def test_exactly_the_period_lies_between_exchanges_also_when_results_come_late_o
 
 def test_a_missing_worker_is_as_if_it_had_never_been_there_momentum_included(loopback, same):
     with_c, without_c = (loopback(lambda: DiLoCo(2, **EXACT), peers) for peers in ("abc", "ab"))
-    with_c.taken = lambda peer, number: lambda what, n: [] if peer == "c" and number == 1 else [(0, n)]
+    with_c.taken = lambda peer, number: (
+        lambda what, n: [] if peer == "c" and number == 1 else [(0, n)]
+    )
     for swarm in (with_c, without_c):
         swarm.steps(2) if swarm is with_c else None
     snapshot = with_c.peers["a"].outer()
@@ -145,7 +153,11 @@ def test_two_peers_that_meet_each_round_are_heavy_ball_diloco(loopback, gradient
     outer = loopback(lambda: DiLoCo(3, OuterHeavyBall(0.7, 0.5), **EXACT), "ab")
     for swarm in (pairs, outer):
         swarm.steps(9)
-    phis = [dict(peer.method.eval_params(peer.replica)) for swarm in (pairs, outer) for peer in swarm.peers.values()]
+    phis = [
+        dict(peer.method.eval_params(peer.replica))
+        for swarm in (pairs, outer)
+        for peer in swarm.peers.values()
+    ]
     close(phis[0], phis[1])
     close(phis[0], phis[2])
 
@@ -161,17 +173,24 @@ def test_one_vector_and_two_vectors_are_the_same_update_where_gamma_is_beta(loop
     for swarm in swarms:
         swarm.late = lambda peer, number: 1 if peer in "bd" else 0
         swarm.steps(12)
-    assert len(swarms[1].peers["a"].offered[0][1].tensors) == 2 * len(swarms[0].peers["a"].offered[0][1].tensors)
+    assert len(swarms[1].peers["a"].offered[0][1].tensors) == 2 * len(
+        swarms[0].peers["a"].offered[0][1].tensors
+    )
     for name in "abcdef":
         close(swarms[0].peers[name].theta(), swarms[1].peers[name].theta())
 
 
 @pytest.mark.parametrize("size", [4, 7, 16])
-def test_without_gradients_the_mean_stays_and_replicas_draw_together(loopback, gradients, values, size):
+def test_without_gradients_the_mean_stays_and_replicas_draw_together(
+    loopback, gradients, values, size
+):
     names = [chr(97 + number) for number in range(size)]
     swarm = loopback(lambda: NoLoCo(1, codec="fp32"), names, gradient=gradients["zero"])
     for peer in swarm.peers.values():
-        peer.replica.write({name: values(f"{peer.name} {name}", x.shape) for name, x in peer.theta().items()}, "param")
+        peer.replica.write(
+            {name: values(f"{peer.name} {name}", x.shape) for name, x in peer.theta().items()},
+            "param",
+        )
     before, mean = spread(swarm)
     swarm.steps(20)
     after, still = spread(swarm)
@@ -198,10 +217,15 @@ def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden, la
     """Five rounds of four peers on dyadic gradients, for each outer optimizer: a change here is a change of protocol."""
     found = {}
     for outer in (OuterSGD(0.7), OuterNesterov(), OuterHeavyBall(0.6, 0.3)):
-        swarm = loopback(lambda outer=outer: DiLoCo(2, outer, codec="int8", return_codec="bf16"), "abcd")
+        swarm = loopback(
+            lambda outer=outer: DiLoCo(2, outer, codec="int8", return_codec="bf16"), "abcd"
+        )
         swarm.late = lambda peer, number: late
         swarm.steps(10 + late)
         phi = dict(swarm.peers["a"].method.eval_params(swarm.peers["a"].replica))
         blob = b"".join(x.numpy().tobytes() for x in phi.values())
-        found[type(outer).__name__] = [phi["weight"].reshape(-1)[:4].tolist(), hashlib.sha256(blob).hexdigest()]
+        found[type(outer).__name__] = [
+            phi["weight"].reshape(-1)[:4].tolist(),
+            hashlib.sha256(blob).hexdigest(),
+        ]
     assert golden(f"outer_late_{late}", found) == found

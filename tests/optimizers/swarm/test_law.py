@@ -14,7 +14,7 @@ from farflock.node.simulate.method_check import NodeRig, check_method
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.parts.feedback import choose
-from farflock.optimizers.testing import check
+from farflock.optimizers.testing import check, misfortunes
 from farflock.optimizers.trial_options import TrialIncomplete, TrialOptions, law_options, trial_of
 
 VARIANTS = [
@@ -38,7 +38,16 @@ VARIANTS = [
     ("delayed", {"delay": 0}),
     ("co2", {"delay": 0, "clip": 0.01}),
     ("ddp", {"codec": "bf16", "return_codec": "bf16"}),
-    ("edit", {"codec": "int8", "return_codec": "bf16", "clip": 0.05, "threshold": None, "relative": True}),
+    (
+        "edit",
+        {
+            "codec": "int8",
+            "return_codec": "bf16",
+            "clip": 0.05,
+            "threshold": None,
+            "relative": True,
+        },
+    ),
     ("edit", {"round_s": 3.0, "min_steps": 2, "step_ratio": 0.5}),
     ("async", {"codec": "int8", "buffer": 2, "c": 0.25, "staleness": "polynomial"}),
     ("async", {"enough": 1}),
@@ -64,20 +73,24 @@ def each(keep=lambda name, more: True, daily=lambda name, more: True):
 
 
 each_method = each()
-each_exact_method_of_all = each(lambda name, more: METHODS[name].equality == "exact" and not more.get("enough"))
-each_method_at_rest = each(lambda name, more: trial_of(METHODS[name]).rest is not None and "feedback" not in more)
+each_exact_method_of_all = each(
+    lambda name, more: METHODS[name].equality == "exact" and not more.get("enough")
+)
+each_method_at_rest = each(
+    lambda name, more: trial_of(METHODS[name]).rest is not None and "feedback" not in more
+)
 
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
     four peers and the worst fates. Of every day are the worst fates of four peers, of further variants the last of them,
     and every sixteenth of the others."""
-    worst = check.DAILY_FATES
+    worst = misfortunes.DAILY_FATES
     cases = [
         (name, more, size, fate)
         for name, more in VARIANTS
         for size in ((4,) if more else (1, 2, 4, 7))
-        for fate in (worst if more else check.FATES if size == 4 else EVERY_SIZE)
+        for fate in (worst if more else misfortunes.FATES if size == 4 else EVERY_SIZE)
     ]
     return pytest.mark.parametrize(
         ("name", "more", "size", "fate"),
@@ -86,7 +99,8 @@ def each_with_sizes_and_fates():
                 *case,
                 id="-".join(map(str, (case[0], *case[1].values(), *case[2:]))),
                 marks=()
-                if (case[2] == 4 and case[3] in (worst[-1:] if case[1] else worst)) or place % 16 == 0
+                if (case[2] == 4 and case[3] in (worst[-1:] if case[1] else worst))
+                or place % 16 == 0
                 else pytest.mark.long,
             )
             for place, case in enumerate(cases)
@@ -222,7 +236,9 @@ class Forgetful(DiLoCo):
     """Leaves the steps since the last message out of what it resumes from."""
 
     def personal(self, replica):
-        return {key: x * 0 if key == "since" else x for key, x in DiLoCo.personal(self, replica).items()}
+        return {
+            key: x * 0 if key == "since" else x for key, x in DiLoCo.personal(self, replica).items()
+        }
 
 
 @dataclass(slots=True)
@@ -257,7 +273,9 @@ class Sharing(DiLoCo):
         return asked
 
 
-@pytest.mark.parametrize(("wrong", "law"), [(Careless, 8), (Forgetful, 7), (Drawing, 0), (Moving, 2), (Sharing, 3)])
+@pytest.mark.parametrize(
+    ("wrong", "law"), [(Careless, 8), (Forgetful, 7), (Drawing, 0), (Moving, 2), (Sharing, 3)]
+)
 def test_a_method_that_breaks_a_law_is_refused_with_its_number(wrong, law):
     with pytest.raises(check.LawBroken, match=f"law {law} is broken") as refused:
         check_method(wrong)
@@ -270,13 +288,17 @@ def test_only_the_law_of_untaken_work_finds_a_method_that_looks_at_no_ranges():
     careless = check.Subject(lambda: Careless(**law_options(Careless)), NodeRig())
     check.check_whatever_happens(careless, 4, "everything")
     check.check_stopping_once(careless, 25)
-    with pytest.raises(check.LawBroken, match=r"gradient of the first step at weight\[0\] was in no range"):
+    with pytest.raises(
+        check.LawBroken, match=r"gradient of the first step at weight\[0\] was in no range"
+    ):
         check.check_untaken_work_is_kept(careless)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_what_a_lossy_codec_rounds_away_does_not_hide_it(codec):
-    careless = check.Subject(lambda: Careless(**{**law_options(Careless), "codec": codec}), NodeRig())
+    careless = check.Subject(
+        lambda: Careless(**{**law_options(Careless), "codec": codec}), NodeRig()
+    )
     with pytest.raises(check.LawBroken, match="law 8 is broken"):
         check.check_untaken_work_is_kept(careless)
 
@@ -288,7 +310,9 @@ def test_choosing_by_range_mends_it():
             moved = Careless._follow(self, name, theta, before, after, result)
             return choose(result.taken.get(name, ()), moved, theta)
 
-    check.check_untaken_work_is_kept(check.Subject(lambda: Mended(**law_options(Mended)), NodeRig()))
+    check.check_untaken_work_is_kept(
+        check.Subject(lambda: Mended(**law_options(Mended)), NodeRig())
+    )
 
 
 # what is missing is said
@@ -303,7 +327,9 @@ class Needy(DiLoCo):
 
 
 def test_a_trial_that_does_not_fit_says_what_to_change_and_where():
-    with pytest.raises(TrialIncomplete, match=r"has no option 'powr'; remove it from trial: .*class Needy \("):
+    with pytest.raises(
+        TrialIncomplete, match=r"has no option 'powr'; remove it from trial: .*class Needy \("
+    ):
         check_method(Needy)
 
 
@@ -312,12 +338,17 @@ def test_an_option_without_a_default_says_where_to_name_one():
     class Lacking:
         power: int
 
-    with pytest.raises(TrialIncomplete, match=r"no value for its option 'power' in a trial; name one in trial: .*law="):
+    with pytest.raises(
+        TrialIncomplete,
+        match=r"no value for its option 'power' in a trial; name one in trial: .*law=",
+    ):
         check_method(Lacking)
 
 
 def test_rounds_that_are_too_long_for_a_trial_say_so():
-    with pytest.raises(TrialIncomplete, match=r"fewer than two rounds in 20 steps; give the method shorter ones"):
+    with pytest.raises(
+        TrialIncomplete, match=r"fewer than two rounds in 20 steps; give the method shorter ones"
+    ):
         check_method(lambda: DiLoCo(period=50))
 
 

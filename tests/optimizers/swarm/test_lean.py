@@ -26,7 +26,9 @@ class Twin:
             g = gradient.double().numpy()
             self.m[peer][name] = m = BETAS[0] * self.m[peer][name] + (1 - BETAS[0]) * g
             self.v[peer][name] = v = BETAS[1] * self.v[peer][name] + (1 - BETAS[1]) * g * g
-            self.theta[peer][name] -= lr * (m / (1 - BETAS[0] ** t)) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPS)
+            self.theta[peer][name] -= (
+                lr * (m / (1 - BETAS[0] ** t)) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPS)
+            )
             self.rate[peer, name] = lr * np.sqrt(1 - BETAS[1] ** t) / (1 - BETAS[0] ** t)
 
     def exchange(self, mean, sent, ranges):
@@ -57,17 +59,25 @@ def test_three_peers_with_partial_and_failed_rounds_follow_the_twin(loopback, ca
     twin = Twin(swarm.peers["a"].theta(), "abc", **options)
     for tick in range(16):
         for peer in swarm.peers.values():
-            gradients = {name: swarm.gradient(peer.name, tick, name, x) for name, x in peer.theta().items()}
+            gradients = {
+                name: swarm.gradient(peer.name, tick, name, x) for name, x in peer.theta().items()
+            }
             twin.step(peer.name, gradients, 0.01)
         swarm.steps(1)
         results = {name: peer.results[-1] for name, peer in swarm.peers.items() if tick % 2}
         if results and results["a"].status != "failed":
-            sent, ranges = ({name: getattr(x, what) for name, x in results.items()} for what in ("sent", "taken"))
+            sent, ranges = (
+                {name: getattr(x, what) for name, x in results.items()}
+                for what in ("sent", "taken")
+            )
             twin.exchange(results["a"].mean, sent, ranges)
         compare(swarm, twin)
     statuses = [result.status for result in swarm.peers["c"].results]
     assert {"ok", "partial", "failed"} == set(statuses)
-    assert any(np.abs(x.numpy() - twin.phi[name]).max() > 1e-3 for name, x in swarm.peers["a"].theta().items())
+    assert any(
+        np.abs(x.numpy() - twin.phi[name]).max() > 1e-3
+        for name, x in swarm.peers["a"].theta().items()
+    )
 
 
 def compare(swarm, twin):

@@ -36,7 +36,8 @@ class Probe:
         self.pending.add(one.key.stream)
         tensors = {name: torch.full_like(x, float(self.steps)) for name, x in one.tensors.items()}
         fields = {
-            name: getattr(one, name) for name in ("codec", "return_codec", "stride", "enough", "uniform", "weight")
+            name: getattr(one, name)
+            for name in ("codec", "return_codec", "stride", "enough", "uniform", "weight")
         }
         return Exchange(ExchangeKey(one.key.stream, number), one.kind, one.group, tensors, **fields)
 
@@ -61,7 +62,13 @@ class Probe:
 
 def one(stream, kind="gather", first=0, **more):
     return Exchange(
-        ExchangeKey(stream, first), kind, All(), {"x": torch.zeros(3)}, codec="fp32", return_codec="fp32", **more
+        ExchangeKey(stream, first),
+        kind,
+        All(),
+        {"x": torch.zeros(3)},
+        codec="fp32",
+        return_codec="fp32",
+        **more,
     )
 
 
@@ -79,12 +86,22 @@ def test_a_gather_gives_everybodys_tensors_in_sorted_order_and_their_mean(loopba
     assert list(result.gathered) == ["a", "b", "c"]
     assert [x["x"].tolist() for x in result.gathered.values()] == [[1.0] * 3, [8.0] * 3, [1.0] * 3]
     torch.testing.assert_close(result.mean["x"], torch.full((3,), 10 / 3))
-    assert (result.participants, result.weights, result.next_round) == (("a", "b", "c"), (1.0,) * 3, 1)
+    assert (result.participants, result.weights, result.next_round) == (
+        ("a", "b", "c"),
+        (1.0,) * 3,
+        1,
+    )
 
 
 def test_what_is_gathered_is_what_the_codec_makes_of_it(loopback):
     swarm = loopback(
-        lambda: Probe([Exchange(ExchangeKey("g", 0), "gather", All(), {"x": torch.zeros(64)}, codec="topk:1/64")])
+        lambda: Probe(
+            [
+                Exchange(
+                    ExchangeKey("g", 0), "gather", All(), {"x": torch.zeros(64)}, codec="topk:1/64"
+                )
+            ]
+        )
     )
     swarm.steps(1)
     (result,) = results(swarm.peers["a"], "g")
@@ -95,7 +112,16 @@ def test_streams_move_along_one_axis_at_their_strides(loopback):
     swarm = loopback(lambda: Probe([one("p", "mean"), one("q", first=2, stride=3)]))
     swarm.steps(4)
     keys = [(key.stream, key.round) for key, _, _ in swarm.peers["a"].method.seen]
-    assert sorted(keys) == [("p", 0), ("p", 1), ("p", 2), ("p", 3), ("q", 2), ("q", 5), ("q", 8), ("q", 11)]
+    assert sorted(keys) == [
+        ("p", 0),
+        ("p", 1),
+        ("p", 2),
+        ("p", 3),
+        ("q", 2),
+        ("q", 5),
+        ("q", 8),
+        ("q", 11),
+    ]
     assert [result.next_round for result in results(swarm.peers["b"], "q")] == [5, 8, 11, 14]
 
 
@@ -125,10 +151,15 @@ def test_enough_closes_with_the_first_and_the_others_get_what_was_gathered_witho
         for result, names in zip(results(peer, "g"), inside, strict=True):
             assert (result.status, tuple(result.gathered)) == ("partial", names)
             assert bool(result.taken) == (name in names)
-            assert result.sent["x"].tolist() == [float(peer.method.steps - 4 + result.next_round - 1)] * 3
+            assert (
+                result.sent["x"].tolist()
+                == [float(peer.method.steps - 4 + result.next_round - 1)] * 3
+            )
 
 
-def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_it_replayed(loopback):
+def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_it_replayed(
+    loopback,
+):
     swarm = loopback(lambda: Probe([one("g", enough=1)], equality="per-peer"), "ab")
     swarm.rests = lambda peer, tick: peer == "b" and tick < 3
     swarm.steps(3)
@@ -138,7 +169,9 @@ def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_
     told = [(key.round, asked, result.participants) for key, asked, result in b.method.seen]
     assert told[:3] == [(number, False, ("a",)) for number in range(3)]
     assert told[3][:2] == (3, True)
-    assert all(result.sent is None and not result.taken for _, asked, result in b.method.seen if not asked)
+    assert all(
+        result.sent is None and not result.taken for _, asked, result in b.method.seen if not asked
+    )
 
 
 def test_who_is_asleep_is_not_waited_for_and_catches_up_before_its_next_step(loopback):
@@ -150,7 +183,12 @@ def test_who_is_asleep_is_not_waited_for_and_catches_up_before_its_next_step(loo
     swarm.steps(1)
     keys = [(key.round, asked) for key, asked, _ in swarm.peers["b"].method.seen]
     assert keys == [(0, True), (1, False), (2, False), (3, True)]
-    assert [result.status for result in results(swarm.peers["a"], "m")] == ["ok", "alone", "alone", "ok"]
+    assert [result.status for result in results(swarm.peers["a"], "m")] == [
+        "ok",
+        "alone",
+        "alone",
+        "ok",
+    ]
 
 
 def test_without_an_offer_of_everybody_a_round_closes_after_a_while(loopback):
@@ -166,7 +204,9 @@ def test_without_an_offer_of_everybody_a_round_closes_after_a_while(loopback):
 
 def test_a_gather_takes_a_contribution_wholly_or_not_at_all(loopback):
     swarm = loopback(lambda: Probe([one("g"), one("m", "mean")]), "ab")
-    swarm.taken = lambda peer, number: (lambda what, n: [(1, n)]) if peer == "b" else (lambda what, n: [(0, n)])
+    swarm.taken = lambda peer, number: (
+        (lambda what, n: [(1, n)]) if peer == "b" else (lambda what, n: [(0, n)])
+    )
     swarm.steps(1)
     (gathered,), (mean,) = (results(swarm.peers["b"], stream) for stream in "gm")
     assert (gathered.participants, gathered.taken) == (("a",), {})
@@ -200,10 +240,18 @@ def test_members_that_must_be_equal_and_are_not_are_found_when_a_round_begins(lo
 
 def test_too_few_for_a_round_fail_it(loopback):
     swarm = loopback(lambda: Probe([one("m", "mean")]))
-    swarm.taken = lambda peer, number: (lambda what, n: []) if peer == "b" else (lambda what, n: [(0, n)])
+    swarm.taken = lambda peer, number: (
+        (lambda what, n: []) if peer == "b" else (lambda what, n: [(0, n)])
+    )
     for peer in swarm.peers.values():
         peer.method.ask = lambda entry, ask=peer.method.ask: Exchange(
-            ask(entry).key, "mean", All(), entry.tensors, codec="fp32", return_codec="fp32", min_participants=2
+            ask(entry).key,
+            "mean",
+            All(),
+            entry.tensors,
+            codec="fp32",
+            return_codec="fp32",
+            min_participants=2,
         )
     swarm.steps(1)
     assert [result.status for result in results(swarm.peers["a"], "m")] == ["failed"]

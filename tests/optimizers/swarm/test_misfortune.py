@@ -31,7 +31,9 @@ def work(swarm, name, steps, since=0):
     theta = start_of(swarm)
     total = {what: torch.zeros_like(x) for what, x in theta.items()}
     for step in range(since, steps):
-        total = {what: x + swarm.gradient(name, step, what, theta[what]) for what, x in total.items()}
+        total = {
+            what: x + swarm.gradient(name, step, what, theta[what]) for what, x in total.items()
+        }
     return total
 
 
@@ -51,19 +53,27 @@ def drop(*missing):
 # one peer: everything sent, kept as residual or not yet sent is all that was ever done
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), period=st.integers(1, 4))
-def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(loopback, same, data, period):
+def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
+    loopback, same, data, period
+):
     swarm = loopback(local_sgd(period), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
-    cuts = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12))
+    cuts = data.draw(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15)), min_size=12, max_size=12)
+    )
     failing = data.draw(st.sets(st.integers(0, 11)))
     swarm.late = lambda peer, number: lateness[number % 12]
     swarm.fails = lambda number: number % 12 in failing
 
     def some(peer, number):
         start, stop = cuts[number % 12]
-        return lambda what, n: [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
+        return lambda what, n: (
+            [(min(start, n), min(stop, n))] if min(start, n) < min(stop, n) else []
+        )
 
     swarm.taken = some
     swarm.steps(20)
@@ -77,7 +87,9 @@ def test_sent_and_residual_and_unsent_work_are_all_local_work(loopback, codec, l
     swarm = loopback(local_sgd(3, codec=codec, feedback=1.0), "a")
     swarm.late = lambda peer, number: late
     swarm.fails = lambda number: number == 1
-    swarm.taken = lambda peer, number: (lambda what, n: [(1, 5)]) if number == 2 else (lambda what, n: [(0, n)])
+    swarm.taken = lambda peer, number: (
+        (lambda what, n: [(1, 5)]) if number == 2 else (lambda what, n: [(0, n)])
+    )
     swarm.steps(17)
     peer = swarm.peers["a"]
     residual, phi, theta = peer.method._memory.residual, phi_of(peer), peer.theta()
@@ -102,7 +114,9 @@ def test_feedback_is_settled_when_the_result_is_known_and_not_before(loopback, s
     swarm.steps(2)
     assert peer.driver.pending == (ExchangeKey("delta", 2),) or not peer.driver.pending
     sent = peer.results[1].sent
-    assert same(peer.method._memory.residual, {name: message[name] - sent[name] for name in message})
+    assert same(
+        peer.method._memory.residual, {name: message[name] - sent[name] for name in message}
+    )
 
 
 def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
@@ -166,7 +180,8 @@ def test_work_that_came_too_late_is_in_the_next_round_instead(loopback, same):
     swarm.steps(4)
     (_, second) = b.offered[-1]
     expected = minus(
-        phi_of_start := minus(start_of(swarm), work(swarm, "a", 4)), minus(start_of(swarm), work(swarm, "b", 8))
+        phi_of_start := minus(start_of(swarm), work(swarm, "a", 4)),
+        minus(start_of(swarm), work(swarm, "b", 8)),
     )
     assert same(dict(second.tensors), expected)
     assert phi_of_start.keys() == expected.keys()
@@ -185,7 +200,9 @@ def test_a_late_result_puts_the_steps_made_since_on_top_of_the_new_phi(loopback,
 
 def test_where_only_some_ranges_were_taken_the_rest_of_the_work_stays(loopback):
     swarm = loopback(local_sgd(4), "ab")
-    swarm.taken = lambda peer, number: (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])
+    swarm.taken = lambda peer, number: (
+        (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])
+    )
     swarm.steps(4)
     b = swarm.peers["b"]
     own = minus(start_of(swarm), work(swarm, "b", 4))
@@ -209,7 +226,9 @@ def test_a_replayed_round_moves_phi_and_keeps_local_work(loopback, same):
 
 
 @pytest.mark.parametrize("momentum", [False, True])
-def test_a_peer_that_slept_and_replayed_is_as_one_whose_rounds_were_dropped(loopback, same, momentum):
+def test_a_peer_that_slept_and_replayed_is_as_one_whose_rounds_were_dropped(
+    loopback, same, momentum
+):
     make = (lambda: DiLoCo(4, **EXACT)) if momentum else local_sgd(4)
     slept, dropped = loopback(make, "ab"), loopback(make, "ab")
     dropped.taken = drop(("b", 0))
@@ -307,7 +326,9 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
     peer = swarm.peers["a"]
     before, theta = peer.outer(), peer.theta()
     mean = {name: x + 1 for name, x in theta.items()}
-    peer.driver.replay(ExchangeKey("pairs", 1), Result("ok", 2, ("x", "y"), (1.0, 1.0), mean=mean), peer.progress)
+    peer.driver.replay(
+        ExchangeKey("pairs", 1), Result("ok", 2, ("x", "y"), (1.0, 1.0), mean=mean), peer.progress
+    )
     assert same(peer.theta(), theta)
     after = peer.outer()
     assert int(after.pop("round")) == 2
@@ -319,7 +340,9 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
 def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
     """Also where both vectors are sent, so that what was taken is named `delta.NAME`."""
     swarm = loopback(lambda: NoLoCo(4, gamma=gamma, codec="fp32"), "ab")
-    swarm.taken = lambda peer, number: (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])
+    swarm.taken = lambda peer, number: (
+        (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])
+    )
     swarm.steps(4)
     own = minus(start_of(swarm), work(swarm, "b", 4))
     b = swarm.peers["b"]
@@ -334,9 +357,13 @@ def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
 
 
 @pytest.mark.parametrize("weights", ["uniform", "steps"])
-def test_in_rounds_of_seconds_each_does_what_it_can_and_weighs_what_it_is_told(loopback, same, weights):
+def test_in_rounds_of_seconds_each_does_what_it_can_and_weighs_what_it_is_told(
+    loopback, same, weights
+):
     swarm = loopback(local_sgd(round_s=8.0, weights=weights), "abc")
-    swarm.rests = lambda peer, tick: (peer == "b" and tick % 2 == 0) or (peer == "c" and tick % 4 != 3)
+    swarm.rests = lambda peer, tick: (
+        (peer == "b" and tick % 2 == 0) or (peer == "c" and tick % 4 != 3)
+    )
     swarm.steps(9)
     assert {name: peer.step for name, peer in swarm.peers.items()} == {"a": 9, "b": 4, "c": 2}
     for name, share in {"a": 8.0, "b": 4.0, "c": 2.0}.items():
@@ -345,7 +372,11 @@ def test_in_rounds_of_seconds_each_does_what_it_can_and_weighs_what_it_is_told(l
     (result,) = swarm.peers["a"].results
     assert result.status == "ok"
     works = {name: work(swarm, name, steps) for name, steps in {"a": 8, "b": 4, "c": 2}.items()}
-    shares = {"a": 8 / 14, "b": 4 / 14, "c": 2 / 14} if weights == "steps" else dict.fromkeys("abc", 1 / 3)
+    shares = (
+        {"a": 8 / 14, "b": 4 / 14, "c": 2 / 14}
+        if weights == "steps"
+        else dict.fromkeys("abc", 1 / 3)
+    )
     for name, start in start_of(swarm).items():
         mean = sum(shares[peer] * works[peer][name] for peer in "abc")
         torch.testing.assert_close(phi_of(swarm.peers["a"])[name], start - mean)
@@ -356,5 +387,8 @@ def test_work_that_was_not_taken_weighs_with_the_next(loopback):
     swarm = loopback(local_sgd(weights="steps"), "ab")
     swarm.taken = drop(("b", 0))
     swarm.steps(12)
-    weights = {name: [exchange.weight for _, exchange in peer.offered] for name, peer in swarm.peers.items()}
+    weights = {
+        name: [exchange.weight for _, exchange in peer.offered]
+        for name, peer in swarm.peers.items()
+    }
     assert weights == {"a": [4.0, 4.0, 4.0], "b": [4.0, 8.0, 4.0]}

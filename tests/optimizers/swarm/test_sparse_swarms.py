@@ -83,10 +83,16 @@ class Twin:
 
 
 @pytest.mark.parametrize("denominator", ["participants", "selectors"])
-def test_sparseloco_follows_its_twin_also_where_a_message_is_lost_or_a_round_fails(loopback, denominator):
+def test_sparseloco_follows_its_twin_also_where_a_message_is_lost_or_a_round_fails(
+    loopback, denominator
+):
     options = {"feedback": 0.9, "outer_lr": 0.65, "denominator": denominator}
-    swarm = loopback(lambda: SparseLoCo(period=3, codec="topk:2/8", **options), "abc", gradient=smooth, lr=0.05)
-    swarm.taken = lambda peer, number: lambda what, n: [] if (peer, number) == ("c", 1) else [(0, n)]
+    swarm = loopback(
+        lambda: SparseLoCo(period=3, codec="topk:2/8", **options), "abc", gradient=smooth, lr=0.05
+    )
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [] if (peer, number) == ("c", 1) else [(0, n)]
+    )
     swarm.fails = lambda number: number == 3
     twin = Twin(swarm.peers["a"].theta(), "abc", k=2, chunk=8, lr=0.05, **options)
     for number in range(7):
@@ -94,7 +100,9 @@ def test_sparseloco_follows_its_twin_also_where_a_message_is_lost_or_a_round_fai
         for peer in "abc":
             for step in range(3 * number, 3 * number + 3):
                 shapes = swarm.peers[peer].theta()
-                twin.local_step(peer, {name: smooth(peer, step, name, x) for name, x in shapes.items()})
+                twin.local_step(
+                    peer, {name: smooth(peer, step, name, x) for name, x in shapes.items()}
+                )
         if number != 3:
             twin.sync("ab" if number == 1 else "abc")
         for peer in "abc":
@@ -119,13 +127,17 @@ def test_sparseloco_where_everything_travels_is_local_sgd_to_the_bit(loopback, s
     )
     for swarm in (ours, theirs):
         swarm.steps(9)
-    assert same(ours.peers["a"].outer(), {k: x for k, x in theirs.peers["a"].outer().items() if "momentum" not in k})
+    assert same(
+        ours.peers["a"].outer(),
+        {k: x for k, x in theirs.peers["a"].outer().items() if "momentum" not in k},
+    )
 
 
 def test_one_peer_of_sparseloco_where_everything_travels_is_the_inner_optimizer(loopback):
     """With dyadic values, whose differences are exact: phi - (phi - theta) is theta."""
     ours, theirs = (
-        loopback(make, "a", lr=0.5) for make in (lambda: SparseLoCo(period=3, codec="fp32", feedback=0.5), Local)
+        loopback(make, "a", lr=0.5)
+        for make in (lambda: SparseLoCo(period=3, codec="fp32", feedback=0.5), Local)
     )
     for swarm in (ours, theirs):
         swarm.steps(9)
@@ -135,7 +147,9 @@ def test_one_peer_of_sparseloco_where_everything_travels_is_the_inner_optimizer(
 
 def trouble(swarm):
     """Lost messages, late results, failed rounds, a peer that is slow: what conservation must survive."""
-    swarm.taken = lambda peer, number: lambda what, n: [] if peer == "b" and number % 3 == 1 else [(0, n)]
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [] if peer == "b" and number % 3 == 1 else [(0, n)]
+    )
     swarm.late = lambda peer, number: number % 3 if peer == "c" else 0
     swarm.fails = lambda number: number % 5 == 3
     swarm.rests = lambda peer, tick: peer == "d" and tick % 3 != 0
@@ -175,7 +189,9 @@ def test_every_bit_of_local_work_is_sent_or_in_the_residual_or_in_the_replica_an
     ],
     ids=["demo", "flexdemo"],
 )
-def test_momentum_without_memory_forgets_what_was_not_sent_with_the_next_step(loopback, make, whole):
+def test_momentum_without_memory_forgets_what_was_not_sent_with_the_next_step(
+    loopback, make, whole
+):
     swarm = loopback(make, "ab", gradient=smooth, lr=0.01)
     swarm.steps(4)
     for name, x in swarm.peers["a"].theta().items():
@@ -197,7 +213,9 @@ def test_momentum_without_memory_forgets_what_was_not_sent_with_the_next_step(lo
     ids=["demo", "demo-plain", "striding", "slicing", "random", "full"],
 )
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
-def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_ones(loopback, same, make, inner):
+def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_ones(
+    loopback, same, make, inner
+):
     """On machines of one kind; a joiner has parameters, moments and the round, and needs nothing else."""
     swarm = loopback(make, "abcd", gradient=smooth, inner=inner, lr=0.01)
     trouble(swarm)
@@ -205,7 +223,11 @@ def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_
     swarm.join("e", "a")
     swarm.steps(10)
     swarm.taken = lambda peer, number: lambda what, n: [(0, n)]
-    swarm.late, swarm.fails, swarm.rests = lambda peer, number: 0, lambda number: False, lambda peer, tick: False
+    swarm.late, swarm.fails, swarm.rests = (
+        lambda peer, number: 0,
+        lambda number: False,
+        lambda peer, tick: False,
+    )
     swarm.steps(8)
     start = swarm.build("new").theta()
     first, *others = [peer.outer() for peer in swarm.peers.values()]
@@ -216,7 +238,9 @@ def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_
 
 def test_demo_that_sends_everything_is_sign_descent_on_the_mean_gradient(loopback):
     """Whatever the decay: nothing is left in the momentum after a step."""
-    swarm = loopback(lambda: DeMo(chunk=4, decay=0.9, codec="fp32"), "abc", gradient=smooth, lr=0.01)
+    swarm = loopback(
+        lambda: DeMo(chunk=4, decay=0.9, codec="fp32"), "abc", gradient=smooth, lr=0.01
+    )
     expected = {name: x.clone() for name, x in swarm.peers["a"].theta().items()}
     for step in range(5):
         swarm.steps(1)
@@ -230,18 +254,27 @@ def test_demo_that_sends_everything_is_sign_descent_on_the_mean_gradient(loopbac
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: FlexDeMo(replicator="full", decay=0.9, codec="fp32", return_codec="fp32"), lambda: FlexDeMo(rate=0.5)],
+    [
+        lambda: FlexDeMo(replicator="full", decay=0.9, codec="fp32", return_codec="fp32"),
+        lambda: FlexDeMo(rate=0.5),
+    ],
     ids=["full", "striding"],
 )
 def test_a_peer_whose_part_was_lost_has_no_share_in_the_step_and_keeps_it(loopback, make):
     """The step is that of a swarm without it, and its momentum that of a peer whose round failed."""
-    losing, without, failing = (loopback(make, peers, gradient=smooth, lr=0.01) for peers in ("abc", "ab", "c"))
+    losing, without, failing = (
+        loopback(make, peers, gradient=smooth, lr=0.01) for peers in ("abc", "ab", "c")
+    )
     losing.taken = lambda peer, number: lambda what, n: [] if peer == "c" else [(0, n)]
     failing.fails = lambda number: True
     for swarm in (losing, without, failing):
         swarm.steps(5)
     held = [
-        {key: x for key, x in swarm.peers["c"].method.personal(swarm.peers["c"].replica).items() if "delta" in key}
+        {
+            key: x
+            for key, x in swarm.peers["c"].method.personal(swarm.peers["c"].replica).items()
+            if "delta" in key
+        }
         for swarm in (losing, failing)
     ]
     assert all(torch.equal(x, held[1][key]) for key, x in held[0].items())

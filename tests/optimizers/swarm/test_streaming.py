@@ -38,11 +38,15 @@ def late(swarm):
 
 def unlucky(swarm):
     swarm.fails = lambda number: number % 3 == 1
-    swarm.taken = lambda peer, number: lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    swarm.taken = lambda peer, number: (
+        lambda what, n: [(2, 5)] if (peer, number % 2) == ("a", 0) else [(0, n)]
+    )
 
 
 @pytest.mark.parametrize("fate", [calm, late, unlucky])
-@pytest.mark.parametrize("more", [{}, {"feedback": 0.5, "codec": "int4"}], ids=["plain", "feedback"])
+@pytest.mark.parametrize(
+    "more", [{}, {"feedback": 0.5, "codec": "int4"}], ids=["plain", "feedback"]
+)
 def test_one_fragment_without_overlap_or_mixing_is_diloco_bit_for_bit(loopback, same, fate, more):
     outer = OuterNesterov(0.7, 0.9)
     ours = loopback(streaming(3, 1, 0, 0.0, outer=outer, **more), "ab", inner="adamw", lr=0.01)
@@ -74,7 +78,9 @@ def test_alone_with_plain_averaging_phi_is_theta_where_it_is_sent(loopback):
         assert all(torch.equal(x, theta[name]) for name, x in peer.theta().items())
         for sent_at, exchange in peer.offered:
             if sent_at == step:
-                assert all(torch.equal(phi_of(peer)[name], theta[name]) for name in exchange.tensors)
+                assert all(
+                    torch.equal(phi_of(peer)[name], theta[name]) for name in exchange.tensors
+                )
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -90,7 +96,9 @@ def test_every_fragment_is_sent_once_a_period_and_together_they_are_the_model(lo
 
 
 @pytest.mark.parametrize("overlap", [1, 3])
-def test_with_an_overlap_and_no_mixing_the_fragment_is_phi_right_after_it_was_merged(loopback, overlap):
+def test_with_an_overlap_and_no_mixing_the_fragment_is_phi_right_after_it_was_merged(
+    loopback, overlap
+):
     swarm = loopback(streaming(6, 2, overlap, 0.0), "abc", inner="adamw", lr=0.01)
     merged = 0
     for step in range(1, 40):
@@ -113,23 +121,31 @@ def test_the_next_pseudo_gradient_is_measured_from_the_new_phi(loopback):
             for sent_at, exchange in peer.offered:
                 if sent_at == step:
                     (what,) = exchange.tensors  # another fragment was merged in this step, if any
-                    assert torch.equal(exchange.tensors[what], before[name][what] - peer.theta()[what])
+                    assert torch.equal(
+                        exchange.tensors[what], before[name][what] - peer.theta()[what]
+                    )
 
 
 @pytest.mark.parametrize(("overlap", "mix"), [(0, 0.0), (1, 0.5), (2, 0.25)])
 def test_it_is_the_papers_algorithm_written_down_slowly(loopback, gradients, values, overlap, mix):
     period, count, peers = 4, 32, "abc"
-    swarm = loopback(streaming(period, 2, overlap, mix), peers, lr=0.125, gradient=gradients["bowl"])
+    swarm = loopback(
+        streaming(period, 2, overlap, mix), peers, lr=0.125, gradient=gradients["bowl"]
+    )
     swarm.steps(count)
     shapes = {"weight": (3, 5), "bias": (7,)}
-    phi = {name: values(f"initial {name}", shape).double().numpy() for name, shape in shapes.items()}
+    phi = {
+        name: values(f"initial {name}", shape).double().numpy() for name, shape in shapes.items()
+    }
     theta = {peer: {name: x.copy() for name, x in phi.items()} for peer in peers}
     momentum, flying = {name: np.zeros_like(x) for name, x in phi.items()}, {}
     phases = {"weight": period // 2, "bias": period}
     for t in range(1, count + 1):
         for peer, mine in theta.items():
             for name, shape in shapes.items():
-                mine[name] = mine[name] - 0.125 * (mine[name] - values(f"target {peer} {name}", shape).double().numpy())
+                mine[name] = mine[name] - 0.125 * (
+                    mine[name] - values(f"target {peer} {name}", shape).double().numpy()
+                )
         for name, phase in phases.items():
             if t >= phase and (t - phase) % period == 0:
                 flying[name] = np.mean([phi[name] - mine[name] for mine in theta.values()], axis=0)
@@ -141,7 +157,9 @@ def test_it_is_the_papers_algorithm_written_down_slowly(loopback, gradients, val
     for peer in swarm.peers.values():
         for name in shapes:
             np.testing.assert_allclose(phi_of(peer)[name].numpy(), phi[name], atol=2e-6)
-            np.testing.assert_allclose(peer.theta()[name].numpy(), theta[peer.name][name], atol=2e-6)
+            np.testing.assert_allclose(
+                peer.theta()[name].numpy(), theta[peer.name][name], atol=2e-6
+            )
 
 
 def test_what_was_not_taken_stays_and_goes_with_the_next_pseudo_gradient_of_its_fragment(loopback):
@@ -168,7 +186,10 @@ def test_what_was_not_taken_stays_and_goes_with_the_next_pseudo_gradient_of_its_
 @pytest.mark.parametrize(("mix", "lateness"), [(0.0, 1), (0.0, 7), (0.5, 2)])
 def test_a_late_result_keeps_all_steps_since_its_snapshot(loopback, mix, lateness):
     """theta + (1 - mix)·(phi_new - snapshot): nothing that was trained in the meantime is thrown away."""
-    swarm, alone = loopback(streaming(8, 2, 1, mix, outer=OuterSGD(1.0)), "ab"), loopback(Local, "ab")
+    swarm, alone = (
+        loopback(streaming(8, 2, 1, mix, outer=OuterSGD(1.0)), "ab"),
+        loopback(Local, "ab"),
+    )
     swarm.struck = {"fragment.0"}
     swarm.late = lambda peer, number: 1 + lateness if peer == "b" else 0
     swarm.steps(4), alone.steps(4)
@@ -218,15 +239,24 @@ def test_peers_out_of_step_ask_for_rounds_in_the_same_order(loopback):
     for peer in swarm.peers.values():
         assert len(peer.offered) > 15
         for (_, one), (_, other) in itertools.pairwise(peer.offered):
-            assert other.key.round - one.key.round in (1, -1, 2, 3)  # -1 or a gap only beside one that was on its way
+            assert other.key.round - one.key.round in (
+                1,
+                -1,
+                2,
+                3,
+            )  # -1 or a gap only beside one that was on its way
     assert all("b" in result.participants for result in swarm.peers["a"].results[-4:])
 
 
 def test_feedback_settles_each_fragment_by_itself(loopback):
-    swarm = loopback(streaming(4, 2, 0, 0.0, outer=OuterSGD(1.0), codec="int4:2", feedback=1.0), "a")
+    swarm = loopback(
+        streaming(4, 2, 0, 0.0, outer=OuterSGD(1.0), codec="int4:2", feedback=1.0), "a"
+    )
     swarm.steps(24)
     peer, alone = swarm.peers["a"], loopback(Local, "a")
-    residual = {name: x for one in peer.method._fragments for name, x in one.memory.residual.items()}
+    residual = {
+        name: x for one in peer.method._fragments for name, x in one.memory.residual.items()
+    }
     alone.steps(24)
     for name, x in alone.peers["a"].theta().items():
         unsent = phi_of(peer)[name] - peer.theta()[name]

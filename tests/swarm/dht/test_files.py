@@ -34,7 +34,10 @@ def test_the_lock_holds_between_processes_and_ends_with_its_holder(tmp_path):
         "IdentityLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout.readline() == "held\n"
@@ -58,7 +61,12 @@ def test_a_missing_key_file_is_not_created(tmp_path):
 def folder(tmp_path):
     """A dead daemon's socket, a living one's, a file of the same name pattern, and a socket of somebody else."""
     listeners = []
-    for name in ("hivemind-p2pd-dead.sock", "hivemind-p2pclient-dead.sock", "other.sock", "hivemind-p2pd-live.sock"):
+    for name in (
+        "hivemind-p2pd-dead.sock",
+        "hivemind-p2pclient-dead.sock",
+        "other.sock",
+        "hivemind-p2pd-live.sock",
+    ):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(tmp_path / name))
         if "live" in name:

@@ -1,6 +1,12 @@
 import pytest
 
-from farflock.swarm.dht.greeting import ClockSkew, DirectoryUnreachable, Greeting, clock_ahead_s, judge
+from farflock.swarm.dht.greeting import (
+    ClockSkew,
+    DirectoryUnreachable,
+    Greeting,
+    clock_ahead_s,
+    judge,
+)
 
 FINE = Greeting(0.0, True)
 
@@ -10,7 +16,9 @@ def test_two_good_answers_let_a_peer_in():
 
 
 def test_silence_is_explained_with_a_remedy():
-    with pytest.raises(DirectoryUnreachable, match=r"none of the 3 addresses answered.*fresh invite"):
+    with pytest.raises(
+        DirectoryUnreachable, match=r"none of the 3 addresses answered.*fresh invite"
+    ):
         judge(3, [], client_mode=True)
 
 
@@ -36,7 +44,12 @@ def test_a_peer_that_cannot_be_dialled_is_told_to_join_as_a_client():
 
 @pytest.mark.parametrize(
     ("sent_s", "received_s", "their_s", "ahead_s"),
-    [(100.0, 101.0, 100.5, 0.0), (100.0, 101.0, 90.0, 10.0), (100.0, 101.0, 105.0, -4.0), (100.0, 101.0, 101.0, 0.0)],
+    [
+        (100.0, 101.0, 100.5, 0.0),
+        (100.0, 101.0, 90.0, 10.0),
+        (100.0, 101.0, 105.0, -4.0),
+        (100.0, 101.0, 101.0, 0.0),
+    ],
 )
 def test_the_round_trip_is_given_the_benefit_of_the_doubt(sent_s, received_s, their_s, ahead_s):
     assert clock_ahead_s(sent_s, received_s, their_s) == ahead_s

@@ -63,7 +63,12 @@ def test_bytes_are_bounded_also_when_an_owner_grows():
 
 puts = st.tuples(
     st.sampled_from([b"k", b"l", b"m"]),
-    st.builds(StoredItem, st.sampled_from([b"a", b"b", b"c", b"d"]), st.binary(max_size=8), st.floats(0, 30)),
+    st.builds(
+        StoredItem,
+        st.sampled_from([b"a", b"b", b"c", b"d"]),
+        st.binary(max_size=8),
+        st.floats(0, 30),
+    ),
     st.floats(0, 3),
 )
 
@@ -74,7 +79,10 @@ def test_the_books_are_right_and_the_bounds_hold_after_any_history(history):
     for key, each, wait_s in history:
         now_s += wait_s
         if shelf.put(key, each, now_s):
-            assert each.expires_s > newest.get((key, each.subkey), 0.0) or newest[key, each.subkey] <= now_s
+            assert (
+                each.expires_s > newest.get((key, each.subkey), 0.0)
+                or newest[key, each.subkey] <= now_s
+            )
             newest[key, each.subkey] = each.expires_s
         stored = [each for items in shelf._keys.values() for each in items.values()]
         assert shelf.items_stored == len(stored) <= 6

@@ -29,7 +29,14 @@ from farflock.swarm.dht.files import IdentityInUse, PortTaken
 from farflock.swarm.dht.greeting import ClockSkew, DirectoryUnreachable
 from farflock.swarm.dht.item_store import StoredItem
 from farflock.swarm.dht.kademlia import DhtDirectory
-from farflock.swarm.dht.validator import cell_name, head_name, key_hash, pack_items, unpack_items, wrap
+from farflock.swarm.dht.validator import (
+    cell_name,
+    head_name,
+    key_hash,
+    pack_items,
+    unpack_items,
+    wrap,
+)
 from farflock.swarm.identity import Identity, peer_id
 from farflock.swarm.quota import BURST_UNITS, UNITS_PER_S
 from farflock.swarm.record import BadRecord, Record, seal
@@ -47,7 +54,14 @@ def record(number, sequence=1, **fields):
     owner = identity(number)
     return seal(
         owner,
-        Record(run=RUN, peer=owner.peer, incarnation=number, sequence=sequence, curve=bytes(32), **fields),
+        Record(
+            run=RUN,
+            peer=owner.peer,
+            incarnation=number,
+            sequence=sequence,
+            curve=bytes(32),
+            **fields,
+        ),
     )
 
 
@@ -59,7 +73,9 @@ def key_file(folder, number):
 
 
 async def opened(stack, folder, number, peers=(), **options):
-    directory = await DhtDirectory.open(key_file(folder, number), run=RUN, initial_peers=peers, **options)
+    directory = await DhtDirectory.open(
+        key_file(folder, number), run=RUN, initial_peers=peers, **options
+    )
     stack.push_async_callback(directory.close)
     return directory
 
@@ -67,7 +83,9 @@ async def opened(stack, folder, number, peers=(), **options):
 async def swarm(stack, folder, count):
     """`count` directories with the numbers 1, 2, …, all joined through the first."""
     first = await opened(stack, folder, 1)
-    others = [await opened(stack, folder, number, first.addresses) for number in range(2, count + 1)]
+    others = [
+        await opened(stack, folder, number, first.addresses) for number in range(2, count + 1)
+    ]
     return [first, *others]
 
 
@@ -90,8 +108,14 @@ def in_loop(test):
 
 def daemons():
     """My living children, but for what is kept once a test has used a pool of processes or a nursery."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if not re.search("multiprocessing|nursery", " ".join(child.cmdline()))]
+    living = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    return [
+        child
+        for child in living
+        if not re.search("multiprocessing|nursery", " ".join(child.cmdline()))
+    ]
 
 
 async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20):
@@ -142,7 +166,9 @@ def target(directory):
 
 
 def fair(number, name=CELL, body=None, lifetime_s=60.0):
-    return wrap(identity(number), name, record(number) if body is None else body, time.time() + lifetime_s)
+    return wrap(
+        identity(number), name, record(number) if body is None else body, time.time() + lifetime_s
+    )
 
 
 async def store(evil, directory, item, name=CELL, subkey=None, in_cache=False):
@@ -241,7 +267,9 @@ async def test_hostile_stores_are_refused_by_storing_peers(stack, folder):
     refused = {
         "forged under the victim's subkey": store(evil, b, mine, subkey=victims.subkey),
         "garbage under the victim's subkey": store(evil, b, victims._replace(value=b"\xc4\x03abc")),
-        "replayed with a later expiry": store(evil, b, victims._replace(expires_s=victims.expires_s + 100)),
+        "replayed with a later expiry": store(
+            evil, b, victims._replace(expires_s=victims.expires_s + 100)
+        ),
         "replayed as it is": store(evil, b, victims),
         "expires in 30 years": store(evil, b, fair(9, lifetime_s=1e9)),
         "expires never": store(evil, b, wrap(identity(9), CELL, record(9), float("inf"))),
@@ -253,12 +281,18 @@ async def test_hostile_stores_are_refused_by_storing_peers(stack, folder):
         "other key": store(evil, b, fair(9, name="other"), name="other"),
         "cache entry": store(evil, b, mine, in_cache=True),
     }
-    assert {name: await attempt for name, attempt in refused.items()} == dict.fromkeys(refused, False)
+    assert {name: await attempt for name, attempt in refused.items()} == dict.fromkeys(
+        refused, False
+    )
     whole = DictionaryDHTValue()
     whole.store(mine.subkey, mine.value, mine.expires_s)
-    answer = await evil.call_store(target(b), [DHTID.from_bytes(key_hash(CELL))], [whole], [mine.expires_s])
+    answer = await evil.call_store(
+        target(b), [DHTID.from_bytes(key_hash(CELL))], [whole], [mine.expires_s]
+    )
     assert not any(answer or [])
-    assert await store(evil, b, mine), "the fair one is taken, so the others were refused for their faults"
+    assert await store(evil, b, mine), (
+        "the fair one is taken, so the others were refused for their faults"
+    )
     assert set(await b.peers(RUN)) == {record(1), record(9)}
 
 
@@ -269,11 +303,16 @@ async def test_a_flood_is_stopped_by_the_quota_and_does_not_cost_others_theirs(s
     before_s = time.monotonic()
     answered = 0
     for more_s in range(1, 41):
-        batch = [wrap(identity(9), CELL, record(9), time.time() + more_s / 10 + k / 1000 + 5) for k in range(16)]
+        batch = [
+            wrap(identity(9), CELL, record(9), time.time() + more_s / 10 + k / 1000 + 5)
+            for k in range(16)
+        ]
         keys = [DHTID.from_bytes(key_hash(CELL))] * 16
         values, subkeys = [item.value for item in batch], [item.subkey for item in batch]
         expiries_s = [item.expires_s for item in batch]
-        answered += await evil.call_store(target(b), keys, values, expiries_s, subkeys=subkeys) is not None
+        answered += (
+            await evil.call_store(target(b), keys, values, expiries_s, subkeys=subkeys) is not None
+        )
     budget = BURST_UNITS + UNITS_PER_S * (time.monotonic() - before_s)
     assert 10 < answered < 40
     assert answered * 16 <= budget
@@ -304,8 +343,12 @@ def speaking(answer):
     """A protocol whose find replies come from `answer(key) -> FindResult`."""
 
     class DHTProtocol(PlainProtocol):
-        async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-            return dht_pb2.FindResponse(results=[answer(key) for key in request.keys], peer=self.node_info)
+        async def rpc_find(
+            self, request: dht_pb2.FindRequest, context: P2PContext
+        ) -> dht_pb2.FindResponse:
+            return dht_pb2.FindResponse(
+                results=[answer(key) for key in request.keys], peer=self.node_info
+            )
 
     return DHTProtocol
 
@@ -317,14 +360,24 @@ def dictionary(items, expires_s=float("inf"), **near):
 
 REPLIES = {
     "an empty dictionary that never expires": lambda key: dictionary([]),
-    "a victim's subkey with another's value": lambda key: dictionary([fair(9)._replace(subkey=identity(1).public)]),
-    "a victim's value with a later expiry": lambda key: dictionary([fair(1)._replace(expires_s=time.time() + 500)]),
-    "an item that never expires": lambda key: dictionary([wrap(identity(9), CELL, record(9), float("inf"))]),
-    "a forged item beside a fair one": lambda key: dictionary([fair(8)._replace(subkey=identity(2).public), fair(9)]),
+    "a victim's subkey with another's value": lambda key: dictionary(
+        [fair(9)._replace(subkey=identity(1).public)]
+    ),
+    "a victim's value with a later expiry": lambda key: dictionary(
+        [fair(1)._replace(expires_s=time.time() + 500)]
+    ),
+    "an item that never expires": lambda key: dictionary(
+        [wrap(identity(9), CELL, record(9), float("inf"))]
+    ),
+    "a forged item beside a fair one": lambda key: dictionary(
+        [fair(8)._replace(subkey=identity(2).public), fair(9)]
+    ),
     "a regular value": lambda key: dht_pb2.FindResult(
         type=dht_pb2.FOUND_REGULAR, value=fair(9).value, expiration_time=float("inf")
     ),
-    "garbage": lambda key: dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=b"\xc7\x01\x50\xc1" * 50),
+    "garbage": lambda key: dht_pb2.FindResult(
+        type=dht_pb2.FOUND_DICTIONARY, value=b"\xc7\x01\x50\xc1" * 50
+    ),
     "neighbours nearer to the key than anybody": lambda key: dictionary(
         [],
         nearest_node_ids=[(int.from_bytes(key) ^ near).to_bytes(20) for near in range(20)],
@@ -334,7 +387,9 @@ REPLIES = {
         [], nearest_node_ids=[bytes(20)], nearest_peer_ids=[b"\xff" * 500_000]
     ),
     "neighbours without ids": lambda key: dictionary([], nearest_node_ids=[bytes(20)] * 3),
-    "a node id out of range": lambda key: dictionary([], nearest_node_ids=[b"\xff" * 21], nearest_peer_ids=[b"p"]),
+    "a node id out of range": lambda key: dictionary(
+        [], nearest_node_ids=[b"\xff" * 21], nearest_peer_ids=[b"p"]
+    ),
 }
 
 
@@ -393,11 +448,15 @@ async def test_the_table_and_the_contacts_are_bounded(stack, folder):
 
 
 @in_loop
-async def test_strangers_and_node_ids_on_a_bucket_s_border_can_be_removed_from_a_split_table(stack, folder):
+async def test_strangers_and_node_ids_on_a_bucket_s_border_can_be_removed_from_a_split_table(
+    stack, folder
+):
     a = await opened(stack, folder, 1)
     update, table = a._protocol.update_routing_table, a._protocol.routing_table
     border = DHTID(2**159)
-    peers = {DHTID.generate(source=bytes([number])): PeerID(bytes([number])) for number in range(60)}
+    peers = {
+        DHTID.generate(source=bytes([number])): PeerID(bytes([number])) for number in range(60)
+    }
     for node_id, peer in ({border: PeerID(b"border")} | peers).items():
         await update(node_id, peer)
     assert len(table.buckets) > 1
@@ -488,7 +547,9 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
 async def test_a_taken_port_is_explained(stack, folder):
     a = await opened(stack, folder, 1)
     taken = a.addresses[0].partition("/p2p/")[0]
-    with pytest.raises(PortTaken, match="is taken by another program; stop that one, or choose another port"):
+    with pytest.raises(
+        PortTaken, match="is taken by another program; stop that one, or choose another port"
+    ):
         await DhtDirectory.open(key_file(folder, 2), run=RUN, listen=[taken])
     await a.close()
     b = await opened(stack, folder, 2, listen=[taken])
@@ -497,7 +558,9 @@ async def test_a_taken_port_is_explained(stack, folder):
 
 @in_loop
 async def test_an_address_that_is_not_this_machine_s_is_explained(stack, folder):
-    with pytest.raises(DirectoryUnreachable, match=r"the libp2p daemon ended.*is the port to listen on free"):
+    with pytest.raises(
+        DirectoryUnreachable, match=r"the libp2p daemon ended.*is the port to listen on free"
+    ):
         await DhtDirectory.open(key_file(folder, 1), run=RUN, listen=["/ip4/192.0.2.1/tcp/4001"])
 
 
@@ -531,7 +594,9 @@ async def test_a_wrong_clock_is_explained_at_joining(stack, folder):
 @in_loop
 async def test_a_peer_that_cannot_be_dialled_back_is_told_so(stack, folder):
     class DHTProtocol(PlainProtocol):
-        async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        async def rpc_ping(
+            self, request: dht_pb2.PingRequest, context: P2PContext
+        ) -> dht_pb2.PingResponse:
             return dht_pb2.PingResponse(peer=self.node_info, dht_time=time.time(), available=False)
 
     a = await opened(stack, folder, 1)
@@ -546,7 +611,10 @@ async def test_a_peer_that_cannot_be_dialled_back_is_told_so(stack, folder):
 async def test_closing_ends_what_is_in_flight(stack, folder):
     a, b = await swarm(stack, folder, 2)
     async with stopped(b):
-        calls = [asyncio.create_task(call) for call in (a.announce(RUN, record(1)), a.peers(RUN), a.confirm_visible())]
+        calls = [
+            asyncio.create_task(call)
+            for call in (a.announce(RUN, record(1)), a.peers(RUN), a.confirm_visible())
+        ]
         await asyncio.sleep(0.1)
         started_s = time.monotonic()
         await a.close()
@@ -595,7 +663,10 @@ def test_other_users_of_hivemind_in_the_process_keep_their_protocol():
 
 
 def test_our_form_of_a_dictionary_is_hivemind_s():
-    items = [StoredItem(identity(number).public, b"\xc4\x01v", time.time() + 60 + number) for number in (1, 2)]
+    items = [
+        StoredItem(identity(number).public, b"\xc4\x01v", time.time() + 60 + number)
+        for number in (1, 2)
+    ]
     theirs = MSGPackSerializer.loads(pack_items(items))
     assert [StoredItem(subkey, *entry) for subkey, entry in theirs.items()] == items
     assert MSGPackSerializer.dumps(theirs) == pack_items(items)
@@ -605,7 +676,8 @@ def test_our_form_of_a_dictionary_is_hivemind_s():
 
 def test_only_the_directory_itself_imports_hivemind():
     modules = sorted(
-        {path.stem for path in Path(dht.__file__).parent.glob("*.py")} - {"__init__", "kademlia", "daemon"}
+        {path.stem for path in Path(dht.__file__).parent.glob("*.py")}
+        - {"__init__", "kademlia", "daemon"}
     )
     script = f"import sys, importlib; [importlib.import_module('farflock.swarm.dht.' + m) for m in {modules}];"
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"

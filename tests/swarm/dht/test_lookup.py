@@ -23,7 +23,10 @@ class Table:
         self.running -= 1
         if peer in self.silent:
             return None
-        return LookupReply([HIT] if peer in self.stores else [], [(near, near) for near in self.knows.get(peer, ())])
+        return LookupReply(
+            [HIT] if peer in self.stores else [],
+            [(near, near) for near in self.knows.get(peer, ())],
+        )
 
 
 def walk(table, friends, target=0, me=-1):
@@ -64,7 +67,9 @@ def test_made_up_neighbours_close_to_the_key_hide_nobody():
     table = Table({liar: made_up}, stores=honest, silent=made_up)
     search = walk(table, [liar, *honest])
     assert len(found(search)) == len(honest)
-    assert table.asked.index(5009) < table.asked.index(1), "friends are asked before those that somebody named"
+    assert table.asked.index(5009) < table.asked.index(1), (
+        "friends are asked before those that somebody named"
+    )
 
 
 def test_one_reply_names_at_most_so_many_peers():

@@ -34,7 +34,10 @@ CELL, HEAD = cell_name(RUN, 0), head_name(RUN)
 
 
 def record(identity=ALICE, run=RUN, **fields):
-    return seal(identity, Record(run=run, peer=identity.peer, incarnation=1, sequence=1, curve=bytes(32), **fields))
+    return seal(
+        identity,
+        Record(run=run, peer=identity.peer, incarnation=1, sequence=1, curve=bytes(32), **fields),
+    )
 
 
 def judged(name, item, now_s=NOW_S, rules=None):
@@ -144,7 +147,12 @@ def test_the_memory_of_verified_items_is_bounded(monkeypatch):
     assert len(rules._verified) == 2
 
 
-@given(st.binary(min_size=20, max_size=20), st.binary(max_size=40), st.binary(max_size=200), st.floats())
+@given(
+    st.binary(min_size=20, max_size=20),
+    st.binary(max_size=40),
+    st.binary(max_size=200),
+    st.floats(),
+)
 def test_garbage_is_refused_without_an_error(key, subkey, value, expires_s):
     rules = Rules(RUN)
     assert not rules.allows(key, StoredItem(subkey, value, expires_s), NOW_S)
@@ -216,7 +224,14 @@ def dictionary(entries):
 
 def test_entries_of_other_programs_are_left_out_one_by_one():
     good = (ALICE.public, b"value", 1.0)
-    strange = [("text", b"", 1.0), (ALICE.public, "text", 1.0), (ALICE.public, b""), 7, None, (b"short", b"", 1.0)]
+    strange = [
+        ("text", b"", 1.0),
+        (ALICE.public, "text", 1.0),
+        (ALICE.public, b""),
+        7,
+        None,
+        (b"short", b"", 1.0),
+    ]
     assert unpack_items(dictionary([*strange, good, *strange])) == [StoredItem(*good)]
 
 

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.paths.checkfree import BadSwap, SwappedPaths, partners
-from farflock.swarm.paths.policy import FinishedCall, Microbatch, StageServers, SwarmPaths, fixed, mixed
+from farflock.swarm.paths.policy import (
+    FinishedCall,
+    Microbatch,
+    StageServers,
+    SwarmPaths,
+    fixed,
+    mixed,
+)
 from farflock.swarm.paths.round_robin import Announced
 
 SIX = (2, 3, 3, 1, 1, 4)
@@ -15,7 +22,9 @@ seeds = st.none() | st.integers(0, 2**64)
 
 
 def serving(stages, each=2):
-    return StageServers(1, tuple(tuple(Announced(f"s{s}-{n}", 1, 1.0) for n in range(each)) for s in range(stages)))
+    return StageServers(
+        1, tuple(tuple(Announced(f"s{s}-{n}", 1, 1.0) for n in range(each)) for s in range(stages))
+    )
 
 
 def orders(policy, microbatches):
@@ -33,7 +42,12 @@ def orders(policy, microbatches):
 def test_the_first_two_and_the_last_two_block_stages_change_places(layers, order):
     policy = SwappedPaths(fixed(len(layers)), layers)
     usual = tuple(range(len(layers)))
-    assert orders(policy, [Microbatch(0, index, 0) for index in range(4)]) == [usual, order, usual, order]
+    assert orders(policy, [Microbatch(0, index, 0) for index in range(4)]) == [
+        usual,
+        order,
+        usual,
+        order,
+    ]
 
 
 @given(layers=st.lists(st.integers(1, 3), min_size=1, max_size=9))
@@ -67,7 +81,13 @@ def test_other_layouts_are_refused_by_the_rules_name(layers, reason):
         SwappedPaths(fixed(max(1, len(layers))), layers)
 
 
-@given(seed=seeds, step=st.integers(0, 99), lane=st.integers(0, 9), start=st.integers(0, 50), half=st.integers(1, 20))
+@given(
+    seed=seeds,
+    step=st.integers(0, 99),
+    lane=st.integers(0, 9),
+    start=st.integers(0, 50),
+    half=st.integers(1, 20),
+)
 def test_exactly_half_of_each_2n_microbatches_is_swapped(seed, step, lane, start, half):
     """Invariant 5 of specs 3.5, whatever the seed, lane and step."""
     policy = SwappedPaths(fixed(6), SIX, seed)
@@ -78,13 +98,26 @@ def test_exactly_half_of_each_2n_microbatches_is_swapped(seed, step, lane, start
 
 def test_without_a_seed_lanes_and_steps_of_one_microbatch_alternate_too():
     policy = SwappedPaths(fixed(6), SIX)
-    assert [policy.is_swapped(Microbatch(step, 0, 0)) for step in range(4)] == [False, True, False, True]
-    assert [policy.is_swapped(Microbatch(0, 0, lane)) for lane in range(4)] == [False, True, False, True]
+    assert [policy.is_swapped(Microbatch(step, 0, 0)) for step in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert [policy.is_swapped(Microbatch(0, 0, lane)) for lane in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_with_a_seed_chance_takes_one_of_each_pair_alike_on_every_machine():
     batch = [Microbatch(step, index, 0) for step in range(50) for index in range(4)]
-    drawn = {seed: [SwappedPaths(fixed(6), SIX, seed).is_swapped(one) for one in batch] for seed in (1, 2)}
+    drawn = {
+        seed: [SwappedPaths(fixed(6), SIX, seed).is_swapped(one) for one in batch]
+        for seed in (1, 2)
+    }
     assert drawn[1] != drawn[2]
     assert drawn[1] == [SwappedPaths(mixed(6, 3), SIX, 1).is_swapped(one) for one in batch]
     assert "".join(str(int(swapped)) for swapped in drawn[1][:16]) == "1010100101101001"

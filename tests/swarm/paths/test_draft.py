@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.paths.draft import MAX_MICROBATCHES, Draft, Instance, even_paths
-from farflock.swarm.paths.skippipe import PathPlan, PlanTerms, StageKind, Stop, require_order, require_paths
+from farflock.swarm.paths.skippipe import (
+    PathPlan,
+    PlanTerms,
+    StageKind,
+    Stop,
+    require_order,
+    require_paths,
+)
 
 HIDDEN = StageKind("hidden", "hidden")
 
@@ -16,11 +23,17 @@ def instance(sizes=(3, 2, 2, 2, 2), visited=3, headed=False, memory=2, turns=4, 
     kinds = [HIDDEN] * len(sizes)
     if headed:
         kinds[0], kinds[-1] = StageKind("tokens", "hidden"), StageKind("hidden", "logits")
-    serving = tuple(tuple(f"s{stage}-{number}" for number in range(many)) for stage, many in enumerate(sizes))
+    serving = tuple(
+        tuple(f"s{stage}-{number}" for number in range(many)) for stage, many in enumerate(sizes)
+    )
     peers = [peer for each in serving for peer in each]
-    hops = {a: {b: 1.0 + (3 * i + 5 * j) % 7 for j, b in enumerate(peers)} for i, a in enumerate(peers)}
+    hops = {
+        a: {b: 1.0 + (3 * i + 5 * j) % 7 for j, b in enumerate(peers)} for i, a in enumerate(peers)
+    }
     terms = PlanTerms(tuple(kinds), visited)
-    return Instance(serving, terms, dict.fromkeys(peers, 1.0), hops, memory, turns, turns, swaps, not headed)
+    return Instance(
+        serving, terms, dict.fromkeys(peers, 1.0), hops, memory, turns, turns, swaps, not headed
+    )
 
 
 def orders(draft):
@@ -81,7 +94,9 @@ def test_moves_reach_other_servers_other_stages_and_swaps():
         seen |= {stop for path in draft.paths for stop in path}
         swapped |= any(order != sorted(order) for order in orders(draft))
         visits.add(tuple(sum(stage in order for order in orders(draft)) for stage in range(5)))
-    assert seen == {Stop(stage, peer) for stage, peers in enumerate(wanted.serving) for peer in peers}
+    assert seen == {
+        Stop(stage, peer) for stage, peers in enumerate(wanted.serving) for peer in peers
+    }
     assert swapped
     assert len(visits) > 1
 
@@ -109,8 +124,17 @@ def test_a_lane_with_one_path_takes_it_every_turn():
 
 def test_even_paths_take_stages_and_servers_in_turn():
     paths = even_paths(instance(sizes=(2, 2, 2, 2), visited=3), 2)
-    assert [[stop.stage for stop in path] for path in paths] == [[0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 1, 2]]
-    assert [stop.peer for path in paths for stop in path if stop.stage == 1] == ["s1-0", "s1-1", "s1-0"]
+    assert [[stop.stage for stop in path] for path in paths] == [
+        [0, 1, 2],
+        [0, 1, 3],
+        [0, 2, 3],
+        [0, 1, 2],
+    ]
+    assert [stop.peer for path in paths for stop in path if stop.stage == 1] == [
+        "s1-0",
+        "s1-1",
+        "s1-0",
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 2, 2, 2), (5, 1, 1, 1, 1, 1), (2, 1, 1)])

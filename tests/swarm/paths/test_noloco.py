@@ -14,7 +14,10 @@ DRAW = Draw(seed=7, membership=3, step=11, index=2)
 
 
 def grid(*sizes):
-    return tuple(tuple(f"12D3Koo{stage}{number:02d}" for number in range(size)) for stage, size in enumerate(sizes))
+    return tuple(
+        tuple(f"12D3Koo{stage}{number:02d}" for number in range(size))
+        for stage, size in enumerate(sizes)
+    )
 
 
 def holder(draw, stages, stage, lane):
@@ -36,7 +39,9 @@ def senders(draw, stages, boundary, receiver, lanes):
 
 
 sizes = st.lists(st.integers(1, 6), min_size=2, max_size=4)
-draws = st.builds(Draw, st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 99))
+draws = st.builds(
+    Draw, st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 99)
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +49,9 @@ draws = st.builds(Draw, st.integers(0, 2**63), st.integers(0, 2**40), st.integer
 def test_with_equal_stages_each_boundary_is_crossed_by_a_bijection(replicas, draw):
     stages = grid(replicas, replicas, replicas)
     for boundary in (0, 1):
-        crossings = [receivers(draw, stages, boundary, sender, replicas) for sender in stages[boundary]]
+        crossings = [
+            receivers(draw, stages, boundary, sender, replicas) for sender in stages[boundary]
+        ]
         assert all(len(crossing) == 1 for crossing in crossings)
         assert {crossing[0][1] for crossing in crossings} == set(stages[boundary + 1])
 
@@ -86,13 +93,19 @@ def test_the_answer_does_not_depend_on_how_servers_are_listed(draw, data):
     shuffled = tuple(tuple(data.draw(st.permutations(peers))) for peers in stages)
     for stage in (0, 1):
         for lane in range(7):
-            assert line(draw, shuffled[stage], stage, lane) == line(draw, stages[stage], stage, lane)
+            assert line(draw, shuffled[stage], stage, lane) == line(
+                draw, stages[stage], stage, lane
+            )
 
 
 def test_the_order_is_that_of_the_documented_hash_and_the_line_a_rotation_of_it():
     peers = grid(5, 5)[1]
-    salt = b"\x00".join((b"mixing", b"7", b"3", b"11", b"2", b"1", b"1"))  # lane 6 of 5 is in block 1
-    ordered = sorted(peers, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest())
+    salt = b"\x00".join(
+        (b"mixing", b"7", b"3", b"11", b"2", b"1", b"1")
+    )  # lane 6 of 5 is in block 1
+    ordered = sorted(
+        peers, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest()
+    )
     assert line(DRAW, peers, 1, 6) == (*ordered[1:], ordered[0])
 
 
@@ -123,7 +136,9 @@ def test_over_many_steps_every_pair_meets_equally_often(counts, boundary):
     lanes = 4
     for step in range(steps):
         for sender in stages[boundary]:
-            for _, receiver in receivers(dataclasses.replace(DRAW, step=step), stages, boundary, sender, lanes):
+            for _, receiver in receivers(
+                dataclasses.replace(DRAW, step=step), stages, boundary, sender, lanes
+            ):
                 met[sender, receiver] += 1
     expected = steps * lanes / (counts[boundary] * counts[boundary + 1])
     assert len(met) == counts[boundary] * counts[boundary + 1]
@@ -150,7 +165,9 @@ def test_all_survivors_agree_without_the_dead_one(draw, dead, lane):
     left = tuple(peer for peer in stages[1] if peer != stages[1][dead])
     assert holder(draw, (stages[0], left), 1, lane) in left
     assert sorted(line(draw, left, 1, lane)) == sorted(left)
-    assert collections.Counter(holder(draw, (stages[0], left), 1, lane) for lane in range(4)) == dict.fromkeys(left, 1)
+    assert collections.Counter(
+        holder(draw, (stages[0], left), 1, lane) for lane in range(4)
+    ) == dict.fromkeys(left, 1)
 
 
 def test_a_stage_that_nobody_serves_has_an_empty_line():

@@ -24,7 +24,9 @@ def shapes(draw):
 
 
 @given(shape=shapes(), start=st.integers(0, 2**40), lane=st.integers(0, 3))
-def test_paths_have_their_length_and_their_ends_and_leave_each_other_stage_out_equally_often(shape, start, lane):
+def test_paths_have_their_length_and_their_ends_and_leave_each_other_stage_out_equally_often(
+    shape, start, lane
+):
     stages, visited = shape
     policy = partial(stages, visited)
     cycle = max(stages - 2, 1)
@@ -42,28 +44,42 @@ def test_paths_have_their_length_and_their_ends_and_leave_each_other_stage_out_e
 
 
 def test_the_stages_left_out_together_are_not_always_the_same_ones_and_depend_on_who_asks():
-    orders = [[partial(8, 5, seed).stage_order(Microbatch(step, 0, 0)) for step in range(60)] for seed in "ab"]
+    orders = [
+        [partial(8, 5, seed).stage_order(Microbatch(step, 0, 0)) for step in range(60)]
+        for seed in "ab"
+    ]
     assert len(set(orders[0])) >= 10
     assert orders[0] != orders[1]
-    assert orders[0] == [partial(8, 5, "a").stage_order(Microbatch(step, 0, 0)) for step in range(60)]
+    assert orders[0] == [
+        partial(8, 5, "a").stage_order(Microbatch(step, 0, 0)) for step in range(60)
+    ]
 
 
 def test_all_stages_may_be_visited():
-    assert {partial(5, 5).stage_order(Microbatch(step, 0, 0)) for step in range(9)} == {(0, 1, 2, 3, 4)}
+    assert {partial(5, 5).stage_order(Microbatch(step, 0, 0)) for step in range(9)} == {
+        (0, 1, 2, 3, 4)
+    }
     assert [partial(5, 5).share(stage) for stage in range(5)] == [1] * 5
     assert [partial(5, 4).share(stage) for stage in range(5)] == [1, *[Fraction(2, 3)] * 3, 1]
 
 
 @pytest.mark.parametrize(("stages", "visited"), [(5, 2), (5, 6), (3, 2), (2, 1), (1, 0), (4, -1)])
 def test_what_would_leave_out_an_end_or_train_no_stage_between_is_refused(stages, visited):
-    with pytest.raises(BadSkip, match=f"visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}"):
+    with pytest.raises(
+        BadSkip,
+        match=f"visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}",
+    ):
         partial(stages, visited)
 
 
 def test_no_lane_keeps_its_edges():
     assert not PartialPaths(fixed(4), 4, 3, "s").pinned
     policy = PartialPaths(fixed(5), 5, 4, "s")
-    edges = {edge for step in range(9) for edge in itertools.pairwise(policy.stage_order(Microbatch(step, 0, 0)))}
+    edges = {
+        edge
+        for step in range(9)
+        for edge in itertools.pairwise(policy.stage_order(Microbatch(step, 0, 0)))
+    }
     assert len(edges) > 4
 
 

@@ -14,7 +14,9 @@ HIDDEN = StageKind("hidden", "hidden")
 
 def instance(sizes, visited, seed=0, memory=2, turns=2, swaps=True, head_is_first=True):
     chance = random.Random(seed)
-    serving = tuple(tuple(f"s{stage}-{number}" for number in range(many)) for stage, many in enumerate(sizes))
+    serving = tuple(
+        tuple(f"s{stage}-{number}" for number in range(many)) for stage, many in enumerate(sizes)
+    )
     peers = [peer for each in serving for peer in each]
     hops = {here: {there: chance.uniform(0.1, 9.0) for there in peers} for here in peers}
     seconds = {peer: chance.uniform(0.2, 1.0) for peer in peers}
@@ -109,7 +111,9 @@ def test_no_plan_is_worse_than_the_even_one_by_whatever_judges(work):
 
 def test_a_slow_server_is_left_alone_where_another_one_is_there():
     case = instance((2, 2, 2), 3, memory=3)
-    slow = Instance(case.serving, case.terms, {**case.forward_s, "s1-0": 500.0}, case.transfer_s, 3, 2, 2)
+    slow = Instance(
+        case.serving, case.terms, {**case.forward_s, "s1-0": 500.0}, case.transfer_s, 3, 2, 2
+    )
     assert all(stop.peer != "s1-0" for path in plan_paths(slow, 0, 60).paths for stop in path)
 
 
@@ -119,7 +123,9 @@ def test_of_one_microbatch_the_estimate_is_its_time_and_a_tenth(head_is_first):
     draft = Draft(case, 1, random.Random(1))
     for _ in range(20):
         draft.apply(draft.propose())
-        assert LaneBounds(case)(draft.paths) == pytest.approx(1.1 * case.timetable(draft.plan()).makespan_s)
+        assert LaneBounds(case)(draft.paths) == pytest.approx(
+            1.1 * case.timetable(draft.plan()).makespan_s
+        )
 
 
 def test_the_estimate_sees_lanes_that_are_in_each_others_way():
@@ -127,13 +133,18 @@ def test_the_estimate_sees_lanes_that_are_in_each_others_way():
     apart = [(Stop(0, f"s0-{lane}"), Stop(1, f"s1-{lane}")) for lane in range(2)]
     together = [apart[0], (Stop(0, "s0-1"), Stop(1, "s1-0"))]
     level = dict.fromkeys(case.forward_s, dict.fromkeys(case.forward_s, 1.0))
-    estimate = LaneBounds(Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 2, 2))
+    estimate = LaneBounds(
+        Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 2, 2)
+    )
     assert estimate(together) > 1.3 * estimate(apart)
 
 
 def test_a_plan_that_never_ends_is_refused():
     case = instance((2, 1, 1), 3, memory=1, turns=1)
-    paths = [(Stop(0, "s0-0"), Stop(1, "s1-0"), Stop(2, "s2-0")), (Stop(0, "s0-1"), Stop(2, "s2-0"), Stop(1, "s1-0"))]
+    paths = [
+        (Stop(0, "s0-0"), Stop(1, "s1-0"), Stop(2, "s2-0")),
+        (Stop(0, "s0-1"), Stop(2, "s2-0"), Stop(1, "s1-0")),
+    ]
     level = dict.fromkeys(case.forward_s, dict.fromkeys(case.forward_s, 1.0))
     even = Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 1, 1)
     with pytest.raises(BadPlan, match="memory: 2 microbatches wait for each other's room for ever"):

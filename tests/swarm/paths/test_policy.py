@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from farflock.swarm.paths import noloco as mixing
 from farflock.swarm.paths.partial_paths import PartialPaths
-from farflock.swarm.paths.policy import FinishedCall, Microbatch, StageServers, SwarmPaths, fixed, mixed
+from farflock.swarm.paths.policy import (
+    FinishedCall,
+    Microbatch,
+    StageServers,
+    SwarmPaths,
+    fixed,
+    mixed,
+)
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE, DIAL_BAN_S, Announced
 
 STAGES = 3
@@ -24,7 +31,8 @@ OUTCOMES = ("done", "busy", "dial", "rpc", "deadline")
 
 def serving(*sizes, membership=1, rate=1.0):
     stages = tuple(
-        tuple(Announced(f"s{stage}-{number}", 1, rate) for number in range(size)) for stage, size in enumerate(sizes)
+        tuple(Announced(f"s{stage}-{number}", 1, rate) for number in range(size))
+        for stage, size in enumerate(sizes)
     )
     return StageServers(membership, stages)
 
@@ -32,7 +40,9 @@ def serving(*sizes, membership=1, rate=1.0):
 each_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 
 microbatches = st.builds(Microbatch, st.integers(0, 99), st.integers(0, 9), st.integers(0, 20))
-steps = st.tuples(microbatches, st.integers(0, STAGES - 1), st.sets(st.integers(0, 3)), st.sampled_from(OUTCOMES))
+steps = st.tuples(
+    microbatches, st.integers(0, STAGES - 1), st.sets(st.integers(0, 3)), st.sampled_from(OUTCOMES)
+)
 
 
 @each_policy
@@ -44,12 +54,18 @@ def test_each_stage_is_visited_as_often_as_it_is_said(make):
 
 
 @each_policy
-@given(sizes=st.tuples(*[st.integers(0, 4)] * STAGES), history=st.lists(steps, max_size=25), data=st.data())
+@given(
+    sizes=st.tuples(*[st.integers(0, 4)] * STAGES),
+    history=st.lists(steps, max_size=25),
+    data=st.data(),
+)
 @settings(max_examples=40, deadline=None)
 def test_law(make, sizes, history, data):
     here, there = make(), make()
     known = serving(*sizes)
-    shuffled = StageServers(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
+    shuffled = StageServers(
+        1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages)
+    )
     for number, (microbatch, stage, excluded, outcome) in enumerate(history):
         now_s, exclude = 0.5 * number, {f"s{stage}-{peer}" for peer in excluded}
         order = here.stage_order(microbatch)
@@ -70,7 +86,9 @@ def test_law(make, sizes, history, data):
 
 
 @each_policy
-@given(history=st.lists(steps, max_size=15), lane=st.integers(0, 9), stage=st.integers(0, STAGES - 1))
+@given(
+    history=st.lists(steps, max_size=15), lane=st.integers(0, 9), stage=st.integers(0, STAGES - 1)
+)
 @settings(max_examples=40, deadline=None)
 def test_pinned_policies_keep_a_lane_on_its_servers_whatever_happened(make, history, lane, stage):
     policy, known = make(), serving(3, 4, 2)
@@ -113,7 +131,10 @@ def test_only_fixed_maps_are_pinned():
 
 def test_a_fixed_map_gives_a_lane_the_server_of_its_number_and_the_next_one_in_its_absence():
     policy, known = fixed(STAGES), serving(2, 3, 1)
-    paths = [[policy.next_hop(Microbatch(0, 0, lane), s, known, 0.0) for s in range(STAGES)] for lane in range(4)]
+    paths = [
+        [policy.next_hop(Microbatch(0, 0, lane), s, known, 0.0) for s in range(STAGES)]
+        for lane in range(4)
+    ]
     assert paths == [
         ["s0-0", "s1-0", "s2-0"],
         ["s0-1", "s1-1", "s2-0"],
@@ -129,11 +150,16 @@ def test_mixing_takes_the_holder_of_the_lane_and_draws_anew_when_the_membership_
     for step in range(10):
         draw = mixing.Draw(5, 1, step, 6)
         for stage in range(STAGES):
-            hops = [policy.next_hop(Microbatch(step, 6, lane), stage, known, 0.0) for lane in range(4)]
+            hops = [
+                policy.next_hop(Microbatch(step, 6, lane), stage, known, 0.0) for lane in range(4)
+            ]
             assert hops == [mixing.line(draw, peers[stage], stage, lane)[0] for lane in range(4)]
             assert sorted(hops) == peers[stage]
     before = [policy.next_hop(Microbatch(step, 0, 0), 1, known, 0.0) for step in range(20)]
-    after = [policy.next_hop(Microbatch(step, 0, 0), 1, serving(4, 4, 4, membership=2), 0.0) for step in range(20)]
+    after = [
+        policy.next_hop(Microbatch(step, 0, 0), 1, serving(4, 4, 4, membership=2), 0.0)
+        for step in range(20)
+    ]
     assert before != after
 
 
@@ -142,7 +168,9 @@ def test_wiring_gives_each_stage_work_by_measured_speed_and_counts_backward_call
     for peer, taken_s in (("s1-0", 1.0), ("s1-1", 3.0)):
         policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0)
         policy.on_result(FinishedCall(peer, 1, 1.0, 0.0), "done", taken_s)
-    counts = collections.Counter(policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0) for _ in range(400))
+    counts = collections.Counter(
+        policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0) for _ in range(400)
+    )
     assert counts["s1-0"] == pytest.approx(300, abs=3)
     busiest = policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0, 100 * BACKWARD_SIZE)
     assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0) != busiest

@@ -43,12 +43,17 @@ def visits(balancer, tasks, size=1.0, now_s=0.0, exclude=()):
 def test_600_tasks_among_speeds_one_two_three_go_100_200_300():
     for seed in range(5):
         counts = visits(stage({"a": 1.0, "b": 2.0, "c": 3.0}, seed), 600)
-        assert all(abs(counts[peer] - wanted) <= 3 for peer, wanted in {"a": 100, "b": 200, "c": 300}.items()), counts
+        assert all(
+            abs(counts[peer] - wanted) <= 3
+            for peer, wanted in {"a": 100, "b": 200, "c": 300}.items()
+        ), counts
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(1.0, 4.0), min_size=1, max_size=8), st.integers(0, 999))
-def test_at_every_moment_charges_differ_by_one_task_at_most_and_visits_follow_the_rates(rates, seed):
+def test_at_every_moment_charges_differ_by_one_task_at_most_and_visits_follow_the_rates(
+    rates, seed
+):
     servers = {f"p{number}": rate for number, rate in enumerate(rates)}
     balancer, counts = stage(servers, seed), collections.Counter()
     for _ in range(60):
@@ -79,7 +84,11 @@ def test_ties_are_broken_by_the_chance_that_was_given_and_by_nothing_else():
 def test_measured_speed_overrules_what_was_announced():
     """A window of eight calls over servers that work one call after the other, at speeds that nobody announced."""
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
-    balancer, free_s, counts = stage(dict.fromkeys(speeds, 2.0)), dict.fromkeys(speeds, 0.0), collections.Counter()
+    balancer, free_s, counts = (
+        stage(dict.fromkeys(speeds, 2.0)),
+        dict.fromkeys(speeds, 0.0),
+        collections.Counter(),
+    )
     out, now_s = [], 0.0
     for number in range(1400):
         if len(out) == 8:
@@ -89,7 +98,9 @@ def test_measured_speed_overrules_what_was_announced():
         free_s[peer] = max(free_s[peer], now_s) + 1 / speeds[peer]
         heapq.heappush(out, (free_s[peer], number, peer, now_s))
         counts[peer] += 1
-    assert {peer: pytest.approx(7 * count / 1400, rel=0.05) for peer, count in counts.items()} == speeds
+    assert {
+        peer: pytest.approx(7 * count / 1400, rel=0.05) for peer, count in counts.items()
+    } == speeds
     assert 1400 / now_s > 0.95 * 7
 
 
@@ -169,7 +180,10 @@ def test_who_got_one_task_more_before_anything_was_measured_does_not_pay_for_it_
     for peer in "ab":
         balancer.finished(peer, BACKWARD_SIZE, 0.0, 0.01)
     later = visits(balancer, 100)
-    assert abs(later["a"] + early["a"] * BACKWARD_SIZE - later["b"] - early["b"] * BACKWARD_SIZE) <= BACKWARD_SIZE
+    assert (
+        abs(later["a"] + early["a"] * BACKWARD_SIZE - later["b"] - early["b"] * BACKWARD_SIZE)
+        <= BACKWARD_SIZE
+    )
 
 
 def test_a_slow_server_pays_at_its_first_measurement_for_what_it_was_given_by_a_guess():
@@ -220,7 +234,9 @@ def test_a_deadline_bans_nobody_and_no_failure_gives_a_charge_back():
         assert balancer.choose(1.0, 0.0) == "a"
         balancer.failed("a", reason, 0.0)
         balancer.refresh([Announced("a", {"deadline": 1, "dial": 2, "rpc": 3}[reason], 1.0)], 0.0)
-    assert balancer.charges == {"a": 1.0 + 2.0 + 2.0}  # twice double: once its deadline has not been forgiven
+    assert balancer.charges == {
+        "a": 1.0 + 2.0 + 2.0
+    }  # twice double: once its deadline has not been forgiven
 
 
 def test_busy_neither_bans_nor_gives_the_charge_back():
@@ -365,7 +381,9 @@ def test_a_task_without_a_size_is_refused(size):
         stage({"a": 1.0}).choose(size, 0.0)
 
 
-@pytest.mark.parametrize("options", [{"warmup_penalty": 0.5}, {"warmup_penalty": math.nan}, {"warmup_tasks": -1}])
+@pytest.mark.parametrize(
+    "options", [{"warmup_penalty": 0.5}, {"warmup_penalty": math.nan}, {"warmup_tasks": -1}]
+)
 def test_a_warm_up_that_favours_newcomers_is_refused(options):
     with pytest.raises(ValueError, match="warm-up"):
         Balancer(random.Random(0), **options)
@@ -386,9 +404,17 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(records=st.dictionaries(peers, st.integers(0, 3), max_size=6))
     def refresh(self, records):
-        self.balancer.refresh([Announced(peer, sequence, 1.0) for peer, sequence in records.items()], self.now_s)
-        self.known = {peer: max(sequence, self.known.get(peer, 0)) for peer, sequence in records.items()}
-        self.bans = {p: (end_s, old) for p, (end_s, old) in self.bans.items() if not self.known.get(p, -1) > old}
+        self.balancer.refresh(
+            [Announced(peer, sequence, 1.0) for peer, sequence in records.items()], self.now_s
+        )
+        self.known = {
+            peer: max(sequence, self.known.get(peer, 0)) for peer, sequence in records.items()
+        }
+        self.bans = {
+            p: (end_s, old)
+            for p, (end_s, old) in self.bans.items()
+            if not self.known.get(p, -1) > old
+        }
         self.charges = {peer: charge for peer, charge in self.charges.items() if peer in self.known}
         self.measured &= self.known.keys()
 
@@ -430,7 +456,11 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def every_live_peer_has_exactly_one_valid_entry(self):
         servers = self.balancer._servers
-        valid = [entry[2] for entry in self.balancer._heap if entry[2] in servers and servers[entry[2]].entry is entry]
+        valid = [
+            entry[2]
+            for entry in self.balancer._heap
+            if entry[2] in servers and servers[entry[2]].entry is entry
+        ]
         assert sorted(valid) == sorted(self.may_be_chosen()) == sorted(self.balancer.charges)
         assert len(self.balancer._heap) - len(valid) <= max(len(servers), STALE_SLACK)
 

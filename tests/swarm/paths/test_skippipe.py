@@ -24,7 +24,10 @@ from farflock.swarm.paths.skippipe import (
 
 HIDDEN = StageKind("hidden", "hidden", ((8, 8),))
 BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # whoever begins also ends
-HEADED = PlanTerms((StageKind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, StageKind("hidden", "logits")), visited=4)
+HEADED = PlanTerms(
+    (StageKind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, StageKind("hidden", "logits")),
+    visited=4,
+)
 SERVERS = [{f"s{stage}-{number}" for number in range(2)} for stage in range(5)]
 
 
@@ -38,7 +41,10 @@ def plan(*lanes, per_step=1):
 
 def serving(*sizes, membership=1):
     return StageServers(
-        membership, tuple(tuple(Announced(f"s{s}-{n}", 1) for n in range(many)) for s, many in enumerate(sizes))
+        membership,
+        tuple(
+            tuple(Announced(f"s{s}-{n}", 1) for n in range(many)) for s, many in enumerate(sizes)
+        ),
     )
 
 
@@ -63,13 +69,30 @@ def test_a_plan_that_keeps_to_all_rules_is_accepted():
         (BODY, [[path(0, 1, 2, 3)]], "skip ratio", "visit 3"),
         (BODY, [[path(0, 1)]], "skip ratio", "visit 3"),
         (HEADED, [[path(0, 1, 2, 3)]], "missing stage", "whose output is of another kind"),
-        (PlanTerms((HIDDEN,) * 5, 4), [[path(0, 3, 1, 2)]], "swap bound", "displace 2 at most, each by 1"),
-        (PlanTerms((HIDDEN,) * 5, 5), [[path(0, 2, 1, 4, 3)]], "swap bound", "displace 2 at most, each by 1"),
+        (
+            PlanTerms((HIDDEN,) * 5, 4),
+            [[path(0, 3, 1, 2)]],
+            "swap bound",
+            "displace 2 at most, each by 1",
+        ),
+        (
+            PlanTerms((HIDDEN,) * 5, 5),
+            [[path(0, 2, 1, 4, 3)]],
+            "swap bound",
+            "displace 2 at most, each by 1",
+        ),
         (HEADED, [[path(0, 1, 4, 3)]], "swap of unequal stages", "in their own order"),
-        (BODY, [[path(0, 1, 2), path(0, 1, 3)], [path(0, 1, 4), path(0, 1, 2)]], "stage balance", "train every stage"),
+        (
+            BODY,
+            [[path(0, 1, 2), path(0, 1, 3)], [path(0, 1, 4), path(0, 1, 2)]],
+            "stage balance",
+            "train every stage",
+        ),
     ],
 )
-def test_a_plan_that_breaks_a_rule_is_refused_with_its_name_and_the_remedy(terms, lanes, rule, remedy):
+def test_a_plan_that_breaks_a_rule_is_refused_with_its_name_and_the_remedy(
+    terms, lanes, rule, remedy
+):
     with pytest.raises(BadPlan) as refused:
         require_paths(plan(*lanes), SERVERS, terms)
     assert refused.value.rule == rule
@@ -78,7 +101,8 @@ def test_a_plan_that_breaks_a_rule_is_refused_with_its_name_and_the_remedy(terms
 
 
 @pytest.mark.parametrize(
-    "other", [StageKind("hidden", "hidden", ((9, 8),)), StageKind("hidden", "hidden", ((8, 8), (8,)))]
+    "other",
+    [StageKind("hidden", "hidden", ((9, 8),)), StageKind("hidden", "hidden", ((8, 8), (8,)))],
 )
 def test_stages_of_other_shapes_cannot_change_places_but_may_be_skipped(other):
     terms = PlanTerms((HIDDEN, HIDDEN, other, HIDDEN), visited=3)
@@ -96,18 +120,24 @@ def test_visiting_all_stages_without_swaps_is_the_order_of_the_model():
     with pytest.raises(BadPlan, match="skip ratio"):
         require_order([0, 1, 2], terms)
     assert terms.mean_visits(10) == 10
-    assert PlanTerms((StageKind("tokens", "hidden"), StageKind("hidden", "logits")), 2).mean_visits(10) == 0
+    assert (
+        PlanTerms((StageKind("tokens", "hidden"), StageKind("hidden", "logits")), 2).mean_visits(10)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("visited", [0, 1, 6])
 def test_a_number_of_stages_that_no_path_can_visit_is_refused(visited):
     with pytest.raises(
-        BadPlan, match=f"cannot visit {visited} of 5 stages, 2 of which none may skip; take a number from 2 to 5"
+        BadPlan,
+        match=f"cannot visit {visited} of 5 stages, 2 of which none may skip; take a number from 2 to 5",
     ):
         PlanTerms(HEADED.kinds, visited)
 
 
-@pytest.mark.parametrize(("lanes", "per_step"), [([], 1), ([[]], 1), ([[path(0)], [path(0)] * 2], 1), ([[path(0)]], 0)])
+@pytest.mark.parametrize(
+    ("lanes", "per_step"), [([], 1), ([[]], 1), ([[path(0)], [path(0)] * 2], 1), ([[path(0)]], 0)]
+)
 def test_a_plan_without_a_common_horizon_is_refused(lanes, per_step):
     with pytest.raises(BadPlan, match="horizon: lanes have"):
         plan(*lanes, per_step=per_step)
@@ -131,7 +161,8 @@ def test_work_that_touches_is_no_collision_and_work_that_overlaps_is_one():
     ]
     require_timetable(works, memory=2)
     with pytest.raises(
-        BadPlan, match=r"collision: a is to work on \(1, 0\) until 2.0000 s and on \(0, 1\) from 1.9000 s"
+        BadPlan,
+        match=r"collision: a is to work on \(1, 0\) until 2.0000 s and on \(0, 1\) from 1.9000 s",
     ):
         require_timetable([*works, ScheduledPass("a", (0, 1), 1.9, 2.5)], memory=2)
 
@@ -141,7 +172,8 @@ def test_a_microbatch_is_held_from_its_forward_to_its_backward_pass():
     works += [ScheduledPass("a", (0, turn), 10 + turn, 10.5 + turn) for turn in range(3)]
     require_timetable(works, memory=3)
     with pytest.raises(
-        BadPlan, match=r"memory: a is to hold 3 microbatches at 2.0000 s and has room for 2; start them later"
+        BadPlan,
+        match=r"memory: a is to hold 3 microbatches at 2.0000 s and has room for 2; start them later",
     ):
         require_timetable(works, memory=2)
 
@@ -194,7 +226,9 @@ def test_a_microbatch_takes_the_path_of_its_lane_and_turn():
 def test_a_step_of_several_microbatches_goes_on_where_the_last_one_ended():
     paths = [path(0, 1, 2), path(0, 3, 4), path(0, 1, 4)]
     policy = PlannedPaths(plan(paths, per_step=2), 5)
-    orders = [policy.stage_order(Microbatch(step, index, 0)) for step in range(3) for index in range(2)]
+    orders = [
+        policy.stage_order(Microbatch(step, index, 0)) for step in range(3) for index in range(2)
+    ]
     assert orders == [tuple(stop.stage for stop in paths[turn % 3]) for turn in range(6)]
 
 
@@ -208,7 +242,9 @@ def test_a_step_of_several_microbatches_goes_on_where_the_last_one_ended():
 @settings(max_examples=80, deadline=None)
 def test_the_law_of_path_policies(microbatch, stage, sizes, excluded, data):
     policy, known = PlannedPaths(GOOD, 5), serving(*sizes)
-    shuffled = StageServers(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
+    shuffled = StageServers(
+        1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages)
+    )
     exclude = {f"s{stage}-{number}" for number in excluded}
     peer = policy.next_hop(microbatch, stage, known, 0.0, 1.0, exclude)
     assert peer == PlannedPaths(GOOD, 5).next_hop(microbatch, stage, shuffled, 9.0, 1.0, exclude)
@@ -232,7 +268,9 @@ def test_a_place_is_who_came_that_early_and_a_peers_name_that_peer():
 
 
 def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates():
-    policy = PlannedPaths(plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2)
+    policy = PlannedPaths(
+        plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2
+    )
     without = StageServers(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
     heirs = {policy.next_hop(Microbatch(step, 0, 0), 1, without, 0.0) for step in range(8)}
     assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"

@@ -12,14 +12,23 @@ from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
 from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
-from farflock.swarm.paths.skippipe import PathPlan, PlannedPaths, PlanTerms, StageKind, Stop, require_paths
+from farflock.swarm.paths.skippipe import (
+    PathPlan,
+    PlannedPaths,
+    PlanTerms,
+    StageKind,
+    Stop,
+    require_paths,
+)
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=6, tied=False, vocab_size=40)
 STAGES = 6
 
 
 def tokens(seed):
-    drawn = torch.randint(0, CONFIG.vocab_size, (2, 9), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(
+        0, CONFIG.vocab_size, (2, 9), generator=torch.Generator().manual_seed(seed)
+    )
     return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -31,8 +40,15 @@ def kinds():
     """Read off the stages themselves."""
     found = []
     for stage in stages():
-        takes, gives = "tokens" if stage.is_first else "hidden", "logits" if stage.is_last else "hidden"
-        found.append(StageKind(takes, gives, tuple(tuple(weight.shape) for weight in stage.model.parameters())))
+        takes, gives = (
+            "tokens" if stage.is_first else "hidden",
+            "logits" if stage.is_last else "hidden",
+        )
+        found.append(
+            StageKind(
+                takes, gives, tuple(tuple(weight.shape) for weight in stage.model.parameters())
+            )
+        )
     return tuple(found)
 
 
@@ -57,7 +73,9 @@ def twin(orders, microbatches):
     for order, (x, targets) in zip(orders, microbatches, strict=True):
         hidden = model.model.embed_tokens(x)
         for stage in order:
-            hidden = model.model.layers[str(stage)](hidden, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
+            hidden = model.model.layers[str(stage)](
+                hidden, model.cos[: x.shape[1]], model.sin[: x.shape[1]]
+            )
         logits = model.lm_head(model.model.norm(hidden))
         F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
@@ -70,17 +88,23 @@ def require_equal(sums, expected):
             if expected[name] is None:
                 assert name not in accumulator.sums
             else:
-                torch.testing.assert_close(accumulator.sums[name], expected[name], rtol=1e-12, atol=1e-14)
+                torch.testing.assert_close(
+                    accumulator.sums[name], expected[name], rtol=1e-12, atol=1e-14
+                )
             seen.add(name)
     assert seen == expected.keys()
 
 
 @pytest.mark.parametrize(
-    "order", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 5), (0, 2, 1, 4, 5), (0, 5), (0, 1, 2, 4, 3, 5)], ids=str
+    "order",
+    [(0, 1, 2, 3, 4, 5), (0, 1, 3, 5), (0, 2, 1, 4, 5), (0, 5), (0, 1, 2, 4, 3, 5)],
+    ids=str,
 )
 def test_a_paths_gradient_is_that_of_the_model_of_its_layers_in_its_order(order):
     require_paths(
-        PathPlan(((tuple(Stop(stage, "a") for stage in order),),), 1), [{"a"}] * STAGES, PlanTerms(kinds(), len(order))
+        PathPlan(((tuple(Stop(stage, "a") for stage in order),),), 1),
+        [{"a"}] * STAGES,
+        PlanTerms(kinds(), len(order)),
     )
     sums = [GradientAccumulator() for _ in range(STAGES)]
     walk(order, tokens(0), stages(), sums)
@@ -104,7 +128,10 @@ def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
         serving,
         PlanTerms(kinds(), 4),
         dict.fromkeys(peers, 1.0),
-        {here: {there: 0.1 + (i * 7 + j * 5) % 11 for j, there in enumerate(peers)} for i, here in enumerate(peers)},
+        {
+            here: {there: 0.1 + (i * 7 + j * 5) % 11 for j, there in enumerate(peers)}
+            for i, here in enumerate(peers)
+        },
         memory=2,
         turns=4,
         per_step=4,
@@ -112,12 +139,19 @@ def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
     )
     policy = PlannedPaths(plan_paths(instance, seed=1, work=30), STAGES)
     known = StageServers(1, tuple(tuple(Announced(peer, 1) for peer in each) for each in serving))
-    servers, sums, orders, batches = stages(), [GradientAccumulator() for _ in range(STAGES)], [], []
+    servers, sums, orders, batches = (
+        stages(),
+        [GradientAccumulator() for _ in range(STAGES)],
+        [],
+        [],
+    )
     for lane in range(2):
         for index in range(4):
             microbatch = Microbatch(0, index, lane)
             order = policy.stage_order(microbatch)
-            assert all(policy.next_hop(microbatch, stage, known, 0.0) in serving[stage] for stage in order)
+            assert all(
+                policy.next_hop(microbatch, stage, known, 0.0) in serving[stage] for stage in order
+            )
             orders.append(order)
             batches.append(tokens(10 * lane + index))
             walk(order, batches[-1], servers, sums)

@@ -13,7 +13,9 @@ from farflock.swarm.paths.timetable import constant, timetable
 
 def plan(*lanes):
     """Paths of (stage, peer)."""
-    return PathPlan(tuple(tuple(tuple(Stop(*stop) for stop in path) for path in lane) for lane in lanes), 1)
+    return PathPlan(
+        tuple(tuple(tuple(Stop(*stop) for stop in path) for path in lane) for lane in lanes), 1
+    )
 
 
 def even(peers, seconds):
@@ -27,7 +29,14 @@ HOPS = {"a": {"b": 0.5, "c": 5.0}, "b": {"a": 0.25, "c": 0.75}, "c": {"a": 3.0, 
 
 def test_one_microbatch_takes_the_sum_of_its_work_and_its_hops():
     times = timetable(plan([LINE]), TIMES, 1, constant(HOPS))
-    hops = HOPS["a"]["b"] + HOPS["b"]["c"] + HOPS["c"]["a"] + HOPS["a"]["c"] + HOPS["c"]["b"] + HOPS["b"]["a"]
+    hops = (
+        HOPS["a"]["b"]
+        + HOPS["b"]["c"]
+        + HOPS["c"]["a"]
+        + HOPS["a"]["c"]
+        + HOPS["c"]["b"]
+        + HOPS["b"]["a"]
+    )
     assert times.makespan_s == pytest.approx(2.5 * sum(TIMES.values()) + 0.25 * TIMES["a"] + hops)
     assert [work.peer for work in times.works] == ["a", "b", "c", "a", "c", "b", "a"]
     assert times.mean_s == times.makespan_s
@@ -35,7 +44,9 @@ def test_one_microbatch_takes_the_sum_of_its_work_and_its_hops():
 
 def test_the_mean_is_that_of_all_microbatches():
     one = timetable(plan([LINE]), TIMES, 1, constant(HOPS)).makespan_s
-    assert timetable(plan([LINE] * 4), TIMES, 1, constant(HOPS)).mean_s == pytest.approx((1 + 2 + 3 + 4) / 4 * one)
+    assert timetable(plan([LINE] * 4), TIMES, 1, constant(HOPS)).mean_s == pytest.approx(
+        (1 + 2 + 3 + 4) / 4 * one
+    )
 
 
 def test_the_loss_is_where_the_head_is():
@@ -50,7 +61,9 @@ def test_a_path_of_one_stage_has_no_hops():
 
 def test_with_room_for_one_microbatches_go_one_after_the_other():
     one = timetable(plan([LINE]), TIMES, 1, constant(HOPS)).makespan_s
-    assert timetable(plan([LINE] * 4), TIMES, 1, constant(HOPS)).makespan_s == pytest.approx(4 * one)
+    assert timetable(plan([LINE] * 4), TIMES, 1, constant(HOPS)).makespan_s == pytest.approx(
+        4 * one
+    )
     assert timetable(plan([LINE] * 4), TIMES, 4, constant(HOPS)).makespan_s < 2.5 * one
 
 
@@ -58,7 +71,9 @@ def test_what_comes_back_goes_first():
     """When a has done the second forward pass, the third and the first one's loss are there."""
     send = constant({"a": {"b": 0.0}, "b": {"a": 0.0}})
     times = timetable(plan([[(0, "a"), (1, "b")]] * 3), {"a": 1.0, "b": 0.5}, 3, send)
-    ours = [(work.microbatch[1], work.start_s, work.end_s) for work in times.works if work.peer == "a"]
+    ours = [
+        (work.microbatch[1], work.start_s, work.end_s) for work in times.works if work.peer == "a"
+    ]
     assert ours[:4] == [(0, 0, 1), (1, 1, 2), (0, 2, 2.25), (2, 2.25, 3.25)]
 
 
@@ -68,18 +83,28 @@ def test_crossing_paths_that_hold_what_the_other_waits_for_never_end_and_that_is
     stuck = timetable(crossing, dict.fromkeys(peers, 1.0), 1, constant(even(peers, 0.1)))
     assert stuck.makespan_s == stuck.mean_s == math.inf
     assert not stuck.finished_s
-    assert timetable(crossing, dict.fromkeys(peers, 1.0), 2, constant(even(peers, 0.1))).makespan_s < 20
+    assert (
+        timetable(crossing, dict.fromkeys(peers, 1.0), 2, constant(even(peers, 0.1))).makespan_s
+        < 20
+    )
 
 
 @st.composite
 def cases(draw):
     chance = random.Random(draw(st.integers(0, 2**32)))
-    stages = [[f"s{stage}-{number}" for number in range(chance.randint(1, 3))] for stage in range(4)]
+    stages = [
+        [f"s{stage}-{number}" for number in range(chance.randint(1, 3))] for stage in range(4)
+    ]
     peers = [peer for each in stages for peer in each]
     lanes = []
     for origin in stages[0]:
         picked = [sorted(chance.sample((1, 2, 3), 2)) for _ in range(4)]
-        lanes.append([[(0, origin), *((stage, chance.choice(stages[stage])) for stage in order)] for order in picked])
+        lanes.append(
+            [
+                [(0, origin), *((stage, chance.choice(stages[stage])) for stage in order)]
+                for order in picked
+            ]
+        )
     seconds = {peer: chance.choice((0.5, 1.0, 2.0)) for peer in peers}
     hops = {here: {there: chance.choice((0.0, 0.25, 3.0)) for there in peers} for here in peers}
     return plan(*lanes), seconds, draw(st.integers(1, 3)), hops
@@ -91,9 +116,14 @@ def test_every_timetable_keeps_to_memory_and_finishes_and_has_no_collision(case)
     paths, seconds, memory, hops = case
     times = timetable(paths, seconds, memory, constant(hops))
     require_timetable(times.works, memory)
-    assert times.finished_s.keys() == {(lane, turn) for lane in range(len(paths.lanes)) for turn in range(4)}
+    assert times.finished_s.keys() == {
+        (lane, turn) for lane in range(len(paths.lanes)) for turn in range(4)
+    }
     assert len(times.works) == 7 * times.microbatches
-    busy = {peer: sum(work.end_s - work.start_s for work in times.works if work.peer == peer) for peer in seconds}
+    busy = {
+        peer: sum(work.end_s - work.start_s for work in times.works if work.peer == peer)
+        for peer in seconds
+    }
     assert max(busy.values()) <= times.makespan_s + 1e-9
 
 
@@ -102,7 +132,10 @@ def test_every_timetable_keeps_to_memory_and_finishes_and_has_no_collision(case)
 def test_if_all_takes_longer_the_timetable_is_stretched(case, factor):
     paths, seconds, memory, hops = case
     slower = {peer: factor * value for peer, value in seconds.items()}
-    slow_hops = {here: {there: factor * value for there, value in each.items()} for here, each in hops.items()}
+    slow_hops = {
+        here: {there: factor * value for there, value in each.items()}
+        for here, each in hops.items()
+    }
     once, again = (
         timetable(paths, seconds, memory, constant(hops)),
         timetable(paths, slower, memory, constant(slow_hops)),

@@ -34,7 +34,9 @@ class Ears:
             self.next += 1
 
     async def all_of(self, made, number):
-        await until(lambda: self.listen() or self.next > number, 60.0, f"round {number} at the looker-on")
+        await until(
+            lambda: self.listen() or self.next > number, 60.0, f"round {number} at the looker-on"
+        )
         assert {at: made.results[0][at][0] for at in self.heard} == self.heard
 
 
@@ -62,7 +64,9 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
     for node in made.nodes.values():
         state, store = node.rounds._streams[name_of(0)], node.peer.context.store
         assert len(state.log) == LOG_ROUNDS
-        assert list(state.annals) + list(state.log) == list(range(node.rounds.newest(name_of(0)) + 1))
+        assert list(state.annals) + list(state.log) == list(
+            range(node.rounds.newest(name_of(0)) + 1)
+        )
         for number, entry in state.annals.items():
             pinned = set(store._pinned_by.get(Key(name_of(0), number), ()))
             assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
@@ -88,17 +92,23 @@ async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
 
 
 @flock(0, 0, 0, 1, witnessed=True)
-async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_round_which_it_has_lost(made):
+async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_round_which_it_has_lost(
+    made,
+):
     idle, name = made.nodes[2], name_of(0)
     await made.go_on(0, 2)
     idle.stage = NOTHING  # it serves the stage still, and waits for a batch
     await asyncio.sleep(10.0)
     assert not idle.rounds.called(name) or idle.rounds.newest(name) == made.newest(0)
     await away(made, idle, 2 * LOG_ROUNDS)
-    await until(lambda: idle.peer.context.counters["lost rounds"] > 0, 30.0, "word that the round is gone")
+    await until(
+        lambda: idle.peer.context.counters["lost rounds"] > 0, 30.0, "word that the round is gone"
+    )
     assert idle.rounds.called(name)
     number = idle.rounds.newest(name) + 1
-    outcome = await asyncio.wait_for(idle.peer.exchange(name, number, [b'{"name": "idle"}'] * SHARDS, tokens=0), 30.0)
+    outcome = await asyncio.wait_for(
+        idle.peer.exchange(name, number, [b'{"name": "idle"}'] * SHARDS, tokens=0), 30.0
+    )
     assert outcome.status == "lost"
 
 
@@ -137,7 +147,9 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(made):
+async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(
+    made,
+):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     stream = looker.rounds._streams[name].stream
@@ -161,7 +173,11 @@ async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made)
         stream = looker.rounds._streams[name].stream
         looker.rounds.close(name)
         looker.rounds.open(stream)
-    await until(lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers), 20.0, "word of the only one")
+    await until(
+        lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers),
+        20.0,
+        "word of the only one",
+    )
 
 
 @flock(0, 0, 1, NOTHING)
@@ -169,7 +185,9 @@ async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made)
     looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
     mute.rounds._catch_up.answer_query = lambda *question: None
     await away(made, looker, 2 * LOG_ROUNDS)
-    await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on")
+    await until(
+        lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on"
+    )
 
 
 @flock(0, 0, 1, NOTHING)
@@ -190,7 +208,9 @@ async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_a
 
 @pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
 @pytest.mark.parametrize("beyond", [0, 2])
-def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(witnessed, number, beyond):
+def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
+    witnessed, number, beyond
+):
     """Whoever knows decisions and has not their content may have to give up all rounds of its log, and noted ones."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
@@ -204,8 +224,13 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
             state.entry(at).complete = False
         rounds.close(name_of(1))
         rounds.rewind(first)
-        assert (rounds.newest(name), rounds.tokens(name)) == (first - 1, made.results[0][first - 1][2])
-        assert state.annals_bytes == sum(round_log._size_bytes(state, entry) for entry in state.annals.values())
+        assert (rounds.newest(name), rounds.tokens(name)) == (
+            first - 1,
+            made.results[0][first - 1][2],
+        )
+        assert state.annals_bytes == sum(
+            round_log._size_bytes(state, entry) for entry in state.annals.values()
+        )
 
     main()
 
@@ -218,7 +243,11 @@ def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
     async def main(made):
         looker, name = made.nodes[3], name_of(0)
         await made.go_on(0, 2)
-        chunks, begun, pins = looker.peer.context.chunks, asyncio.Event(), looker.peer.context.store._pinned_by
+        chunks, begun, pins = (
+            looker.peer.context.chunks,
+            asyncio.Event(),
+            looker.peer.context.store._pinned_by,
+        )
         spawn, fetch = looker.peer.context.spawn, chunks.fetch
 
         def spawned(work):
@@ -238,6 +267,8 @@ def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
         await going
         await asyncio.sleep(8.0)
         assert looker.peer.failure is None
-        assert not any(isinstance(pin, tuple) and pin[0] == "work" and pin[1].stream == name for pin in pins)
+        assert not any(
+            isinstance(pin, tuple) and pin[0] == "work" and pin[1].stream == name for pin in pins
+        )
 
     main()

@@ -54,7 +54,9 @@ class World:
                 sender, packed = await links.receive()
                 message = unpack(packed).message
                 for reply in answer(message) if isinstance(message, Want) else ():
-                    links.send(sender, reply if isinstance(reply, bytes) else pack(Frame(1, *reply)))
+                    links.send(
+                        sender, reply if isinstance(reply, bytes) else pack(Frame(1, *reply))
+                    )
 
         self.spawn(serve())
 
@@ -126,7 +128,10 @@ async def test_false_content_is_not_taken_and_an_honest_holder_is_found(world):
 
 @in_a_world
 async def test_frames_that_are_none_or_mean_something_else_are_passed_over(world):
-    world.hostile("noise", lambda want: [b"", b"no frame", bytes(MAX_FRAME_BYTES), (Ping(1.0),), (Miss(want.digest),)])
+    world.hostile(
+        "noise",
+        lambda want: [b"", b"no frame", bytes(MAX_FRAME_BYTES), (Ping(1.0),), (Miss(want.digest),)],
+    )
     world.holder("honest", MANIFEST)
     assert await world.fetch("noise", "honest") == MANIFEST
 

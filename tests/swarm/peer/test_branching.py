@@ -43,7 +43,9 @@ class Lines(Herd):
         number = outcome.key.round
         place = (node.peer.context.views.at(number).hash, number)
         result = (contents, outcome.participants, outcome.tokens, node.state)
-        assert self.by_view.setdefault(place, result) == result, f"two results of round {number} in one view"
+        assert self.by_view.setdefault(place, result) == result, (
+            f"two results of round {number} in one view"
+        )
 
     def check_line(self, *numbers):
         """All these nodes are on one line, in its view, and nothing counts twice in its log."""
@@ -51,14 +53,20 @@ class Lines(Herd):
         assert len({chain.newest.hash for chain in chains}) == 1
         assert all(self.nodes[number].peer.membership.is_member for number in numbers)
         counted, tokens, rounds = collections.Counter(), 0, 0
-        for (digest, number), (contents, participants, after, _) in sorted(self.by_view.items(), key=lambda e: e[0][1]):
+        for (digest, number), (contents, participants, after, _) in sorted(
+            self.by_view.items(), key=lambda e: e[0][1]
+        ):
             if chains[0].at(number).hash == digest:
-                counted.update(name for content in contents[:1] for name in json.loads(content)["names"])
+                counted.update(
+                    name for content in contents[:1] for name in json.loads(content)["names"]
+                )
                 tokens += TOKENS * len(participants) if contents else 0
                 assert after == tokens, f"round {number} says {after} tokens, {tokens} were trained"
                 rounds += 1
         assert max(counted.values()) == 1, counted
-        assert rounds == 1 + max(number for digest, number in self.by_view if chains[0].at(number).hash == digest)
+        assert rounds == 1 + max(
+            number for digest, number in self.by_view if chains[0].at(number).hash == digest
+        )
 
     def check_tokens(self):
         """Done by `check_line`."""
@@ -100,12 +108,17 @@ def is_one(herd, *numbers):
     nodes = [herd.nodes[number] for number in numbers]
     if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
         return False
-    return len({node.view.hash for node in nodes}) == 1 and nodes[0].members == {node.id for node in nodes}
+    return len({node.view.hash for node in nodes}) == 1 and nodes[0].members == {
+        node.id for node in nodes
+    }
 
 
 def has_served_since(herd, moment_s, *numbers):
     return all(
-        any(at_s > moment_s and status in ("ok", "partial", "alone") for at_s, _, status in herd.nodes[n].events)
+        any(
+            at_s > moment_s and status in ("ok", "partial", "alone")
+            for at_s, _, status in herd.nodes[n].events
+        )
         for n in numbers
     )
 
@@ -124,7 +137,9 @@ async def test_the_last_of_five_goes_on_alone_after_the_time_set_and_not_before(
     assert len(name) == 8
     assert before < first_round <= before + 2
     assert survivor.members == {survivor.id}
-    assert not any(status in ("lost", "failed") for _, _, status in survivor.events), "its open exchange went on"
+    assert not any(status in ("lost", "failed") for _, _, status in survivor.events), (
+        "its open exchange went on"
+    )
     herd.check_line(3)
 
 
@@ -159,7 +174,11 @@ async def test_a_majority_that_restarts_at_once_comes_back_although_its_old_live
 @lines(4)
 async def test_two_halves_of_which_one_is_a_quorum_become_one_and_the_smaller_branch_gives_up(herd):
     herd.network.partition(ids(herd, 0, 1), ids(herd, 2, 3))
-    await until(lambda: names_of(herd, 2, 3) != {None}, AFTER_S + 15, "the branch of the half without the senior one")
+    await until(
+        lambda: names_of(herd, 2, 3) != {None},
+        AFTER_S + 15,
+        "the branch of the half without the senior one",
+    )
     await until(lambda: len(herd.nodes[0].members) == 2, 20, "the main line's view")
     start = progress(herd, 2, 3)
     await until(lambda: progress(herd, 2, 3) > start + 3, 20, "the branch's progress")
@@ -171,7 +190,9 @@ async def test_two_halves_of_which_one_is_a_quorum_become_one_and_the_smaller_br
     assert names_of(herd, *range(4)) == {None}, "the main line stayed"
     for number in (2, 3):
         assert [status for _, _, status in herd.nodes[number].events].count("lost") == 1
-        assert any(status == "adopted" and at_s > moment_s for at_s, _, status in herd.nodes[number].events)
+        assert any(
+            status == "adopted" and at_s > moment_s for at_s, _, status in herd.nodes[number].events
+        )
     for number in (0, 1):
         assert not any(status == "lost" for _, _, status in herd.nodes[number].events)
     herd.check_line(*range(4))
@@ -216,7 +237,9 @@ def test_equal_branches_of_equal_speed_become_one(seed, loss):
 
 
 @lines(5)
-async def test_who_stands_still_behind_a_broken_cable_for_less_than_the_time_set_founds_nothing(herd):
+async def test_who_stands_still_behind_a_broken_cable_for_less_than_the_time_set_founds_nothing(
+    herd,
+):
     herd.network.partition(ids(herd, 0, 1, 2), ids(herd, 3, 4))
     await asyncio.sleep(AFTER_S - 5)
     herd.network.heal()
@@ -237,23 +260,38 @@ async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_t
         await asyncio.sleep(9)
         herd.start(number)
         herd.nodes[number].quiet = True
-        await until(lambda: all(len(node.members) == 5 for node in herd.nodes.values() if node.peer.context.chain), 30)
+        await until(
+            lambda: all(
+                len(node.members) == 5 for node in herd.nodes.values() if node.peer.context.chain
+            ),
+            30,
+        )
         await asyncio.sleep(4)
     moment_s = now()
     for node in herd.nodes.values():
         node.quiet = False
-    await until(lambda: has_served_since(herd, moment_s, *range(5)), AFTER_S + 60, "a round with all")
+    await until(
+        lambda: has_served_since(herd, moment_s, *range(5)), AFTER_S + 60, "a round with all"
+    )
     await until(lambda: is_one(herd, *range(5)), 20, "a view of all")
     assert None not in names_of(herd, *range(5))
     herd.check_line(*range(5))
 
 
 @lines(5)
-async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_is_decided_anew(herd):
+async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_is_decided_anew(
+    herd,
+):
     survivor = herd.nodes[3]
-    herd.network.tap = lambda when_s, sender, to, packed: None if to == survivor.id and b"piece" in packed else packed
+    herd.network.tap = lambda when_s, sender, to, packed: (
+        None if to == survivor.id and b"piece" in packed else packed
+    )
     state = survivor.peer.rounds._streams[STREAM]
-    await until(lambda: any(not entry.complete for entry in state.log.values()), 20, "a decision without content")
+    await until(
+        lambda: any(not entry.complete for entry in state.log.values()),
+        20,
+        "a decision without content",
+    )
     number = state.newest
     for other in (0, 1, 2, 4):
         herd.kill(other)
@@ -265,8 +303,12 @@ async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_i
 
 
 @lines(4)
-async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_back_to_the_others(herd):
-    await until(lambda: progress(herd, 0) > herd.nodes[0].view.first_round, 20, "a round of the view of all")
+async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_back_to_the_others(
+    herd,
+):
+    await until(
+        lambda: progress(herd, 0) > herd.nodes[0].view.first_round, 20, "a round of the view of all"
+    )
     herd.network.partition(ids(herd, 0), ids(herd, 1, 2, 3))
     herd.kill(0)
     await asyncio.sleep(1)
@@ -274,7 +316,11 @@ async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_ba
     herd.nodes[0] = _HERD["Node"](herd, 0, herd.incarnation, founds=True)
     for number in (1, 2, 3):
         herd.nodes[0].peer.membership.book.learn(herd.nodes[number].record)
-    await until(lambda: herd.nodes[0].applied > 3 and len(herd.nodes[1].members) == 3, 30, "progress of both")
+    await until(
+        lambda: herd.nodes[0].applied > 3 and len(herd.nodes[1].members) == 3,
+        30,
+        "progress of both",
+    )
     herd.network.heal()
     await until(lambda: is_one(herd, *range(4)), 60, "one view of all")
     assert [status for _, _, status in herd.nodes[0].events].count("lost") == 1
@@ -292,7 +338,9 @@ async def test_pairs_branch_and_meet_too(herd):
     assert len(names_of(herd, 1, 2, 3, 4) - {None}) == 2
     herd.network.heal()
     await until(lambda: is_one(herd, 1, 2, 3, 4), 60, "one view of all")
-    losers = [n for n in (1, 2, 3, 4) if any(status == "lost" for _, _, status in herd.nodes[n].events)]
+    losers = [
+        n for n in (1, 2, 3, 4) if any(status == "lost" for _, _, status in herd.nodes[n].events)
+    ]
     assert losers in ([1, 2], [3, 4])
 
 
@@ -343,7 +391,14 @@ async def test_hostile_messages_about_branches_change_nothing_and_are_counted(he
         await asyncio.sleep(1.5)
     assert node.view.hash == view.hash
     assert not node.peer.branching.adrift
-    assert sum(count for reason, count in node.peer.context.counters.items() if reason.startswith("dropped")) >= 12
+    assert (
+        sum(
+            count
+            for reason, count in node.peer.context.counters.items()
+            if reason.startswith("dropped")
+        )
+        >= 12
+    )
     assert not any(status == "lost" for _, _, status in node.events)
 
 
@@ -354,7 +409,9 @@ async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "the main line's view")
     node, stranger = herd.nodes[0], IDENTITIES[4].peer
     chain = herd.nodes[3].peer.context.views
-    views_there = branches.missing_views(chain, fork_of(chain, node.view.number, trail(node.peer.context.views)))
+    views_there = branches.missing_views(
+        chain, fork_of(chain, node.view.number, trail(node.peer.context.views))
+    )
     message = Lineage(2**62, chain.newest.number, trail(chain), views_there)
     for _ in range(20):
         told(herd, 0, stranger, msgspec.structs.replace(message, views=()))
@@ -372,7 +429,11 @@ async def test_who_gave_up_a_view_never_acts_in_it_again(herd):
     node.peer.context.forsake()
     assert node.peer.context.my_index(old) is None
     assert not node.peer.membership.is_member
-    await until(lambda: node.view.number >= old.number + 2 and node.peer.membership.is_member, 30, "its return")
+    await until(
+        lambda: node.view.number >= old.number + 2 and node.peer.membership.is_member,
+        30,
+        "its return",
+    )
     assert node.peer.context.my_index(old) is None
 
 
@@ -421,7 +482,9 @@ def ends_on_one_line(seed):
         herd.network.heal()
         await asyncio.sleep(0.1)
         moment_s, everybody = now(), range(len(herd.nodes))
-        await until(lambda: revived(herd) and is_one(herd, *everybody), 8 * AFTER_S, "one view of all")
+        await until(
+            lambda: revived(herd) and is_one(herd, *everybody), 8 * AFTER_S, "one view of all"
+        )
         await until(lambda: has_served_since(herd, moment_s, *everybody), 60, "a round with all")
         await until(lambda: is_one(herd, *everybody), 30, "one view of all")
         herd.check_line(*everybody)

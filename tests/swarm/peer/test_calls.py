@@ -9,7 +9,16 @@ import pytest
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
-from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOADS, Answer, Call, Heard, Piece, Want
+from farflock.swarm.messages import (
+    MAX_BODY_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_PAYLOADS,
+    Answer,
+    Call,
+    Heard,
+    Piece,
+    Want,
+)
 from farflock.swarm.peer import call_server as server_module
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
@@ -19,7 +28,8 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 _BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
 RTT_S, LINK, STALE_S, data_of, backwards, Echo, in_a_world, now = (
-    _BOARD[name] for name in ("RTT_S", "LINK", "STALE_S", "data_of", "backwards", "Echo", "in_a_world", "now")
+    _BOARD[name]
+    for name in ("RTT_S", "LINK", "STALE_S", "data_of", "backwards", "Echo", "in_a_world", "now")
 )
 
 
@@ -28,7 +38,15 @@ RTT_S, LINK, STALE_S, data_of, backwards, Echo, in_a_world, now = (
 
 @pytest.mark.parametrize(
     "sizes",
-    [(), (0,), (1,), (70_000, 0, 70_000), (MAX_CHUNK_BYTES,), (2 * MAX_CHUNK_BYTES + 1, 5), (9,) * MAX_PAYLOADS],
+    [
+        (),
+        (0,),
+        (1,),
+        (70_000, 0, 70_000),
+        (MAX_CHUNK_BYTES,),
+        (2 * MAX_CHUNK_BYTES + 1, 5),
+        (9,) * MAX_PAYLOADS,
+    ],
     ids=str,
 )
 def test_a_call_brings_back_what_its_handler_returns(sizes):
@@ -53,7 +71,9 @@ def test_a_call_brings_back_what_its_handler_returns(sizes):
     ],
     ids=["no payload", "refused", "payload there", "payload back", "payloads both ways"],
 )
-def test_a_call_takes_a_round_trip_and_one_more_for_the_payloads_of_each_way(handler, payloads, round_trips):
+def test_a_call_takes_a_round_trip_and_one_more_for_the_payloads_of_each_way(
+    handler, payloads, round_trips
+):
     async def main(world):
         caller, _ = world.pair(handler)
         await caller.ask("server", b"do", payloads)
@@ -76,7 +96,9 @@ async def test_a_refusal_comes_before_any_payload_travels(world):
 async def test_many_calls_at_once_get_each_their_own_answer(world):
     caller, server = world.pair(Echo(slow_s=1.0))
     requests = [b"%d" % number for number in range(50)]
-    replies = await asyncio.gather(*(caller.ask("server", request, (request * 100,)) for request in requests))
+    replies = await asyncio.gather(
+        *(caller.ask("server", request, (request * 100,)) for request in requests)
+    )
     assert replies == [CallReply(request, backwards(request * 100)) for request in requests]
     assert set(server.calls.handler.served.values()) == {1}
 
@@ -101,10 +123,19 @@ async def test_the_same_payload_twice_travels_once(world):
         (Echo(answer=CallReply(b"", (b"",) * (MAX_PAYLOADS + 1))), b"do"),
         (Echo(refuse=bytes(MAX_BODY_BYTES + 1)), b"do"),
     ],
-    ids=["no handler", "admit raises", "serve raises", "body too long", "too many payloads", "refusal too long"],
+    ids=[
+        "no handler",
+        "admit raises",
+        "serve raises",
+        "body too long",
+        "too many payloads",
+        "refusal too long",
+    ],
 )
 @pytest.mark.parametrize("callee", ["server", "caller"])
-def test_a_call_that_its_server_cannot_do_fails_at_once_and_harms_nothing_else(handler, request_bytes, callee):
+def test_a_call_that_its_server_cannot_do_fails_at_once_and_harms_nothing_else(
+    handler, request_bytes, callee
+):
     async def main(world):
         caller, server = world.pair()
         caller.calls.handler = server.calls.handler = handler
@@ -121,8 +152,12 @@ async def test_what_a_handler_raises_is_logged(world):
     caller, _ = world.pair()
     records = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module.log, "exception", lambda text, *args: records.append(text % args))
-        assert await caller.fails("server", b"bad") == await caller.fails("server", b"worse") == "rpc"
+        patch.setattr(
+            server_module.log, "exception", lambda text, *args: records.append(text % args)
+        )
+        assert (
+            await caller.fails("server", b"bad") == await caller.fails("server", b"worse") == "rpc"
+        )
     assert records == ["a call of caller could not be judged", "a call of caller failed"]
 
 
@@ -133,7 +168,10 @@ def test_an_answer_with_more_payload_than_agreed_fails_unfetched(callee):
         caller.calls.handler = server.calls.handler
         assert await caller.fails(callee, max_reply_bytes=1099) == "rpc"
         assert world.sent[Want] == 0
-        assert (await caller.ask(callee, max_reply_bytes=1100)).payloads == (data_of(600), data_of(500))
+        assert (await caller.ask(callee, max_reply_bytes=1100)).payloads == (
+            data_of(600),
+            data_of(500),
+        )
 
     in_a_world(main)()
 
@@ -152,7 +190,9 @@ async def test_more_than_a_call_can_carry_is_not_sent(world):
     with pytest.raises(ValueError, match="at most 1000 bytes, got 1001; cut the batch"):
         await small.ask("server", b"", (bytes(1001),))
     assert not world.sent
-    assert await caller.fails("small", b"", (bytes(1001),)) == "rpc", "it would be asked again for ever"
+    assert await caller.fails("small", b"", (bytes(1001),)) == "rpc", (
+        "it would be asked again for ever"
+    )
 
 
 @in_a_world
@@ -192,7 +232,9 @@ async def test_nobody_there_fails_at_the_deadline_and_who_is_dead_at_once(world)
 
 
 @pytest.mark.parametrize(
-    "killed_s", [0.5, 1.5, 2.5, 4.5], ids=["call under way", "payload under way", "serving", "answer under way"]
+    "killed_s",
+    [0.5, 1.5, 2.5, 4.5],
+    ids=["call under way", "payload under way", "serving", "answer under way"],
 )
 def test_a_server_that_dies_is_noticed_whatever_it_was_doing(killed_s):
     async def main(world):
@@ -200,8 +242,12 @@ def test_a_server_that_dies_is_noticed_whatever_it_was_doing(killed_s):
         if killed_s < 1:
             world.lose(Call, 10)
         else:
-            world.network.set_link("caller", LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6))
-        asking = asyncio.create_task(caller.fails("server", b"do", (data_of(900_000),), timeout_s=60.0))
+            world.network.set_link(
+                "caller", LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6)
+            )
+        asking = asyncio.create_task(
+            caller.fails("server", b"do", (data_of(900_000),), timeout_s=60.0)
+        )
         await asyncio.sleep(killed_s)
         assert not asking.done()
         phases = {0.5: (0, 0), 1.5: (0, 0), 2.5: (1, 0), 4.5: (1, 1)}
@@ -215,14 +261,18 @@ def test_a_server_that_dies_is_noticed_whatever_it_was_doing(killed_s):
 
 
 @pytest.mark.parametrize(
-    "cancelled_s", [0.01, 1.5, 2.5, 4.5], ids=["call under way", "payload under way", "serving", "answer under way"]
+    "cancelled_s",
+    [0.01, 1.5, 2.5, 4.5],
+    ids=["call under way", "payload under way", "serving", "answer under way"],
 )
 @pytest.mark.parametrize("how", ["cancelled", "killed"])
 def test_of_a_caller_that_goes_nothing_is_kept_and_a_handler_is_not_disturbed(cancelled_s, how):
     async def main(world):
         world.network.set_link("caller", LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6))
         caller, server = world.pair(Echo(slow_s=1.0))
-        asking = asyncio.create_task(caller.ask("server", b"do", (data_of(900_000),), timeout_s=60.0))
+        asking = asyncio.create_task(
+            caller.ask("server", b"do", (data_of(900_000),), timeout_s=60.0)
+        )
         await asyncio.sleep(cancelled_s)
         assert not asking.done()
         asking.cancel()
@@ -240,7 +290,9 @@ def test_of_a_caller_that_goes_nothing_is_kept_and_a_handler_is_not_disturbed(ca
 
 
 @in_a_world
-async def test_payloads_of_a_call_that_was_given_up_are_fetched_no_further_though_they_could_be(world):
+async def test_payloads_of_a_call_that_was_given_up_are_fetched_no_further_though_they_could_be(
+    world,
+):
     world.network.set_link("caller", LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6))
     caller, server = world.pair()
     payload = data_of(2_000_000)
@@ -326,7 +378,12 @@ def test_peers_carry_calls_between_their_links_and_their_handlers():
             for number in (1, 2):
                 owner = Identity.from_seed(bytes([number]) * 32)
                 made = Peer(
-                    RunTerms("run", 3), owner, network.links(owner.peer), None, incarnation=number, record=lambda: b""
+                    RunTerms("run", 3),
+                    owner,
+                    network.links(owner.peer),
+                    None,
+                    incarnation=number,
+                    record=lambda: b"",
                 )
                 peers.append(await stack.enter_async_context(made.running()))
             caller, server = peers

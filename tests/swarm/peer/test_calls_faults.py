@@ -28,7 +28,9 @@ def test_a_lost_message_of_any_kind_costs_time_only(kind):
     async def main(world):
         caller, server = world.pair()
         world.lose(kind, times=2)
-        assert await caller.ask("server", b"do", (b"payload",)) == CallReply(b"do", backwards(b"payload"))
+        assert await caller.ask("server", b"do", (b"payload",)) == CallReply(
+            b"do", backwards(b"payload")
+        )
         assert world.sent[kind] >= 2 if kind is not Heard else world.sent[kind] == 1
         assert set(server.calls.handler.served.values()) == {1}
 
@@ -52,7 +54,9 @@ async def test_an_answer_that_nobody_hears_is_kept_for_its_lease_only_and_never_
 @in_a_world
 async def test_an_answer_that_takes_longer_than_its_lease_to_fetch_is_kept_meanwhile(world):
     world.network.set_link("caller", LinkModel(down_bytes_per_s=3e5))
-    caller, server = world.pair(Echo(answer=CallReply(b"", tuple(data_of(3_000_000, place) for place in range(4)))))
+    caller, server = world.pair(
+        Echo(answer=CallReply(b"", tuple(data_of(3_000_000, place) for place in range(4))))
+    )
     reply = await caller.ask("server", timeout_s=120.0)
     assert sum(map(len, reply.payloads)) == 12_000_000
     assert now() > LEASE_S + KEEP_S / 2
@@ -60,7 +64,9 @@ async def test_an_answer_that_takes_longer_than_its_lease_to_fetch_is_kept_meanw
 
 
 @in_a_world
-async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_after_it_was_given_up(world):
+async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_after_it_was_given_up(
+    world,
+):
     caller, server = world.pair()
     await caller.ask("server")
     world.say(caller, server, Heard(1))  # overtakes its call
@@ -69,7 +75,9 @@ async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_af
         world.say(caller, server, Call(number, b"again"))
     await asyncio.sleep(1.0)
     assert server.calls.handler.judged == {("caller", b"do"): 1}
-    assert caller.context.counters["dropped: answer to no call"] == 2, "who still waited would wait in vain"
+    assert caller.context.counters["dropped: answer to no call"] == 2, (
+        "who still waited would wait in vain"
+    )
 
 
 @in_a_world
@@ -78,7 +86,9 @@ async def test_a_call_whose_answer_is_gone_fails_before_its_deadline(world):
     world.lose(Answer, times=10**6)
     asking = asyncio.create_task(caller.fails("server", timeout_s=1000.0))
     await asyncio.sleep(1.0)
-    server.calls._serving._end(("caller", caller.context.incarnation, 0))  # as at the end of its lease
+    server.calls._serving._end(
+        ("caller", caller.context.incarnation, 0)
+    )  # as at the end of its lease
     world.taps.clear()
     assert await asking == "deadline"
     assert now() < 1.0 + RESEND_S + 2 * RTT_S
@@ -142,7 +152,9 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
             payloads = (data_of(chance.choice([0, 1000, 300_000]), number),)
             try:
                 async with asyncio.timeout(chance.choice([0.3, 2.0, 100.0])):
-                    reply = await caller.ask(callee, b"%d" % number, payloads, timeout_s=chance.choice([1.0, 20.0]))
+                    reply = await caller.ask(
+                        callee, b"%d" % number, payloads, timeout_s=chance.choice([1.0, 20.0])
+                    )
                 assert reply == CallReply(b"%d" % number, backwards(*payloads))
                 ends["ok"] += 1
             except CallFailed as failure:
@@ -152,7 +164,9 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
 
         await asyncio.gather(churn(), *(call(number) for number in range(200)))
         assert min(ends["ok"], ends["deadline"] + ends["dial"], ends["cancelled"]) > 0, ends
-        assert all(max(echo.served.values(), default=1) == 1 for echo in echoes), "a life served a call twice"
+        assert all(max(echo.served.values(), default=1) == 1 for echo in echoes), (
+            "a life served a call twice"
+        )
         await world.empty()
         assert not world.failures
 

@@ -9,7 +9,14 @@ import pytest
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Answer, Call, Heard
 from farflock.swarm.peer import call_server as server_module
-from farflock.swarm.peer.call_server import FETCH_S, FORGET_S, MAX_CALLS, MAX_CALLS_EACH, MAX_LIVES, MAX_OVER
+from farflock.swarm.peer.call_server import (
+    FETCH_S,
+    FORGET_S,
+    MAX_CALLS,
+    MAX_CALLS_EACH,
+    MAX_LIVES,
+    MAX_OVER,
+)
 from farflock.swarm.peer.calls import RESEND_S, CallFailed
 
 _BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
@@ -22,7 +29,9 @@ RTT_S, data_of, backwards, Echo, in_a_world, now = (
 
 
 @in_a_world
-async def test_an_answer_counts_only_from_who_was_asked_and_for_the_call_and_the_life_that_asked(world):
+async def test_an_answer_counts_only_from_who_was_asked_and_for_the_call_and_the_life_that_asked(
+    world,
+):
     caller, server = world.pair(Echo(slow_s=2.0))
     liar = world.peer("liar")
     asking = asyncio.create_task(caller.ask("server", b"do"))
@@ -122,7 +131,9 @@ async def test_who_asks_too_much_at_once_is_served_when_there_is_room(world):
     replies = asyncio.gather(*(caller.ask("server", request) for request in requests))
     await asyncio.sleep(2.0)
     assert len(server.calls.handler.served) == MAX_CALLS_EACH
-    assert (await world.peer("other").ask("server", b"do")).body == b"do", "one caller fills it for all others"
+    assert (await world.peer("other").ask("server", b"do")).body == b"do", (
+        "one caller fills it for all others"
+    )
     assert [reply.body for reply in await replies] == requests
     assert now() < 3.0 + 3.0 + 2 * RESEND_S
     assert set(server.calls.handler.served.values()) == {1}
@@ -133,7 +144,9 @@ async def test_who_asks_too_much_at_once_is_served_when_there_is_room(world):
 async def test_all_callers_together_get_no_more_than_the_server_has_room_for(world):
     server = world.peer("server", Echo(slow_s=3.0))
     callers = [world.peer(f"caller {number}") for number in range(6)]
-    asking = asyncio.gather(*(caller.ask("server", b"%d" % number) for caller in callers for number in range(60)))
+    asking = asyncio.gather(
+        *(caller.ask("server", b"%d" % number) for caller in callers for number in range(60))
+    )
     await asyncio.sleep(2.0)
     assert len(server.calls.handler.served) == MAX_CALLS
     assert await callers[0].fails("server", timeout_s=0.5) == "deadline"
@@ -156,7 +169,10 @@ async def test_payloads_on_both_sides_wait_for_room(world):
     replies = await asyncio.gather(*(caller.ask("server", b"do", mine) for mine in payloads))
     assert [reply.payloads for reply in replies] == [backwards(*mine) for mine in payloads]
     assert most == [5000, 2000]
-    held = [asyncio.create_task(caller.ask("server", b"", (data_of(5000),), timeout_s=5.0)) for _ in range(1)]
+    held = [
+        asyncio.create_task(caller.ask("server", b"", (data_of(5000),), timeout_s=5.0))
+        for _ in range(1)
+    ]
     assert await caller.fails("server", b"do", (data_of(1000),), timeout_s=0.1) == "deadline"
     assert isinstance((await asyncio.gather(*held, return_exceptions=True))[0], CallFailed)
 

@@ -16,7 +16,12 @@ class Port:
     me = "a"
 
     def __init__(self):
-        self.view, self.sent, self.dropped, self.now_s = View(1, bytes(32), 0, (A, B, T)), [], [], 100.0
+        self.view, self.sent, self.dropped, self.now_s = (
+            View(1, bytes(32), 0, (A, B, T)),
+            [],
+            [],
+            100.0,
+        )
 
     @property
     def views(self):

@@ -9,7 +9,9 @@ from farflock.swarm.peer.load_reports import REPEAT_S, LoadReports
 from farflock.swarm.protocol.rebalance import next_move
 from farflock.swarm.protocol.views import Member, View
 
-VIEW = View(1, bytes(32), 0, (Member("a", 1, 0), Member("b", 2, 0), Member("c", 3, 1), Member("t", 4, -2)))
+VIEW = View(
+    1, bytes(32), 0, (Member("a", 1, 0), Member("b", 2, 0), Member("c", 3, 1), Member("t", 4, -2))
+)
 NEEDS = (100, 100)
 
 
@@ -19,7 +21,14 @@ def load(number=7, queue=1.0, rate=2.0, memory=1000, resident_s=500.0):
 
 class Port:
     def __init__(self, me="a"):
-        self.me, self.view, self.gone_peers, self.sent, self.dropped, self.now_s = me, VIEW, set(), [], [], 0.0
+        self.me, self.view, self.gone_peers, self.sent, self.dropped, self.now_s = (
+            me,
+            VIEW,
+            set(),
+            [],
+            [],
+            0.0,
+        )
 
     @property
     def views(self):
@@ -78,7 +87,12 @@ def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
 
 
 def test_full_replicas_that_live_are_counted_and_tell_nothing(port):
-    port.view = View(2, bytes(32), 0, (Member("a", 1, 0), Member("r", 2, -1), Member("s", 3, -1), Member("c", 4, 1)))
+    port.view = View(
+        2,
+        bytes(32),
+        0,
+        (Member("a", 1, 0), Member("r", 2, -1), Member("s", 3, -1), Member("c", 4, 1)),
+    )
     loads = LoadReports(port)
     loads.say(load())
     loads.receive("c", 4, load())

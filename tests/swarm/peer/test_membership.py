@@ -50,7 +50,9 @@ async def test_a_founder_alone_is_a_run(herd):
 
 @in_virtual_time(4)
 async def test_joiners_are_let_in_and_all_see_the_same_views(herd):
-    chains = [[entry.view for entry in node.peer.context.views.views] for node in herd.nodes.values()]
+    chains = [
+        [entry.view for entry in node.peer.context.views.views] for node in herd.nodes.values()
+    ]
     newest = {chain[-1].hash for chain in chains}
     assert len(newest) == 1
     assert all(one.hash == other.previous for chain in chains for one, other in pairwise(chain))
@@ -70,9 +72,15 @@ async def test_the_dead_leave_the_view_and_the_others_hardly_wait(herd):
     victim = herd.kill(2)
     died_s, before = now(), progress(herd, 0, 1, 3)
     await until(lambda: progress(herd, 0, 1, 3) > before + 1, 8, "progress without the dead")
-    await until(lambda: all(victim.id not in herd.nodes[n].members for n in (0, 1, 3)), 15, "a view without the dead")
+    await until(
+        lambda: all(victim.id not in herd.nodes[n].members for n in (0, 1, 3)),
+        15,
+        "a view without the dead",
+    )
     assert now() - died_s < 5 + VIEW_S + 3
-    assert not any(event[2] in ("failed", "lost") for n in (0, 1, 3) for event in herd.nodes[n].events)
+    assert not any(
+        event[2] in ("failed", "lost") for n in (0, 1, 3) for event in herd.nodes[n].events
+    )
 
 
 @in_virtual_time(6)
@@ -83,7 +91,11 @@ async def test_over_lines_with_two_seconds_there_and_back_views_change_too(herd)
     herd.kill(4)
     for number in (5, 3, None):
         left = len(herd.nodes)
-        await until(lambda left=left: all(len(node.members) == left for node in herd.nodes.values()), 90.0, "a view")
+        await until(
+            lambda left=left: all(len(node.members) == left for node in herd.nodes.values()),
+            90.0,
+            "a view",
+        )
         if number is not None:
             herd.kill(number)
 
@@ -93,7 +105,11 @@ async def test_a_restarted_peer_comes_back_as_another_life_and_contributes(herd)
     old = herd.kill(1)
     await asyncio.sleep(0.5)
     new = herd.start(1)
-    await until(lambda: new.peer.context.chain is not None and new.peer.membership.is_member, 20, "its return")
+    await until(
+        lambda: new.peer.context.chain is not None and new.peer.membership.is_member,
+        20,
+        "its return",
+    )
     await until(lambda: new.served(), 10, "its contribution")
     lives = {member.incarnation for member in herd.nodes[0].view.members if member.peer == new.id}
     assert lives == {new.incarnation}
@@ -124,19 +140,27 @@ async def test_the_majority_goes_on_and_the_minority_waits_and_replays_what_it_m
     herd.network.heal()
     await until(lambda: progress(herd, 3, 4) >= progress(herd, 0, 1, 2) - 1, 10, "catching up")
     assert not any(event[2] == "lost" for node in herd.nodes.values() for event in node.events)
-    await until(lambda: all(len(node.members) == 5 for node in herd.nodes.values()), 20, "one run again")
+    await until(
+        lambda: all(len(node.members) == 5 for node in herd.nodes.values()), 20, "one run again"
+    )
     known = herd.nodes[4].applied
-    await until(lambda: any(number > known for number in herd.nodes[4].served()), 10, "its contribution")
+    await until(
+        lambda: any(number > known for number in herd.nodes[4].served()), 10, "its contribution"
+    )
 
 
 @in_virtual_time(5)
 async def test_who_was_away_for_longer_than_the_log_is_lost_once_and_adopts(herd):
     herd.network.partition(ids(herd, 0, 1, 2, 3), ids(herd, 4))
     start = progress(herd, 0)
-    await until(lambda: progress(herd, 0, 1, 2, 3) > start + LOG_ROUNDS + 3, 60, "progress without it")
+    await until(
+        lambda: progress(herd, 0, 1, 2, 3) > start + LOG_ROUNDS + 3, 60, "progress without it"
+    )
     herd.network.heal()
     away = herd.nodes[4]
-    await until(lambda: any(event[2] == "adopted" for event in away.events[-3:]), 15, "its adoption")
+    await until(
+        lambda: any(event[2] == "adopted" for event in away.events[-3:]), 15, "its adoption"
+    )
     assert [event[2] for event in away.events].count("lost") == 1
     known = away.applied
     await until(lambda: any(number > known for number in away.served()), 15, "its contribution")
@@ -166,7 +190,9 @@ def test_a_peer_that_was_stopped_for_a_while_is_in_again_the_founder_too(stopped
             assert node.id not in herd.nodes[others[0]].members
             assert progress(herd, *others) > before + 2, "the others went on"
         herd.network.cont(node.id)
-        await until(lambda: all(len(other.members) == 3 for other in herd.nodes.values()), 20, "its return")
+        await until(
+            lambda: all(len(other.members) == 3 for other in herd.nodes.values()), 20, "its return"
+        )
         known = node.applied
         await until(lambda: any(done > known for done in node.served()), 20, "its contribution")
 
@@ -178,7 +204,9 @@ def test_a_view_change_costs_no_round_and_loses_no_contribution(kind):
     @in_virtual_time(3, kind=kind)
     async def main(herd):
         herd.start(3)
-        await until(lambda: len(herd.nodes) == 4 and len(herd.nodes[0].members) == 4, 20, "the fourth")
+        await until(
+            lambda: len(herd.nodes) == 4 and len(herd.nodes[0].members) == 4, 20, "the fourth"
+        )
         await until(lambda: herd.nodes[3].served(), 20, "its contribution")
         for number in range(3):
             statuses = {event[2] for event in herd.nodes[number].events}
@@ -199,7 +227,9 @@ def deaf(herd, number, *kinds):
 
 
 @in_virtual_time(4)
-async def test_a_member_that_heard_nothing_of_a_views_decision_learns_it_from_the_first_message_that_names_it(herd):
+async def test_a_member_that_heard_nothing_of_a_views_decision_learns_it_from_the_first_message_that_names_it(
+    herd,
+):
     deaf(herd, 1, Propose, Decided)
     herd.kill(3)
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "the next view")
@@ -229,7 +259,9 @@ async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
 
 
 @in_virtual_time(3)
-async def test_a_round_begun_under_a_view_that_did_not_hold_for_it_is_begun_again_under_the_true_one(herd):
+async def test_a_round_begun_under_a_view_that_did_not_hold_for_it_is_begun_again_under_the_true_one(
+    herd,
+):
     """One member alone opens a round that the others then give to the next view; its offer must count there once."""
     lone = herd.nodes[2]
     for number in (0, 1):
@@ -277,15 +309,21 @@ async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_lea
     def without_it(first_round):
         return views.encode(View(newest.number + 1, newest.hash, first_round, newest.members[1:]))
 
-    assert rules.floor(views.encode(View(newest.number + 1, newest.hash, last, newest.members))) == ()
+    assert (
+        rules.floor(views.encode(View(newest.number + 1, newest.hash, last, newest.members))) == ()
+    )
     assert rules.floor(without_it(last)) == (last + 1,)
     node.peer.leave()
-    assert rules.floor(without_it(last)) == rules.least() == (last + 1,), "what was refused stays refused"
+    assert rules.floor(without_it(last)) == rules.least() == (last + 1,), (
+        "what was refused stays refused"
+    )
     assert rules.floor(rules.lifted(without_it(last), rules.least())) == ()
 
 
 @in_virtual_time(2)
-async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forward_a_view_of_itself(herd):
+async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forward_a_view_of_itself(
+    herd,
+):
     """The senior hears nothing of the cut: frames towards it pass again when the junior has given it up."""
     senior, junior = herd.nodes[0], herd.nodes[1]
     told = []
@@ -299,7 +337,9 @@ async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forwar
     herd.network.tap = tap
     life = herd.network.life
     given_up = [True]
-    herd.network.life = lambda me, peer: "dead" if given_up[0] and me == junior.id else life(me, peer)
+    herd.network.life = lambda me, peer: (
+        "dead" if given_up[0] and me == junior.id else life(me, peer)
+    )
     await until(lambda: (junior.id,) in told, 30, "the junior's proposal")
     given_up[0] = False
     junior.quiet = True
@@ -321,14 +361,23 @@ def stranger_frames(herd, sender):
     key = Key("weights", node.applied + 1)
     return [
         Offer(key, view.hash, (bytes(32),) * 3, (5,) * 3, 1.0, 10),
-        Decided(key, view.hash, b"\x94\x90\x90\x00\xc4\x00", (0, 0), ((0, b""), (1, b""), (2, b""))),
+        Decided(
+            key, view.hash, b"\x94\x90\x90\x00\xc4\x00", (0, 0), ((0, b""), (1, b""), (2, b""))
+        ),
         Forgotten(key, 10**6, 10**6),
         PairRefuse(key, 10**6),
         Leave(),
         Pong(0.0, 1e9),
         Propose(view_key(view.number + 1), view.hash, (1, 0), b"x"),
         Decided(view_key(view.number + 1), view.hash, b"x", (1, 0), ((0, b""), (1, b""))),
-        Views((b"nonsense", views.encode(views.Certified(View(view.number + 1, view.hash, 10**6, view.members))))),
+        Views(
+            (
+                b"nonsense",
+                views.encode(
+                    views.Certified(View(view.number + 1, view.hash, 10**6, view.members))
+                ),
+            )
+        ),
         Views((b"\x91" * 1000,)),
         ViewQuery(10**6),
         Join(b"nonsense"),
@@ -341,7 +390,9 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
     @in_virtual_time(3)
     async def main(herd):
         node = herd.nodes[0]
-        sender, incarnation = (identity(9).peer, 5) if who == "a stranger" else (herd.nodes[1].id, 5)
+        sender, incarnation = (
+            (identity(9).peer, 5) if who == "a stranger" else (herd.nodes[1].id, 5)
+        )
         view, offset = node.view, node.peer.membership.clock.offset_s
         for message in stranger_frames(herd, sender):
             node.peer.router.deliver(sender, Frame(incarnation, message))
@@ -351,7 +402,12 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
         assert node.peer.rounds._streams["weights"].seen < 10**5
         assert not any(event[2] in ("lost", "failed") for event in node.events)
         assert (
-            sum(node.peer.context.counters[reason] for reason in node.peer.context.counters if "dropped" in reason) >= 6
+            sum(
+                node.peer.context.counters[reason]
+                for reason in node.peer.context.counters
+                if "dropped" in reason
+            )
+            >= 6
         )
         assert len(node.peer.membership.admission.candidates.leaving) == 0
 
@@ -379,16 +435,22 @@ async def test_a_join_with_the_largest_incarnation_does_not_stop_the_views(herd)
     for node in herd.nodes.values():
         node.peer.router.deliver(odd.peer, Frame(2**63 - 1, Join(blob)))
     herd.start(2)
-    await until(lambda: ids(herd, 0, 1, 2) <= herd.nodes[0].members, 25, "the honest joiner's admission")
+    await until(
+        lambda: ids(herd, 0, 1, 2) <= herd.nodes[0].members, 25, "the honest joiner's admission"
+    )
 
 
 @in_virtual_time(3)
-async def test_messages_about_an_old_view_are_answered_with_what_the_sender_lacks_but_not_each_one(herd):
+async def test_messages_about_an_old_view_are_answered_with_what_the_sender_lacks_but_not_each_one(
+    herd,
+):
     node, asker = herd.nodes[0], herd.nodes[1]
     old = node.peer.context.views.views[0].view
     sent = []
     send = node.peer.context.links.send
-    node.peer.context.links.send = lambda peer, frame: sent.append((peer, len(frame))) or send(peer, frame)
+    node.peer.context.links.send = lambda peer, frame: (
+        sent.append((peer, len(frame))) or send(peer, frame)
+    )
     message = Offer(Key("weights", node.applied + 5), old.hash, (bytes(32),) * 3, (5,) * 3, 1.0, 10)
     for _ in range(100):
         node.peer.router.deliver(asker.id, Frame(asker.incarnation, message))

@@ -110,7 +110,9 @@ class World:
 
     def led_by(self, name, after=-1):
         """The first round after `after` that this one of two leads."""
-        return next(number for number in range(after + 1, 100) if self.roles(number)[0].name == name)
+        return next(
+            number for number in range(after + 1, 100) if self.roles(number)[0].name == name
+        )
 
 
 def in_a_world(count=2):
@@ -145,7 +147,9 @@ def now():
 @in_a_world()
 async def test_both_get_both_payloads_and_the_larger_count_of_tokens(world):
     a, b = world.peers.values()
-    results = await asyncio.gather(a.swap(0, tokens=30, weight=1.0), b.swap(0, tokens=50, weight=3.0))
+    results = await asyncio.gather(
+        a.swap(0, tokens=30, weight=1.0), b.swap(0, tokens=50, weight=3.0)
+    )
     for result in results:
         assert (result.status, result.key, result.next_round) == ("ok", Key(NAME, 0), 1)
         assert (result.participants, result.weights) == (("a", "b"), (1.0, 3.0))
@@ -158,13 +162,19 @@ async def test_both_get_both_payloads_and_the_larger_count_of_tokens(world):
 async def test_four_meet_in_two_pairs_as_the_seed_says(world):
     results = await asyncio.gather(*(peer.swap(3) for peer in world.peers.values()))
     for peer, result in zip(world.peers.values(), results, strict=True):
-        assert set(result.participants) == set(group_of(peer.name, "abcd", 2, 5, world.view.hash, Key(NAME, 3)))
+        assert set(result.participants) == set(
+            group_of(peer.name, "abcd", 2, 5, world.view.hash, Key(NAME, 3))
+        )
         assert result.status == "ok"
 
 
 @in_a_world(3)
 async def test_the_odd_one_is_alone_at_once_with_its_own_payload(world):
-    odd = next(name for name in "abc" if len(group_of(name, "abc", 2, 5, world.view.hash, Key(NAME, 0))) == 1)
+    odd = next(
+        name
+        for name in "abc"
+        if len(group_of(name, "abc", 2, 5, world.view.hash, Key(NAME, 0))) == 1
+    )
     result = await world.peers[odd].swap(0, tokens=7)
     assert (result.status, result.participants, result.tokens) == ("alone", (odd,), 7)
     assert result.gathered == {odd: tuple(shards_of(odd, 0))}
@@ -263,7 +273,11 @@ async def test_a_corrupt_payload_fails_on_both_sides_and_is_counted(world):
 
 @pytest.mark.parametrize(
     ("digests", "sizes"),
-    [((bytes(32),), (10,)), ((bytes(32),) * 3, (10,) * 3), ((bytes(32),) * 2, (10, SHARD_BYTES + 1))],
+    [
+        ((bytes(32),), (10,)),
+        ((bytes(32),) * 3, (10,) * 3),
+        ((bytes(32),) * 2, (10, SHARD_BYTES + 1)),
+    ],
     ids=["too few shards", "too many shards", "too large a shard"],
 )
 def test_an_offer_that_is_not_of_this_stream_fails_and_nothing_is_fetched(digests, sizes):
@@ -272,12 +286,19 @@ def test_an_offer_that_is_not_of_this_stream_fails_and_nothing_is_fetched(digest
         leader, follower = world.roles()
         leader.keeps = lambda message: False
         said = []
-        world.network.tap = lambda at_s, sender, to, frame: said.append((sender, unpack(frame).message)) or frame
+        world.network.tap = lambda at_s, sender, to, frame: (
+            said.append((sender, unpack(frame).message)) or frame
+        )
         task = asyncio.create_task(follower.swap(0))
         await asyncio.sleep(0.1)
-        leader.context.send(follower.name, PairPropose(Offer(Key(NAME, 0), world.view.hash, digests, sizes, 1.0, 0)))
+        leader.context.send(
+            follower.name, PairPropose(Offer(Key(NAME, 0), world.view.hash, digests, sizes, 1.0, 0))
+        )
         assert (await task).status == "failed"
-        assert [type(message) for sender, message in said if sender == follower.name] == [PairAccept, PairAbort]
+        assert [type(message) for sender, message in said if sender == follower.name] == [
+            PairAccept,
+            PairAbort,
+        ]
         assert now() < 1.0
         assert not world.failures
 
@@ -298,7 +319,9 @@ async def test_a_payload_that_comes_after_the_end_is_not_kept(world):
     assert (await task).status == "failed"
     before_bytes = follower.links.received_bytes
     await asyncio.sleep(DEADLINE_S)
-    assert follower.links.received_bytes - before_bytes > 60_000, "nothing came late, so nothing was shown"
+    assert follower.links.received_bytes - before_bytes > 60_000, (
+        "nothing came late, so nothing was shown"
+    )
     leader.store.release(work_pin(offer.key))
 
 
@@ -381,7 +404,9 @@ async def test_strangers_move_nobody(world):
     await asyncio.sleep(1.0)
     a.context.incarnation = 2
     assert (await a.swap(0)).next_round == 1
-    assert any(isinstance(message, PairRefuse) for message in stranger.heard), "a proposal is answered, with no"
+    assert any(isinstance(message, PairRefuse) for message in stranger.heard), (
+        "a proposal is answered, with no"
+    )
 
 
 # Messages about what is over, unknown or of another view.
@@ -394,7 +419,10 @@ async def test_messages_about_what_nobody_runs_are_answered_with_the_end_of_it(w
     for message in (accept, PairHave(Key(NAME, 3), bytes(32)), PairCommit(Key(NAME, 4))):
         b.context.send("a", message)
     await asyncio.sleep(1.0)
-    assert sorted(b.heard, key=lambda message: message.key) == [PairAbort(Key(NAME, 2)), PairAbort(Key(NAME, 3))]
+    assert sorted(b.heard, key=lambda message: message.key) == [
+        PairAbort(Key(NAME, 2)),
+        PairAbort(Key(NAME, 3)),
+    ]
 
 
 @in_a_world()

@@ -37,7 +37,11 @@ async def goes_on(herd, *numbers):
     """Those who stay decide rounds by themselves, and soon."""
     start = max(herd.nodes[number].applied for number in numbers)
     there = {herd.nodes[number].peer.me for number in numbers}
-    await until(lambda: min(herd.nodes[number].applied for number in numbers) >= start + 4, 15, "four rounds more")
+    await until(
+        lambda: min(herd.nodes[number].applied for number in numbers) >= start + 4,
+        15,
+        "four rounds more",
+    )
     assert all(set(herd.nodes[number].members) == there for number in numbers)
 
 

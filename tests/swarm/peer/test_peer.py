@@ -70,7 +70,9 @@ class World:
                 peer.found()
             else:
                 await peer.join([self.record(0)], 20.0)
-        await until(lambda: all(len(peer.context.views.newest.members) == count for peer in self.peers))
+        await until(
+            lambda: all(len(peer.context.views.newest.members) == count for peer in self.peers)
+        )
         for peer in self.peers:
             for opened in (stream(), stream(PAIRS, group=2)):
                 peer.open(opened, after_round=peer.context.views.newest.first_round - 1)
@@ -123,7 +125,9 @@ async def test_who_meets_the_run_knows_the_views_and_is_let_in_only_when_it_asks
     founder.found()
     await newcomer.meet([world.record(0)], 10.0)
     await asyncio.sleep(5 * VIEW_S)
-    assert newcomer.context.views.newest.peers == founder.context.views.newest.peers == (founder.me,)
+    assert (
+        newcomer.context.views.newest.peers == founder.context.views.newest.peers == (founder.me,)
+    )
     newcomer.ask_in()
     await until(lambda: newcomer.membership.is_member)
     assert founder.context.views.newest.peers == (founder.me, newcomer.me)
@@ -141,7 +145,9 @@ async def test_nobody_answers_so_meeting_the_run_times_out(world):
 async def test_who_leaves_is_out_of_the_next_view(world):
     founder, other = await world.members(2)
     other.leave()
-    await until(lambda: founder.context.views.newest.peers == (founder.me,), within_s=2 * VIEW_S + 2)
+    await until(
+        lambda: founder.context.views.newest.peers == (founder.me,), within_s=2 * VIEW_S + 2
+    )
 
 
 @in_a_world
@@ -214,11 +220,21 @@ async def back_in_another_life(world, number):
     world.network.kill(identity(number).peer)
     links = world.network.links(identity(number).peer)
     record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
-    born = Peer(RunTerms(RUN, 3, VIEW_S), identity(number), links, None, incarnation=77, record=lambda: record)
+    born = Peer(
+        RunTerms(RUN, 3, VIEW_S),
+        identity(number),
+        links,
+        None,
+        incarnation=77,
+        record=lambda: record,
+    )
     await world._stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]
-    await until(lambda: all(peer.context.gone(peer.context.views.newest, born.me) for peer in others), within_s=3.0)
+    await until(
+        lambda: all(peer.context.gone(peer.context.views.newest, born.me) for peer in others),
+        within_s=3.0,
+    )
     assert {peer.context.life(born.me) for peer in others} == {"alive"}
     return born, others
 
@@ -231,7 +247,11 @@ async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
     _, others = await back_in_another_life(world, 2)
     back_s = now() - began_s
     results = await asyncio.gather(
-        *(peer.exchange(name, number, [peer.me.encode()]) for peer in others for name in (MEAN, PAIRS))
+        *(
+            peer.exchange(name, number, [peer.me.encode()])
+            for peer in others
+            for name in (MEAN, PAIRS)
+        )
     )
     assert now() - began_s < back_s + 2.0
     assert [result.status for result in results[::2]] == ["partial", "partial"]
@@ -252,7 +272,9 @@ async def test_who_is_not_in_a_round_s_view_yet_names_those_who_decide_it(world)
     assert 0 < wait.left_s <= 6.0
     results = await asyncio.gather(*(peer.exchange(MEAN, number, [b"x"]) for peer in others))
     result = await waiting
-    assert result.participants == results[0].participants == tuple(sorted(peer.me for peer in others))
+    assert (
+        result.participants == results[0].participants == tuple(sorted(peer.me for peer in others))
+    )
     assert born.waits() == []
 
 
@@ -292,7 +314,9 @@ async def test_a_peer_keeps_its_record_in_the_directory_and_learns_those_of_othe
     assert set(one.membership.records) - {one.me} == {two.me}
     assert set(two.membership.records) - {two.me} == {one.me}
     await asyncio.sleep(600)
-    assert set(await reader.peers(RUN)) == {world.record(0), world.record(1)}, "records live for 60 s: they are renewed"
+    assert set(await reader.peers(RUN)) == {world.record(0), world.record(1)}, (
+        "records live for 60 s: they are renewed"
+    )
 
 
 @in_a_world
@@ -342,7 +366,11 @@ def test_no_bytes_of_a_stranger_end_a_peer(frames, number):
             peer.open(stream())
             peer.open(stream(PAIRS, group=2))
             stranger = world.network.links("stranger")
-            messages = [message for name in (MEAN, PAIRS, "another", "#views") for message in about(Key(name, number))]
+            messages = [
+                message
+                for name in (MEAN, PAIRS, "another", "#views")
+                for message in about(Key(name, number))
+            ]
             for frame in (*frames, *(pack(Frame(1, message)) for message in messages)):
                 stranger.send(peer.me, frame)
             await asyncio.sleep(2)
@@ -409,4 +437,6 @@ async def test_a_bug_in_a_task_of_the_peer_ends_its_block_with_that_very_error(w
     assert now() < 4.0
     assert isinstance(peer.failure, ZeroDivisionError)
     assert not peer._tasks
-    assert not asyncio.current_task().cancelling(), "the owner goes on as if it had never been cancelled"
+    assert not asyncio.current_task().cancelling(), (
+        "the owner goes on as if it had never been cancelled"
+    )

@@ -11,7 +11,18 @@ import msgspec
 import pytest
 
 from farflock.swarm.frame import Frame, unpack
-from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
+from farflock.swarm.messages import (
+    Decided,
+    Forgotten,
+    Key,
+    LogQuery,
+    Offer,
+    Piece,
+    Promise,
+    Propose,
+    Views,
+    Want,
+)
 from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, DECISIONS_PER_ANSWER
 from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
@@ -23,7 +34,9 @@ from farflock.swarm.protocol.views import Certified, View, signature_domain, vie
 from farflock.swarm.sim.network import Faults, LinkModel
 
 _HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-in_virtual_time, until, identity, now = (_HERD[name] for name in ("in_virtual_time", "until", "identity", "now"))
+in_virtual_time, until, identity, now = (
+    _HERD[name] for name in ("in_virtual_time", "until", "identity", "now")
+)
 STREAM, SHARDS = _HERD["STREAM"], _HERD["SHARDS"]
 
 KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
@@ -43,7 +56,11 @@ def test_under_loss_doubling_and_reordering_rounds_go_on_and_every_law_holds(kin
     async def main(herd):
         herd.network.faults = Faults(loss=0.05, duplicate=0.05, reorder=0.1, corrupt=0.01)
         start = herd.nodes[0].applied
-        await until(lambda: min(node.applied for node in herd.nodes.values()) > start + 15, 150, "fifteen rounds")
+        await until(
+            lambda: min(node.applied for node in herd.nodes.values()) > start + 15,
+            150,
+            "fifteen rounds",
+        )
         assert herd.network.fired["loss"] > 50
         assert sum(len(participants) for _, participants, _, _ in herd.results.values()) > 3 * 15
 
@@ -78,23 +95,35 @@ async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_l
     for number in (1, 2, 3):
         herd.nodes[number].quiet = False
     mark = max(herd.results)
-    await until(lambda: min(node.applied for node in herd.nodes.values()) > mark + 12, 60, "all go on")
+    await until(
+        lambda: min(node.applied for node in herd.nodes.values()) > mark + 12, 60, "all go on"
+    )
     sizes = {len(participants) for _, participants, _, _ in herd.results.values() if participants}
     assert 1 in sizes
-    together = [participants for number, (_, participants, _, _) in herd.results.items() if number > mark]
+    together = [
+        participants for number, (_, participants, _, _) in herd.results.items() if number > mark
+    ]
     assert len({peer for participants in together for peer in participants}) > 1
 
 
 @in_virtual_time(4, kind="gather", enough=1)
-async def test_who_has_fallen_out_of_the_log_adopts_the_newest_state_although_most_are_as_far_behind(herd):
+async def test_who_has_fallen_out_of_the_log_adopts_the_newest_state_although_most_are_as_far_behind(
+    herd,
+):
     for number in (1, 2, 3):
         herd.nodes[number].quiet = True
-    await until(lambda: herd.nodes[0].applied > herd.nodes[1].applied + 2 * LOG_ROUNDS, 60, "a lead beyond the log")
+    await until(
+        lambda: herd.nodes[0].applied > herd.nodes[1].applied + 2 * LOG_ROUNDS,
+        60,
+        "a lead beyond the log",
+    )
     behind = [herd.nodes[number].applied for number in (1, 2, 3)]
     for number in (1, 2, 3):
         herd.nodes[number].quiet = False
     await until(
-        lambda: min(node.applied for node in herd.nodes.values()) > max(behind) + 2 * LOG_ROUNDS, 30, "all go on"
+        lambda: min(node.applied for node in herd.nodes.values()) > max(behind) + 2 * LOG_ROUNDS,
+        30,
+        "all go on",
     )
     assert herd.nodes[1].peer.context.counters["dropped: stale snapshot"] > 0
 
@@ -112,7 +141,11 @@ def test_the_same_for_longer_with_deaths_and_returns(kind, seed):
             await asyncio.sleep(6)
             herd.start(victim)
         start = max(herd.results)
-        await until(lambda: min(node.applied for node in herd.nodes.values()) > start + 5, 120, "progress at the end")
+        await until(
+            lambda: min(node.applied for node in herd.nodes.values()) > start + 5,
+            120,
+            "progress at the end",
+        )
 
     main()
 
@@ -148,15 +181,20 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
         return highest
 
     early, late = await peak(30), await peak(170)
-    assert all(after <= 2 * before + 3 for before, after in zip(early, late, strict=True)), (early, late)
+    assert all(after <= 2 * before + 3 for before, after in zip(early, late, strict=True)), (
+        early,
+        late,
+    )
     assert max(late[3::7]) < 60, "tasks"
     assert set(late[5::7]) == {LOG_ROUNDS}
     await calm(herd, 0, 1, 2, 3)
     for node in herd.nodes.values():
         pins = set(node.peer.context.store._pinned_by)
-        assert pins <= {Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)} | {
-            ("snapshot", "state")
-        }, "something is pinned that no round in the log and no snapshot needs"
+        assert pins <= {
+            Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)
+        } | {("snapshot", "state")}, (
+            "something is pinned that no round in the log and no snapshot needs"
+        )
 
 
 @in_virtual_time(3)
@@ -188,7 +226,9 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     await asyncio.sleep(0.2)
     for other in (herd.nodes[0], herd.nodes[1]):
         node.peer.rounds.receive(
-            other.id, other.incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
+            other.id,
+            other.incarnation,
+            Forgotten(Key(STREAM, node.applied + 1), number, number + 9),
         )
     assert (await task).status == "lost"
     assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
@@ -238,7 +278,9 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
         other.peer.context.store._budget_bytes = 0
     herd.network.tap = starve
     before = node.applied
-    await until(lambda: herd.nodes[0].applied > before + LOG_ROUNDS + 4, 200, "rounds that it cannot follow")
+    await until(
+        lambda: herd.nodes[0].applied > before + LOG_ROUNDS + 4, 200, "rounds that it cannot follow"
+    )
     herd.network.tap = None
     await until(lambda: any(event[2] == "lost" for event in node.events), 20, "its being lost")
     await until(lambda: node.applied >= herd.nodes[0].applied - 2, 30, "its return")
@@ -246,7 +288,9 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
 
 
 @in_virtual_time(3)
-async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_begun_again_under_the_true_one(herd):
+async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_begun_again_under_the_true_one(
+    herd,
+):
     """The proposer of a view may lag one round behind: then somebody can have begun, under the old view, the very round
     with which the new one begins. The indices of members differ between the two."""
     await calm(herd, 0, 1, 2)
@@ -259,7 +303,9 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
     view = View(old.number + 1, old.hash, number, old.members[::-1])
     text = signed_text(view_key(view.number), (1, 0), views.encode(view))
     signers = {identity(n).peer: identity(n) for n in range(3)}
-    proofs = tuple((i, signers[peer].sign(signature_domain("run"), text)) for i, peer in enumerate(old.peers))
+    proofs = tuple(
+        (i, signers[peer].sign(signature_domain("run"), text)) for i, peer in enumerate(old.peers)
+    )
     blob = views.encode(Certified(view, (1, 0), proofs))
     for node in herd.nodes.values():
         node.peer.membership.receive(early.id, early.incarnation, Views((blob,)))
@@ -267,7 +313,9 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
     herd.nodes[0].quiet = herd.nodes[1].quiet = False
     await task
     await until(lambda: number in herd.results, 20, "the round")
-    assert herd.results[number][1] == tuple(sorted(view.peers)), "everybody's contribution, the early one's too"
+    assert herd.results[number][1] == tuple(sorted(view.peers)), (
+        "everybody's contribution, the early one's too"
+    )
     assert early.events[-1][2] == "ok"
 
 
@@ -277,7 +325,9 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
 def close_of(item_count, members):
     mask = sum(1 << member for member in members).to_bytes(8, "little")
     items = tuple(RoundItem(shard, bytes([shard]) * 32, 10, mask) for shard in range(item_count))
-    return msgspec.msgpack.encode(CloseList(items, tuple((member, 1.0) for member in members), 10**6))
+    return msgspec.msgpack.encode(
+        CloseList(items, tuple((member, 1.0) for member in members), 10**6)
+    )
 
 
 BAD_VALUES = {
@@ -329,7 +379,9 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
     herd.network.tap = lambda when_s, sender, to, packed: (
         (wants.append(packed) if isinstance(unpack(packed).message, Want) else None) or packed
     )
-    lie = Decided(Key(STREAM, node.applied + 1), node.view.hash, value, (0, 0), ((0, b""), (1, b""), (2, b"")))
+    lie = Decided(
+        Key(STREAM, node.applied + 1), node.view.hash, value, (0, 0), ((0, b""), (1, b""), (2, b""))
+    )
     node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
     await asyncio.sleep(2)
     assert node.peer.context.counters["dropped: item too large"] == 1
@@ -340,14 +392,20 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
 
 
 @in_virtual_time(3)
-async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_how_far_it_reaches(herd):
+async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_how_far_it_reaches(
+    herd,
+):
     node, answers = herd.nodes[0], []
     await until(lambda: node.applied > LOG_ROUNDS + 2, 40, "a full log")
     await calm(herd, 0, 1, 2)
     send = node.peer.context.links.send
-    node.peer.context.links.send = lambda peer, packed: answers.append(unpack(packed).message) or send(peer, packed)
+    node.peer.context.links.send = lambda peer, packed: (
+        answers.append(unpack(packed).message) or send(peer, packed)
+    )
     for number in (node.applied, 0, node.applied + 1):
-        node.peer.rounds.receive(herd.nodes[1].id, herd.nodes[1].incarnation, LogQuery(Key(STREAM, number)))
+        node.peer.rounds.receive(
+            herd.nodes[1].id, herd.nodes[1].incarnation, LogQuery(Key(STREAM, number))
+        )
     told = [message for message in answers if isinstance(message, Decided | Forgotten)]
     assert [type(message) for message in told] == [Decided, Forgotten]
     assert told[0].key.round == node.applied
@@ -365,7 +423,9 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
 
     def ask(asker, times):
         for _ in range(times):
-            node.peer.rounds.receive(asker.id, asker.incarnation, LogQuery(Key(STREAM, node.applied - 4)))
+            node.peer.rounds.receive(
+                asker.id, asker.incarnation, LogQuery(Key(STREAM, node.applied - 4))
+            )
         return answers.pop(asker.id, 0)
 
     first = ask(herd.nodes[1], 5000)
@@ -415,7 +475,9 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
         state = node.peer.rounds._streams[STREAM]
         state.stream = dataclasses.replace(state.stream, reduce=picky)
     number = herd.nodes[0].applied + 1
-    offers = [[json.dumps({"name": word}).encode()] * SHARDS for word in ("fresh", "rotten", "ripe")]
+    offers = [
+        [json.dumps({"name": word}).encode()] * SHARDS for word in ("fresh", "rotten", "ripe")
+    ]
     outcomes = await asyncio.gather(
         *(
             node.peer.exchange(STREAM, number, offer, state=node.state)
@@ -425,7 +487,10 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
     assert [outcome.status for outcome in outcomes] == ["partial"] * 3
     assert [outcome.taken[0] for outcome in outcomes] == [True, False, True]
     assert json.loads(outcomes[0].reduced[0])["names"] == ["fresh", "ripe"]
-    assert sum(node.peer.context.counters["corrupt payloads"] for node in herd.nodes.values()) == SHARDS
+    assert (
+        sum(node.peer.context.counters["corrupt payloads"] for node in herd.nodes.values())
+        == SHARDS
+    )
     for node in herd.nodes.values():
         node.applied = number
 
@@ -445,7 +510,9 @@ async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
     assert now() - began < 3 * (herd.pace_s + 2 * ideal_s + 0.5)
 
 
-@pytest.mark.parametrize(("kind", "group", "most"), [("mean", 0, 4096), ("gather", 0, 64), ("gather", 2, 4096)])
+@pytest.mark.parametrize(
+    ("kind", "group", "most"), [("mean", 0, 4096), ("gather", 0, 64), ("gather", 2, 4096)]
+)
 def test_a_stream_with_more_shards_than_a_close_list_can_name_is_refused(kind, group, most):
     def made(shards):
         terms = RoundTerms(kind, shards, group=group)

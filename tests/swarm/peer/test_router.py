@@ -40,7 +40,11 @@ class World:
 
     def deliver(self, message):
         self.router.deliver("somebody", Frame(3, message))
-        return [(name, sender, incarnation) for name, sender, incarnation, said in self.came if said is message]
+        return [
+            (name, sender, incarnation)
+            for name, sender, incarnation, said in self.came
+            if said is message
+        ]
 
 
 def test_a_peer_has_a_receiver_for_every_message():
@@ -58,7 +62,9 @@ def test_a_second_receiver_of_a_kind_is_a_mistake():
         World().router.add(print, Leave)
 
 
-@pytest.mark.parametrize(("key", "part"), [(view_key(7), "membership"), (Key("weights", 7), "rounds")])
+@pytest.mark.parametrize(
+    ("key", "part"), [(view_key(7), "membership"), (Key("weights", 7), "rounds")]
+)
 def test_a_vote_goes_where_its_key_is_decided(key, part):
     assert World().deliver(Prepare(key, VIEW, (1, 0))) == [(part, "somebody", 3)]
 

@@ -43,7 +43,9 @@ class Peer:
         links, self.store = world.network.links(name), Store(budget_bytes)
         self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
         self.context.chain = Chain("run", [Certified(GENESIS)])
-        self.snapshots = Snapshots(self.context, lambda stage: [peer for peer in world.members if peer != name])
+        self.snapshots = Snapshots(
+            self.context, lambda stage: [peer for peer in world.members if peer != name]
+        )
         self.built = 0
         world.spawn(self.receive(links))
 
@@ -123,11 +125,20 @@ async def test_the_snapshot_that_all_announce_comes_whole_and_in_order(world):
     [
         ({"a": snapshot(7), "b": snapshot(7), "c": snapshot(9)}, snapshot(7)),
         ({"a": snapshot(7), "b": snapshot(9)}, snapshot(9)),
-        ({"a": snapshot(7, b"true"), "b": snapshot(7, b"true"), "c": snapshot(7, b"lie")}, snapshot(7, b"true")),
+        (
+            {"a": snapshot(7, b"true"), "b": snapshot(7, b"true"), "c": snapshot(7, b"lie")},
+            snapshot(7, b"true"),
+        ),
         ({"a": snapshot(-1)}, snapshot(-1)),
         ({"a": snapshot(7, chunks=0)}, snapshot(7, chunks=0)),
     ],
-    ids=["most win over newest", "of equals the newest", "most win over a liar", "before the first round", "no chunks"],
+    ids=[
+        "most win over newest",
+        "of equals the newest",
+        "most win over a liar",
+        "before the first round",
+        "no chunks",
+    ],
 )
 def test_the_joiner_takes(offers, taken):
     async def main():
@@ -152,7 +163,9 @@ async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobo
 
     lying = asyncio.create_task(lie())
     other.serve(snapshot(8, b"c"))
-    assert await world.joiner.fetch(stage=1) == snapshot(8, b"c"), "of two that differ the newer one"
+    assert await world.joiner.fetch(stage=1) == snapshot(8, b"c"), (
+        "of two that differ the newer one"
+    )
     assert liar.built == 0
     lying.cancel()
     assert await world.joiner.fetch(stage=0) == snapshot(7, b"a")
@@ -173,13 +186,17 @@ async def test_only_members_are_asked_and_believed(world):
     world.peer("a").serve(snapshot(7))
     for name in "bcd":
         stranger = world.peer(name).serve(snapshot(9, b"lie"))
-        stranger.snapshots.receive("joiner", StateQuery(NAME))  # as if it had been asked: it answers
+        stranger.snapshots.receive(
+            "joiner", StateQuery(NAME)
+        )  # as if it had been asked: it answers
     assert await world.joiner.fetch() == snapshot(7)
 
 
 @in_a_world
 async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
-    world.joiner.snapshots.receive("a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0))
+    world.joiner.snapshots.receive(
+        "a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0)
+    )
     assert not world.joiner.snapshots._downloads
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=3.0)
@@ -192,11 +209,15 @@ async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_t
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":
-        world.peer(name).serve(snapshot(9, b"elsewhere")).context.chain = Chain("run", [Certified(GENESIS), there])
+        world.peer(name).serve(snapshot(9, b"elsewhere")).context.chain = Chain(
+            "run", [Certified(GENESIS), there]
+        )
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=5.0)
     assert world.joiner.context.counters["dropped: snapshot of an unknown view"] >= 3
-    assert world.joiner.context.counters["stale view"] >= 3, "nobody is asked for the views that are lacking"
+    assert world.joiner.context.counters["stale view"] >= 3, (
+        "nobody is asked for the views that are lacking"
+    )
     world.joiner.context.chain = Chain("run", [Certified(GENESIS), there])
     assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
 
@@ -253,7 +274,9 @@ async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
 
 @in_a_world
 async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
-    with pytest.raises(SnapshotUnavailable, match=r"no snapshot of state within 5 s \(0 members .*; check the link"):
+    with pytest.raises(
+        SnapshotUnavailable, match=r"no snapshot of state within 5 s \(0 members .*; check the link"
+    ):
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
     lazy = world.peer("a").serve(snapshot())
@@ -281,7 +304,9 @@ def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when
         digest = liar.store.put(listing, "lie")
 
         def offer():
-            liar.context.send("joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0))
+            liar.context.send(
+                "joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0)
+            )
 
         async def keep_lying():
             while True:
@@ -333,7 +358,9 @@ async def test_progress_counts_up_to_all_chunks(world):
 
 
 @in_a_world
-async def test_what_is_built_for_many_who_ask_meanwhile_is_built_once_and_answers_all_of_them(world):
+async def test_what_is_built_for_many_who_ask_meanwhile_is_built_once_and_answers_all_of_them(
+    world,
+):
     host = world.peer("a").serve(snapshot(), build_s=3.0)
     joiners = [Peer(world, f"joiner {number}") for number in range(4)]
     assert await asyncio.gather(*(joiner.fetch() for joiner in joiners)) == [snapshot()] * 4
@@ -384,18 +411,27 @@ async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
     assert host.store.size_bytes == first_bytes, "the same one is not put in again"
     host.serve(snapshot(2, b"two"))
     assert await world.joiner.fetch() == snapshot(2, b"two")
-    assert host.store.size_bytes == first_bytes, "only what is not pinned leaves a store without budget"
+    assert host.store.size_bytes == first_bytes, (
+        "only what is not pinned leaves a store without budget"
+    )
 
 
 @in_a_world
-async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(world):
+async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(
+    world,
+):
     host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
 
     async def provide():
         return snapshot(next(states), b"some")
 
     host.snapshots.serve(NAME, provide)
-    for touched, number in ((0, 0), (KEEP_ROUNDS, 0), (KEEP_ROUNDS + 1, 1), (2 * KEEP_ROUNDS + 1, 1)):
+    for touched, number in (
+        (0, 0),
+        (KEEP_ROUNDS, 0),
+        (KEEP_ROUNDS + 1, 1),
+        (2 * KEEP_ROUNDS + 1, 1),
+    ):
         host.context.floor = (touched + 1,)
         assert (await world.joiner.fetch()).round == number
     await asyncio.sleep(KEEP_S)
@@ -474,4 +510,6 @@ def test_a_listing_names_each_chunk_and_its_size():
     listing = Listing(((bytes(32), 5), (bytes(range(32)), 0)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(listing), type=Listing) == listing
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode([[[bytes(32), MAX_CHUNK_BYTES + 1]]]), type=Listing)
+        msgspec.msgpack.decode(
+            msgspec.msgpack.encode([[[bytes(32), MAX_CHUNK_BYTES + 1]]]), type=Listing
+        )

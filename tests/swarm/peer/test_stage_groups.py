@@ -36,19 +36,35 @@ def name_of(stage):
 
 def stream(stage, wants="all", witnessed=False):
     terms = RoundTerms("mean", SHARDS, deadline_s=6.0, uniform=True, witnessed=witnessed)
-    return Stream(name_of(stage), terms, 100_000, reduce, lambda number, shard, data: True, stage=stage, wants=wants)
+    return Stream(
+        name_of(stage),
+        terms,
+        100_000,
+        reduce,
+        lambda number, shard, data: True,
+        stage=stage,
+        wants=wants,
+    )
 
 
 class Node:
     """One life of one peer: it brings a named contribution to each round of its stage, and looks on at the others."""
 
     def __init__(self, flock, number, stage, life, wants):
-        self.flock, self.number, self.stage, self.life, self.wants = flock, number, stage, life, wants
+        self.flock, self.number, self.stage, self.life, self.wants = (
+            flock,
+            number,
+            stage,
+            life,
+            wants,
+        )
         mine = identity(number)
         blob = seal(mine, Record("run", mine.peer, life, life, bytes(32), role=role_of(stage)))
         self.record = blob
         links = flock.network.links(mine.peer)
-        self.peer = Peer(RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob)
+        self.peer = Peer(
+            RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob
+        )
         self.applied, self.tokens, self.serial = -1, 0, 0
         self.statuses = []
         self.task = asyncio.create_task(self.live())
@@ -82,7 +98,9 @@ class Node:
     def begin(self):
         for stage in range(self.flock.stages):
             if stage == self.stage:
-                self.peer.open(stream(stage, witnessed=self.flock.witnessed), self.applied, self.tokens)
+                self.peer.open(
+                    stream(stage, witnessed=self.flock.witnessed), self.applied, self.tokens
+                )
                 self.peer.snapshots.serve(f"state/{stage}", self.snapshot)
             elif name_of(stage) not in self.rounds.names:
                 self.peer.open(stream(stage, self.wants, self.flock.witnessed))
@@ -90,7 +108,11 @@ class Node:
     async def join(self):
         """With the state of a mate, or where there is none, after the last round that anybody knows of."""
         port, view = self.peer.context, self.view
-        mates = [view.peers[index] for index in view.serving(self.stage)] if self.stage != NOTHING else []
+        mates = (
+            [view.peers[index] for index in view.serving(self.stage)]
+            if self.stage != NOTHING
+            else []
+        )
         if any(not port.gone(view, mate) for mate in mates if mate != self.id):
             await self.adopt()
         elif self.stage != NOTHING:
@@ -140,9 +162,14 @@ class Flock:
         self.pace_s = collections.defaultdict(lambda: 0.5)
         self.nodes, self.lives, self.serving = {}, 100, {}
         self.quiet = set()  # stages that bring nothing by themselves
-        self.results = {stage: {} for stage in range(stages)}  # by round: (names, participants, tokens)
+        self.results = {
+            stage: {} for stage in range(stages)
+        }  # by round: (names, participants, tokens)
         self.counted = collections.Counter()
-        self.forsaken, self.may_forsake = set(), False  # rounds that were applied by some, and had failed for others
+        self.forsaken, self.may_forsake = (
+            set(),
+            False,
+        )  # rounds that were applied by some, and had failed for others
 
     def records(self):
         return [node.record for node in self.nodes.values()]
@@ -172,13 +199,19 @@ class Flock:
         for shard, content in enumerate(contents):
             assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
         result = (names, outcome.participants, outcome.tokens)
-        if self.may_forsake and outcome.status == "failed" and self.results[stage].get(number, ((),))[0]:
+        if (
+            self.may_forsake
+            and outcome.status == "failed"
+            and self.results[stage].get(number, ((),))[0]
+        ):
             self.forsaken.add((stage, number))
             assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
             return
         if number not in self.results[stage]:
             self.counted.update(names)
-        assert self.results[stage].setdefault(number, result) == result, f"two results of round {number}"
+        assert self.results[stage].setdefault(number, result) == result, (
+            f"two results of round {number}"
+        )
         assert max(self.counted.values(), default=0) <= 1, "a contribution counted twice"
         if mine is not None and outcome.status != "failed":
             assert outcome.taken == (mine in names,) * SHARDS
@@ -192,17 +225,23 @@ class Flock:
             for number in range(min(results, default=0), max(results, default=-1) + 1):
                 names, _, after = results.get(number, ((), (), None))
                 tokens += TOKENS * len(names)
-                assert after in (None, tokens), f"round {number} of stage {stage} says {after} tokens, {tokens} count"
+                assert after in (None, tokens), (
+                    f"round {number} of stage {stage} says {after} tokens, {tokens} count"
+                )
 
     async def go_on(self, stage, rounds=3, within_s=15.0):
         """Until so many more rounds of a stage are applied; how long that took."""
         goal = self.newest(stage) + rounds
-        return await until(lambda: self.newest(stage) >= goal, within_s, f"round {goal} of stage {stage}")
+        return await until(
+            lambda: self.newest(stage) >= goal, within_s, f"round {goal} of stage {stage}"
+        )
 
     async def end(self):
         for node in self.nodes.values():
             node.task.cancel()
-        for ended in await asyncio.gather(*(node.task for node in self.nodes.values()), return_exceptions=True):
+        for ended in await asyncio.gather(
+            *(node.task for node in self.nodes.values()), return_exceptions=True
+        ):
             if isinstance(ended, Exception):
                 raise ended
 
@@ -220,7 +259,10 @@ def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
                     await asyncio.sleep(0.1)
                 nodes = made.nodes.values()
                 await until(
-                    lambda: all(n.peer.context.chain is not None and len(n.view.members) == len(stages) for n in nodes),
+                    lambda: all(
+                        n.peer.context.chain is not None and len(n.view.members) == len(stages)
+                        for n in nodes
+                    ),
                     40.0,
                     "a view of all",
                 )
@@ -264,7 +306,9 @@ async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_
             assert node.rounds.tokens(name_of(stage)) == made.results[stage][last][2]
 
 
-@pytest.mark.parametrize(("wants", "fetched"), [("last", {SHARDS - 1}), ("none", set()), ("all", set(range(SHARDS)))])
+@pytest.mark.parametrize(
+    ("wants", "fetched"), [("last", {SHARDS - 1}), ("none", set()), ("all", set(range(SHARDS)))]
+)
 def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
     @flock(0, 0, NOTHING, wants=wants)
     async def main(made):
@@ -275,7 +319,11 @@ def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
         assert here == fetched
         assert entry.complete
         told = node.rounds.last_shards(name, number)
-        assert told == ((b"",) if wants == "none" else (node.peer.context.store.get(entry.close.items[-1].digest),))
+        assert told == (
+            (b"",)
+            if wants == "none"
+            else (node.peer.context.store.get(entry.close.items[-1].digest),)
+        )
 
     main()
 
@@ -303,7 +351,11 @@ async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_wh
     made.network.heal()
     await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, 25.0, "its catching up")
     assert looker.rounds.oldest(name) > before + 1
-    await until(lambda: looker.rounds.last_shards(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
+    await until(
+        lambda: looker.rounds.last_shards(name, looker.rounds.newest(name)) is not None,
+        5.0,
+        "the notes",
+    )
     assert looker.rounds.tokens(name) == made.results[0][looker.rounds.newest(name)][2]
     assert looker.peer.context.counters["lost rounds"] == 0, "no state of its own was lost"
 
@@ -337,13 +389,19 @@ def starved(node):
 
 
 @flock(0, 1, NOTHING, NOTHING)
-async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(made):
+async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(
+    made,
+):
     """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
     newcomer = made.start(4, 0)
     await until(lambda: newcomer.applied >= 0, 20.0, "its state")
     made.network.tap = starved(newcomer)
     behind = newcomer.applied
-    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    await until(
+        lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind,
+        20.0,
+        "rounds",
+    )
     made.kill(0)
     made.network.tap, made.may_forsake = None, True
     lost = made.newest(0)
@@ -377,7 +435,11 @@ async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_
     await until(lambda: newcomer.applied >= 0, 20.0, "its state")
     made.network.tap = starved(newcomer)
     behind = newcomer.applied
-    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    await until(
+        lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind,
+        20.0,
+        "rounds",
+    )
     made.network.tap = None
     others = {node.id for node in made.nodes.values()} - {newcomer.id}
     made.network.partition({newcomer.id}, others)
@@ -433,7 +495,9 @@ async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_g
     assert {participants for _, participants, _ in results} == {(newcomer.id,)}
     assert len(newcomer.view.serving(1)) == 1
     await asyncio.sleep(1.0)
-    assert made.nodes[3].rounds.newest(name_of(1)) >= made.newest(1) - 1, "who looks on hears of them too"
+    assert made.nodes[3].rounds.newest(name_of(1)) >= made.newest(1) - 1, (
+        "who looks on hears of them too"
+    )
 
 
 @flock(0, 0, 0, 1, 1)
@@ -448,10 +512,16 @@ async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made
 
 
 @flock(0, 0, 0, 1, NOTHING)
-async def test_who_serves_another_stage_from_now_on_contributes_there_and_no_more_where_it_was(made):
+async def test_who_serves_another_stage_from_now_on_contributes_there_and_no_more_where_it_was(
+    made,
+):
     made.kill(2)
     moved = made.start(2, 1)
-    await until(lambda: made.newest(1) >= 0 and moved.id in made.results[1][made.newest(1)][1], 30.0, "its new stage")
+    await until(
+        lambda: made.newest(1) >= 0 and moved.id in made.results[1][made.newest(1)][1],
+        30.0,
+        "its new stage",
+    )
     await made.go_on(1, 2)
     await made.go_on(0, 2)
     assert made.results[0][made.newest(0)][1] == ids(*made.of(0))
@@ -470,7 +540,11 @@ async def test_a_view_begins_on_each_stage_s_axis_where_that_stage_is(made):
     for number, stage in ((5, 0), (6, 1)):
         at = [made.newest(0), made.newest(1)]
         newcomer = made.start(number, stage)
-        await until(lambda new=newcomer, s=stage: new.id in made.results[s][made.newest(s)][1], 40.0, "the newcomer's")
+        await until(
+            lambda new=newcomer, s=stage: new.id in made.results[s][made.newest(s)][1],
+            40.0,
+            "the newcomer's",
+        )
         begins = newcomer.view.begins
         assert at[0] - 1 <= axes.at(begins, 0) <= made.newest(0) + 1
         assert at[1] - 1 <= axes.at(begins, 1) <= made.newest(1) + 1
@@ -480,7 +554,9 @@ async def test_a_view_begins_on_each_stage_s_axis_where_that_stage_is(made):
 
 
 @flock(0, 0, 1, 1, NOTHING, pace_s={0: 0.3, 1: 2.5})
-async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_other_way_round(made):
+async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_other_way_round(
+    made,
+):
     await made.go_on(0, 10, 30.0)
     for victim, stage in ((0, 0), (2, 1)):
         made.kill(victim)
@@ -488,7 +564,9 @@ async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_o
         assert await made.go_on(stage, 2, 30.0) < 20.0
         made.start(victim, stage)
         mates = made.of(stage)
-        await until(lambda s=stage: len(made.results[s][made.newest(s)][1]) == 2, 40.0, "both of them")
+        await until(
+            lambda s=stage: len(made.results[s][made.newest(s)][1]) == 2, 40.0, "both of them"
+        )
         assert len(mates) == 1 or {mate.stage for mate in mates} == {stage}
 
 
@@ -502,7 +580,10 @@ async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_
         made.nodes[number].peer.membership.receive(silent.id, silent.life, ask)
     for node in (made.nodes[number] for number in (0, 1, 2)):
         told = axes.at(node.peer.context.floor, 0)
-        assert [node.peer.context.views.blocked(number, 0) for number in (told - 1, told)] == [False, True]
+        assert [node.peer.context.views.blocked(number, 0) for number in (told - 1, told)] == [
+            False,
+            True,
+        ]
     assert await made.go_on(0, 3, 20.0) > 1.0
     await made.go_on(1, 3, 5.0)
     assert made.nodes[0].view.number > before.number
@@ -517,7 +598,9 @@ async def test_a_round_that_has_begun_gets_no_votes_either_once_a_view_may_begin
     number, silent, before = one.applied + 1, made.nodes[3], one.view
     bringing = asyncio.create_task(one.step())
     await asyncio.sleep(0.3)
-    ask = Prepare(view_key(before.number + 1), before.hash, (1, before.index(silent.id, silent.life)))
+    ask = Prepare(
+        view_key(before.number + 1), before.hash, (1, before.index(silent.id, silent.life))
+    )
     for node in (one, other, made.nodes[2]):
         node.peer.membership.receive(silent.id, silent.life, ask)
     both = asyncio.gather(bringing, other.step())
@@ -550,7 +633,11 @@ def test_under_loss_doubling_and_deaths_every_law_holds(seed):
         made.network.faults = Faults()
         for stage in range(3):
             await made.go_on(stage, 4, 60.0)
-            await until(lambda s=stage: made.results[s][made.newest(s)][1] == ids(*made.of(s)), 40.0, "all of a stage")
+            await until(
+                lambda s=stage: made.results[s][made.newest(s)][1] == ids(*made.of(s)),
+                40.0,
+                "all of a stage",
+            )
 
     main()
 

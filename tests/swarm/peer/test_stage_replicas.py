@@ -23,14 +23,18 @@ STAGES, SHARDS = (0, 1), 2
 
 def stream(stage, wants="all"):
     terms = RoundTerms("mean", SHARDS, uniform=True)
-    return Stream(f"grad/{stage}", terms, 100_000, reduce, lambda *shard: True, stage=stage, wants=wants)
+    return Stream(
+        f"grad/{stage}", terms, 100_000, reduce, lambda *shard: True, stage=stage, wants=wants
+    )
 
 
 def peer_of(network, number):
     mine = identity(number)
     blob = seal(mine, Record("run", mine.peer, number + 1, number + 1, bytes(32), role="replica"))
     links = network.links(mine.peer)
-    return blob, Peer(RunTerms("run", 7, 2.0), mine, links, None, incarnation=number + 1, record=lambda: blob)
+    return blob, Peer(
+        RunTerms("run", 7, 2.0), mine, links, None, incarnation=number + 1, record=lambda: blob
+    )
 
 
 def among(count):
@@ -43,9 +47,18 @@ def among(count):
                 made = [peer_of(network, number) for number in range(count)]
                 peers = [peer for _, peer in made]
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(live(peer, [] if peer is peers[0] else [made[0][0]])) for peer in peers]
-                    await until(lambda: all(peer.membership.is_member for peer in peers), 30.0, "everybody")
-                    await until(lambda: len(peers[0].context.views.newest.members) == count, 30.0, "one view")
+                    tasks = [
+                        group.create_task(live(peer, [] if peer is peers[0] else [made[0][0]]))
+                        for peer in peers
+                    ]
+                    await until(
+                        lambda: all(peer.membership.is_member for peer in peers), 30.0, "everybody"
+                    )
+                    await until(
+                        lambda: len(peers[0].context.views.newest.members) == count,
+                        30.0,
+                        "one view",
+                    )
                     await main(peers)
                     for task in tasks:
                         task.cancel()
@@ -72,7 +85,8 @@ async def live(peer, records):
 async def round_of(peers, stage, number):
     shards = [b'{"name": "x"}'] * SHARDS
     return await asyncio.gather(
-        *(peer.exchange(f"grad/{stage}", number, shards, tokens=5) for peer in peers), return_exceptions=True
+        *(peer.exchange(f"grad/{stage}", number, shards, tokens=5) for peer in peers),
+        return_exceptions=True,
     )
 
 
@@ -89,7 +103,9 @@ async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(p
 
 
 @among(3)
-async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_stages_rounds_back_too(peers):
+async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_stages_rounds_back_too(
+    peers,
+):
     """Else it could begin with a round that some have voted in, and neither could ever be decided."""
     await round_of(peers, 0, 0)
     before = peers[0].context.views.newest
@@ -100,7 +116,9 @@ async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_st
     assert peers[0].context.views.blocked(0, 1)
 
 
-@pytest.mark.parametrize(("after", "expected"), [((7, 3), {0: 7, 1: 3, None: -1}), ((2, 9), {0: 2, 1: 9, None: -1})])
+@pytest.mark.parametrize(
+    ("after", "expected"), [((7, 3), {0: 7, 1: 3, None: -1}), ((2, 9), {0: 2, 1: 9, None: -1})]
+)
 def test_how_far_logs_reach_back_is_asked_of_one_stage(after, expected):
     async def main():
         _, peer = peer_of(SimNetwork(3), 0)

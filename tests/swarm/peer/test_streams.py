@@ -45,7 +45,8 @@ def test_rounds_that_no_stream_can_have_are_refused(options):
 def logged(store, members, contents, *, group=GROUP, taken=(True, True), tokens=70, state=b"s"):
     """A round that was decided on these contents, by item index."""
     items = tuple(
-        RoundItem(index, store.put(data, "test"), len(data), bytes(8)) for index, data in sorted(contents.items())
+        RoundItem(index, store.put(data, "test"), len(data), bytes(8))
+        for index, data in sorted(contents.items())
     )
     close = CloseList(members=tuple(members.items()), items=items, tokens=tokens, state=state)
     return LoggedRound(close, group, len(group), Decided(Key("weights", 4), bytes(32), b""), taken)
@@ -58,7 +59,11 @@ def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():
     assert (result.key, result.status, result.next_round) == (Key("weights", 4), "ok", 5)
     assert result.reduced == (b"first", b"second")
     assert result.gathered is None
-    assert dict(zip(result.participants, result.weights, strict=True)) == {"p1": 2.0, "p2": 3.0, "p3": 1.0}
+    assert dict(zip(result.participants, result.weights, strict=True)) == {
+        "p1": 2.0,
+        "p2": 3.0,
+        "p3": 1.0,
+    }
     assert result.participants == ("p1", "p2", "p3")
     assert (result.taken, result.tokens, result.state) == ((True, True), 70, b"s")
 
@@ -74,7 +79,9 @@ def test_without_a_member_or_without_a_shard_of_mine_it_is_partial():
     contents = {0: b"first", 1: b"second"}
     missing = outcome(stream(), 4, logged(store, {1: 2.0, 2: 3.0}, contents), store)
     assert (missing.status, missing.participants) == ("partial", ("p1", "p2"))
-    left_out = outcome(stream(), 4, logged(store, {0: 1.0, 1: 2.0, 2: 3.0}, contents, taken=(True, False)), store)
+    left_out = outcome(
+        stream(), 4, logged(store, {0: 1.0, 1: 2.0, 2: 3.0}, contents, taken=(True, False)), store
+    )
     assert (left_out.status, left_out.taken) == ("partial", (True, False))
 
 
@@ -87,13 +94,23 @@ def test_who_is_the_whole_group_is_alone():
 def test_a_round_that_was_decided_empty_failed_for_everybody_and_moves_nothing():
     store = Store(10**6)
     result = outcome(stream(), 4, logged(store, {}, {}, taken=(False, False)), store)
-    assert (result.status, result.reduced, result.gathered, result.participants) == ("failed", None, None, ())
+    assert (result.status, result.reduced, result.gathered, result.participants) == (
+        "failed",
+        None,
+        None,
+        (),
+    )
     assert (result.next_round, result.tokens) == (5, 70)
 
 
 def test_a_gather_gives_everybodys_own_shards():
     store = Store(10**6)
-    contents = {0: b"p3 a", 1: b"p3 b", 4: b"p2 a", 5: b"p2 b"}  # items are numbered member by member
+    contents = {
+        0: b"p3 a",
+        1: b"p3 b",
+        4: b"p2 a",
+        5: b"p2 b",
+    }  # items are numbered member by member
     result = outcome(stream("gather"), 4, logged(store, {0: 1.0, 2: 1.0}, contents), store)
     assert result.gathered == {"p3": (b"p3 a", b"p3 b"), "p2": (b"p2 a", b"p2 b")}
     assert result.reduced is None

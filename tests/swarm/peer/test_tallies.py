@@ -143,7 +143,9 @@ def test_the_end_is_told_with_the_next_round_and_again_with_a_later_one():
     tallies.end(STREAM, 1, 6)
     tallies.end(STREAM, 1, 6)
     tallies.end(STREAM, 1, 5)
-    assert [message for peer, message in port.sent if peer == "mate"] == [Tally(Key(STREAM, 6), 0, over=True)]
+    assert [message for peer, message in port.sent if peer == "mate"] == [
+        Tally(Key(STREAM, 6), 0, over=True)
+    ]
     tallies.end(STREAM, 1, 7)
     assert port.sent[-1][1] == Tally(Key(STREAM, 7), 0, over=True)
     over(tallies, "mate")
@@ -166,7 +168,12 @@ def test_of_a_stream_of_the_whole_model_all_members_are_told_and_awaited():
 
 def test_others_lives_stages_and_streams_are_dropped_and_counted():
     port, tallies = made()
-    for sender, life, stream in (("other", 1, STREAM), ("t", 1, STREAM), ("mate", 2, STREAM), ("stranger", 1, STREAM)):
+    for sender, life, stream in (
+        ("other", 1, STREAM),
+        ("t", 1, STREAM),
+        ("mate", 2, STREAM),
+        ("stranger", 1, STREAM),
+    ):
         assert not heard(tallies, sender, 4, 1000, life, stream)
     assert not heard(tallies, "mate", 4, 1000, stream="unheard-of")
     assert port.counters["tally of somebody else"] == 5

@@ -21,12 +21,16 @@ def test_the_highest_of_two_floors_is_the_least_that_reaches_both(one, other):
     assert top == highest(other, one)
     assert reaches(top, one)
     assert reaches(top, other)
-    assert all(at(top, stage) == max(at(one, stage), at(other, stage)) for stage in (None, *range(6)))
+    assert all(
+        at(top, stage) == max(at(one, stage), at(other, stage)) for stage in (None, *range(6))
+    )
 
 
 @given(FLOORS, FLOORS)
 def test_a_floor_reaches_another_if_it_is_below_it_on_no_axis(one, other):
-    assert reaches(one, other) == all(at(one, stage) >= at(other, stage) for stage in (None, *range(6)))
+    assert reaches(one, other) == all(
+        at(one, stage) >= at(other, stage) for stage in (None, *range(6))
+    )
 
 
 @given(FLOORS, STAGES, st.integers(0, 12))

@@ -18,7 +18,16 @@ from farflock.swarm.protocol.branches import (
     trail,
 )
 from farflock.swarm.protocol.decide import signed_text
-from farflock.swarm.protocol.views import BadView, Certified, Chain, Member, View, encode, genesis, view_key
+from farflock.swarm.protocol.views import (
+    BadView,
+    Certified,
+    Chain,
+    Member,
+    View,
+    encode,
+    genesis,
+    view_key,
+)
 
 RUN = "run"
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]
@@ -38,14 +47,22 @@ def chain_of(members=MEMBERS, first_round=5):
 def decided(chain, members, first_round, signers):
     newest = chain.newest
     view = View(newest.number + 1, newest.hash, first_round, tuple(members))
-    text, domain = signed_text(view_key(view.number), (0, 0), encode(view)), views.signature_domain(RUN)
+    text, domain = (
+        signed_text(view_key(view.number), (0, 0), encode(view)),
+        views.signature_domain(RUN),
+    )
     sign = {member.peer: identity for member, identity in zip(MEMBERS, IDENTITIES, strict=True)}
-    return Certified(view, (0, 0), tuple((i, sign[newest.peers[i]].sign(domain, text)) for i in signers))
+    return Certified(
+        view, (0, 0), tuple((i, sign[newest.peers[i]].sign(domain, text)) for i in signers)
+    )
 
 
 def signed(view, signers, domain=None):
     domain = domain or views.branch_domain(RUN)
-    return Certified(view, proofs=tuple((index, IDENTITIES[index].sign(domain, encode(view))) for index in signers))
+    return Certified(
+        view,
+        proofs=tuple((index, IDENTITIES[index].sign(domain, encode(view))) for index in signers),
+    )
 
 
 def branched(chain, founders, first_round=7):
@@ -66,7 +83,9 @@ def test_a_branch_that_all_its_members_have_signed_follows_and_is_known_for_one(
 
 
 @pytest.mark.parametrize("first_round", [0, 4, 5, 100])
-def test_a_branch_begins_where_its_signers_say_also_before_a_view_whose_rounds_never_came(first_round):
+def test_a_branch_begins_where_its_signers_say_also_before_a_view_whose_rounds_never_came(
+    first_round,
+):
     line = branched(chain_of(first_round=5), (4,), first_round)
     assert line.at(first_round) is line.newest
     assert first_round == 0 or line.at(first_round - 1) is not line.newest
@@ -82,17 +101,29 @@ FORGERIES = {
         signed(view, (1, 3)), proofs=((1, bytes(64)), (3, bytes(64)))
     ),
     "signed as a view": lambda parent, view: signed(view, (1, 3), views.signature_domain(RUN)),
-    "signed in another run": lambda parent, view: signed(view, (1, 3), views.branch_domain("other")),
+    "signed in another run": lambda parent, view: signed(
+        view, (1, 3), views.branch_domain("other")
+    ),
     "a ballot": lambda parent, view: msgspec.structs.replace(signed(view, (1, 3)), ballot=(1, 0)),
     "altered": lambda parent, view: msgspec.structs.replace(
         signed(view, (1, 3)), view=msgspec.structs.replace(view, first_round=99)
     ),
     "no member": lambda parent, view: signed(with_members(view, Member("stranger", 1)), (1,)),
-    "another life": lambda parent, view: signed(with_members(view, Member(MEMBERS[1].peer, 99)), (1,)),
-    "another order": lambda parent, view: signed(with_members(view, MEMBERS[3], MEMBERS[1]), (1, 3)),
-    "a later number": lambda parent, view: signed(msgspec.structs.replace(view, number=view.number + 1), (1, 3)),
-    "of another view": lambda parent, view: signed(msgspec.structs.replace(view, previous=bytes(32)), (1, 3)),
-    "as a successor": lambda parent, view: signed(msgspec.structs.replace(view, previous=parent.hash), (1, 3)),
+    "another life": lambda parent, view: signed(
+        with_members(view, Member(MEMBERS[1].peer, 99)), (1,)
+    ),
+    "another order": lambda parent, view: signed(
+        with_members(view, MEMBERS[3], MEMBERS[1]), (1, 3)
+    ),
+    "a later number": lambda parent, view: signed(
+        msgspec.structs.replace(view, number=view.number + 1), (1, 3)
+    ),
+    "of another view": lambda parent, view: signed(
+        msgspec.structs.replace(view, previous=bytes(32)), (1, 3)
+    ),
+    "as a successor": lambda parent, view: signed(
+        msgspec.structs.replace(view, previous=parent.hash), (1, 3)
+    ),
 }
 
 
@@ -120,7 +151,9 @@ def test_time_without_a_quorum_counts_from_the_last_one_and_only_while_awake():
         solitude.look(tick * 0.1, can_decide=False)
     assert solitude.lasted_s == pytest.approx(9.9)
     solitude.look(3600.0, can_decide=False)
-    assert solitude.lasted_s == pytest.approx(9.9 + branches.AWAKE_S), "an hour asleep is no hour of looking"
+    assert solitude.lasted_s == pytest.approx(9.9 + branches.AWAKE_S), (
+        "an hour asleep is no hour of looking"
+    )
     solitude.look(3600.1, can_decide=True)
     assert solitude.lasted_s == 0.0
     solitude.look(3600.2, can_decide=False)
@@ -160,7 +193,11 @@ def test_both_sides_find_the_same_fork():
     one, other = branched(chain, (1,)), branched(chain, (2, 3))
     assert other.extend(decided(other, [MEMBERS[3]], 9, [0]))
     mine, theirs = both(one, other)
-    assert (mine.number, mine.mine, mine.theirs) == (1, prefix(one.newest), prefix(other.views[2].view))
+    assert (mine.number, mine.mine, mine.theirs) == (
+        1,
+        prefix(one.newest),
+        prefix(other.views[2].view),
+    )
     assert theirs == Fork(1, mine.theirs, mine.mine)
 
 
@@ -174,7 +211,9 @@ def test_a_line_that_ends_where_the_other_branches_off_has_nothing_after_the_for
 def test_lines_with_nothing_in_common_are_not_compared_unless_both_go_back_to_a_founding():
     chain = chain_of()
     again = Chain(RUN, [Certified(genesis(RUN, Member(MEMBERS[0].peer, 77)))])
-    assert fork_of(chain, 0, trail(again)) == Fork(-1, prefix(chain.views[0].view), prefix(again.newest))
+    assert fork_of(chain, 0, trail(again)) == Fork(
+        -1, prefix(chain.views[0].view), prefix(again.newest)
+    )
     assert fork_of(chain, 9, trail(again)) is None, "theirs begins at view 9"
     chain.views.pop(0)
     assert fork_of(chain, 0, trail(again)) is None, "mine does not go back"
@@ -206,7 +245,8 @@ def test_a_founding_anew_by_the_same_founder_is_another_line_and_one_by_somebody
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda raw: (), lambda raw: raw[1:], lambda raw: (raw[0], raw[0]), lambda raw: (b"x",)]
+    "spoil",
+    [lambda raw: (), lambda raw: raw[1:], lambda raw: (raw[0], raw[0]), lambda raw: (b"x",)],
 )
 def test_another_line_with_views_missing_doubled_or_broken_is_refused(spoil):
     chain = chain_of()
@@ -256,5 +296,8 @@ def test_any_trail_is_compared_or_refused(number, raw):
 def test_who_may_be_elsewhere_is_everybody_ever_heard_of_who_is_not_with_me():
     line, me = branched(chain_of(), (1, 3)), MEMBERS[1].peer
     ever = {member.peer for member in MEMBERS}
-    assert set(branches.elsewhere(line, ["new"], me, member=True)) == ever - {me, MEMBERS[3].peer} | {"new"}
+    assert set(branches.elsewhere(line, ["new"], me, member=True)) == ever - {
+        me,
+        MEMBERS[3].peer,
+    } | {"new"}
     assert set(branches.elsewhere(line, ["new"], me, member=False)) == ever - {me} | {"new"}

@@ -8,7 +8,12 @@ import pytest
 from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, RoundTerms, decode_close_list
+from farflock.swarm.protocol.exchange.close_list import (
+    BadCloseList,
+    CloseList,
+    RoundTerms,
+    decode_close_list,
+)
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 
@@ -30,7 +35,10 @@ def mask(*members):
 
 
 def items(*masks, first=0):
-    return tuple(RoundItem(first + index, digest_of(b"%d" % index), 5, entry) for index, entry in enumerate(masks))
+    return tuple(
+        RoundItem(first + index, digest_of(b"%d" % index), 5, entry)
+        for index, entry in enumerate(masks)
+    )
 
 
 def encoded(close):
@@ -119,9 +127,17 @@ def test_the_largest_mean_fits_one_value():
     rows = tuple(RoundItem(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
     close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
-    assert decode_close_list(encoded(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS)) == close
+    assert (
+        decode_close_list(encoded(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS))
+        == close
+    )
     shards = MAX_SHARDS // MAX_MEMBERS
-    rows = tuple(RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS))
+    rows = tuple(
+        RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS)
+    )
     close = CloseList(rows, close.members, 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
-    assert decode_close_list(encoded(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS)) == close
+    assert (
+        decode_close_list(encoded(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS))
+        == close
+    )

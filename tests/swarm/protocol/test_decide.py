@@ -160,10 +160,14 @@ def test_refusals_for_good_neither_break_agreement_nor_block_it():
         schedule.disturb(100)
         doubtful = list(schedule.proposed)
         live = schedule.calm_down(tries=6)
-        if is_quorum(live, schedule.size) and not any(schedule.is_open(value, live) for value in doubtful):
+        if is_quorum(live, schedule.size) and not any(
+            schedule.is_open(value, live) for value in doubtful
+        ):
             assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
             freed += any(
-                schedule.members[me].proposer.is_impossible(value, schedule.size) for me in live for value in doubtful
+                schedule.members[me].proposer.is_impossible(value, schedule.size)
+                for me in live
+                for value in doubtful
             )
     assert freed > 20, f"only {freed} of these schedules exclude a value"
 
@@ -295,7 +299,9 @@ def test_a_later_proposer_takes_over_the_value_that_may_have_been_chosen():
     members = group(3)
     for to, message in members[0].propose(b"first"):
         if to == 1:
-            members[1].receive(0, message)  # 0 and 1 have accepted: chosen, though nobody knows; 0 dies
+            members[1].receive(
+                0, message
+            )  # 0 and 1 have accepted: chosen, though nobody knows; 0 dies
     run([None, *members[1:]], members[1].propose(b"second"), sender=1)
     assert members[1].decided == members[2].decided == b"first"
 
@@ -303,7 +309,9 @@ def test_a_later_proposer_takes_over_the_value_that_may_have_been_chosen():
 def test_a_lower_ballot_is_told_which_one_was_promised():
     members = group(3)
     members[2].receive(1, Prepare(KEY, VIEW, (5, 1)))
-    assert members[2].receive(0, Prepare(KEY, VIEW, (4, 0))) == [(0, Rejected(KEY, VIEW, (4, 0), (5, 1)))]
+    assert members[2].receive(0, Prepare(KEY, VIEW, (4, 0))) == [
+        (0, Rejected(KEY, VIEW, (4, 0), (5, 1)))
+    ]
     members[0].propose(b"v")
     members[0].receive(2, Rejected(KEY, VIEW, (0, 0), (5, 1)))
     ballots = {message.ballot for _, message in members[0].propose(b"v")}
@@ -390,7 +398,9 @@ def test_nothing_can_be_announced_before_it_is_decided():
 
 def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
     held = {1, 2}
-    members = [Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)]
+    members = [
+        Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)
+    ]
     assert members[1].propose(b"w") == []
     run(members, members[0].propose(b"v"))
     assert [member.accepted is not None for member in members] == [True, False, False]
@@ -403,7 +413,9 @@ def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may()
 
 
 def test_who_is_held_back_still_learns_what_others_decided():
-    members = [Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)]
+    members = [
+        Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)
+    ]
     run(members, members[0].propose(b"v"))
     assert {member.decided for member in members} == {b"v"}
     assert members[2].accepted is None
@@ -419,13 +431,16 @@ def checks(member, text, proof):
 
 def signed_group(size):
     return [
-        Decision(KEY, VIEW, me, tuple(range(size)), rules=Ruled(sign=sign_as(me), checks=checks)) for me in range(size)
+        Decision(KEY, VIEW, me, tuple(range(size)), rules=Ruled(sign=sign_as(me), checks=checks))
+        for me in range(size)
     ]
 
 
 def certificate(signers, ballot=(0, 0), value=b"v", key=KEY):
     text = signed_text(KEY, ballot, b"v")
-    return Decided(key, VIEW, value, ballot, tuple((member, sign_as(member)(text)) for member in signers))
+    return Decided(
+        key, VIEW, value, ballot, tuple((member, sign_as(member)(text)) for member in signers)
+    )
 
 
 def test_a_decision_is_certified_by_the_signatures_of_a_quorum():
@@ -446,7 +461,10 @@ def test_a_decision_is_certified_by_the_signatures_of_a_quorum():
         (certificate([0, 1, 2], key=Key("weights", 4)), "another key"),
         (Decided(KEY, VIEW, b"v", (1, 0), certificate([0, 1, 2]).proofs), "another ballot"),
         (Decided(KEY, VIEW, b"v", (0, 0), ((0, b""), (1, b""), (2, b""))), "no signatures"),
-        (Decided(KEY, VIEW, b"v", (0, 0), (*certificate([0, 1, 2]).proofs, (3, b"forged"))), "one of them forged"),
+        (
+            Decided(KEY, VIEW, b"v", (0, 0), (*certificate([0, 1, 2]).proofs, (3, b"forged"))),
+            "one of them forged",
+        ),
         (Decided(KEY, VIEW, b"v"), "nobody"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -50,7 +50,9 @@ class Simulation:
         if self.is_busy[stage]:
             return
         forwards, backs = self.done["F"][stage], self.done["B"][stage]
-        kind = self.pick(stage, forwards, backs, self.waiting["F"][stage] > 0, self.waiting["B"][stage] > 0)
+        kind = self.pick(
+            stage, forwards, backs, self.waiting["F"][stage] > 0, self.waiting["B"][stage] > 0
+        )
         if kind is None:
             return
         self.is_busy[stage] = True
@@ -60,7 +62,10 @@ class Simulation:
         self.most_in_flight[stage] = max(self.most_in_flight[stage], in_flight)
         times = self.pipeline.stages[stage]
         self.add(
-            now_s + (times.forward_s if kind == "F" else times.backward_s + times.weight_s), "computed", stage, kind
+            now_s + (times.forward_s if kind == "F" else times.backward_s + times.weight_s),
+            "computed",
+            stage,
+            kind,
         )
 
     def send(self, stage, kind, now_s):
@@ -114,7 +119,9 @@ def test_gpipe_at_zero_compute_takes_what_its_closed_form_says_and_the_simulatio
     closed_s = gpipe_s(STAGES, MICROBATCHES, HOP, NO_TIME)
     assert closed_s == pytest.approx(2 * (7 * 0.72109 + 63 * 0.67109), rel=1e-12)
     assert closed_s == pytest.approx(94.6526, abs=1e-4)
-    assert Simulation(SLOW, MICROBATCHES, all_forward_then_back(MICROBATCHES)).run() == pytest.approx(closed_s)
+    assert Simulation(
+        SLOW, MICROBATCHES, all_forward_then_back(MICROBATCHES)
+    ).run() == pytest.approx(closed_s)
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,14 +150,19 @@ def test_the_rule_asks_for_16_in_flight_and_backward_first_then_reaches_the_boun
     assert SLOW.wanted_depth() == 16  # 15.04 rounded up
     bound_s = SLOW.step_bound_s(MICROBATCHES, 16)
     assert bound_s == pytest.approx(52.374, abs=1e-3)
-    simulation = Simulation(SLOW, MICROBATCHES, back_first(lambda stage: SLOW.depth(stage, memory=64)))
+    simulation = Simulation(
+        SLOW, MICROBATCHES, back_first(lambda stage: SLOW.depth(stage, memory=64))
+    )
     assert simulation.run() == pytest.approx(bound_s, rel=0.01)
     assert simulation.most_in_flight[0] == 16
 
 
 def test_room_for_fewer_bounds_the_depth_and_costs_time():
     assert [SLOW.depth(stage, memory=10) for stage in range(STAGES)] == [10, 10, 10, 9, 7, 5, 3, 1]
-    spans_s = [Simulation(SLOW, MICROBATCHES, back_first(lambda stage, k=k: k)).run() for k in (4, 8, 12, 16)]
+    spans_s = [
+        Simulation(SLOW, MICROBATCHES, back_first(lambda stage, k=k: k)).run()
+        for k in (4, 8, 12, 16)
+    ]
     assert spans_s == sorted(spans_s, reverse=True)
     assert spans_s[0] > 3 * spans_s[-1]
 
@@ -159,16 +171,24 @@ def test_without_links_the_rule_is_that_of_1f1b():
     pipeline = PipelineTimes((StageTime(1.0, 2.0),) * 5, (HopTime(0.0),) * 4)
     assert [pipeline.wanted_depth(stage) for stage in range(5)] == [5, 4, 3, 2, 1]
     tenths = PipelineTimes((StageTime(0.1, 0.0),) * 3, (HopTime(0.0),) * 2)
-    assert [tenths.wanted_depth(stage) for stage in range(3)] == [3, 2, 1]  # 3 x 0.1 is a little more than 0.3
+    assert [tenths.wanted_depth(stage) for stage in range(3)] == [
+        3,
+        2,
+        1,
+    ]  # 3 x 0.1 is a little more than 0.3
     pick = one_forward_one_back(lambda stage: 5 - stage, 20)
     assert Simulation(pipeline, 20, pick).run() == pytest.approx((20 + 5 - 1) * 3.0)
 
 
 def test_the_slowest_of_stages_and_wires_is_the_bottleneck():
     stages = (StageTime(0.1, 0.2, 0.3), StageTime(0.1, 0.1), StageTime(0.2, 0.2))
-    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.5, 9.0))).bottleneck_s == pytest.approx(0.6)
+    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.5, 9.0))).bottleneck_s == pytest.approx(
+        0.6
+    )
     assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.7, 9.0))).bottleneck_s == 0.7
-    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.7, 9.0))).round_trip_s(1) == pytest.approx(2 * 9.7 + 0.6)
+    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.7, 9.0))).round_trip_s(
+        1
+    ) == pytest.approx(2 * 9.7 + 0.6)
 
 
 times_s = st.floats(0.01, 2.0)
@@ -185,7 +205,10 @@ pipelines = st.integers(1, 5).flatmap(
 @given(pipelines, st.integers(1, 12), st.integers(1, 8))
 def test_no_schedule_is_faster_than_the_bound(pipeline, microbatches, in_flight):
     bound_s = pipeline.step_bound_s(microbatches, in_flight)
-    for pick in (back_first(lambda stage: in_flight), one_forward_one_back(lambda stage: in_flight, microbatches)):
+    for pick in (
+        back_first(lambda stage: in_flight),
+        one_forward_one_back(lambda stage: in_flight, microbatches),
+    ):
         assert Simulation(pipeline, microbatches, pick).run() >= bound_s - 1e-9
 
 
@@ -204,7 +227,9 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
     depths = [pipeline.depth(stage, memory) for stage in range(len(pipeline.stages))]
     assert depths == sorted(depths, reverse=True)
     assert all(1 <= depth <= memory for depth in depths)
-    assert depths[0] == memory or depths[0] * pipeline.bottleneck_s >= pipeline.round_trip_s() * (1 - 1e-8)
+    assert depths[0] == memory or depths[0] * pipeline.bottleneck_s >= pipeline.round_trip_s() * (
+        1 - 1e-8
+    )
 
 
 def followed(depth, trip_s, bottleneck_s, microbatches):
@@ -248,7 +273,10 @@ def test_a_trainer_keeps_within_its_terms_and_follows_what_changes():
         (lambda: gpipe_s(0, 1, HOP, NO_TIME), "stages"),
         (lambda: Depth(0, 4), "no range"),
         (lambda: Depth(5, 4), "no range"),
-        (lambda: PipelineTimes((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(), "takes any time"),
+        (
+            lambda: PipelineTimes((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(),
+            "takes any time",
+        ),
     ],
 )
 def test_times_and_counts_that_make_no_sense_are_refused(make, why):

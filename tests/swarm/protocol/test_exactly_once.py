@@ -38,7 +38,9 @@ class World:
                 ledger.begin(number)
         self.servers = [self.born(stage) for stage in range(STAGES) for _ in range(SERVERS)]
         self.named = {stage: [] for stage in range(STAGES)}
-        self.heard = [dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)]  # rounds that a trainer knows
+        self.heard = [
+            dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)
+        ]  # rounds that a trainer knows
         self.gone = []  # (server, rounds it could be in)
         self.told = set()
         self.committed = set()
@@ -79,7 +81,9 @@ class World:
         for stage in range(STAGES):
             if heard[stage] < len(self.named[stage]):
                 names = self.named[stage][heard[stage]]
-                ledger.committed(stage, [number for whose, number in names if whose == str(trainer)])
+                ledger.committed(
+                    stage, [number for whose, number in names if whose == str(trainer)]
+                )
                 heard[stage] += 1
         for server, rounds in self.gone:
             if heard[server.stage] >= rounds and (trainer, server.name) not in self.told:
@@ -99,7 +103,9 @@ class World:
                     case "run":
                         self.post("computed", trainer, place, server, attempt)
                     case "again":
-                        self.post("reply", trainer, place, server, server.staging._slots[key].attempt)
+                        self.post(
+                            "reply", trainer, place, server, server.staging._slots[key].attempt
+                        )
                     case "busy":
                         self.post("busy", trainer, place, server, attempt)
             case "computed":
@@ -113,7 +119,9 @@ class World:
                 ledger.silent(place, attempt)
             case "confirm":
                 done = server.staging.confirm(key, attempt)
-                self.post("unknown" if done == "unknown" else "merged", trainer, place, server, attempt)
+                self.post(
+                    "unknown" if done == "unknown" else "merged", trainer, place, server, attempt
+                )
             case "merged":
                 ledger.merged(place, attempt)
             case "unknown":
@@ -141,10 +149,14 @@ class World:
                 while server.applied < number - 1:
                     self.apply(server)
                 server.offer(number)
-        offered = [server for server in self.servers if server.stage == stage and number in server.offered]
+        offered = [
+            server for server in self.servers if server.stage == stage and number in server.offered
+        ]
         taken = [server for server in offered if self.random.random() < 0.7]
         names = [key for server in taken for key in server.offered[number]]
-        assert len(set(names)) == len(names), f"two servers of a round brought the same key: {sorted(names)}"
+        assert len(set(names)) == len(names), (
+            f"two servers of a round brought the same key: {sorted(names)}"
+        )
         for key in names:
             assert (stage, key) not in self.committed, f"{key} counts twice at stage {stage}"
             self.committed.add((stage, key))
@@ -160,7 +172,9 @@ class World:
         server = self.random.choice(self.servers)
         if server.alive and len(self.living(server.stage)) > 1:
             server.alive = False
-            self.gone.append((server, len(self.named[server.stage]) + 1))  # the open round may still have it
+            self.gone.append(
+                (server, len(self.named[server.stage]) + 1)
+            )  # the open round may still have it
             fresh = self.born(server.stage)
             fresh.applied = len(self.named[server.stage]) - 1  # with a snapshot
             self.servers.append(fresh)
@@ -216,12 +230,21 @@ class World:
 
 
 @pytest.mark.parametrize(
-    "first", [0, 50, 100, 150, *(pytest.param(first, marks=pytest.mark.long) for first in range(200, 20_000, 200))]
+    "first",
+    [
+        0,
+        50,
+        100,
+        150,
+        *(pytest.param(first, marks=pytest.mark.long) for first in range(200, 20_000, 200)),
+    ],
 )
 def test_every_gradient_counts_exactly_once_whatever_happens(first):
     for seed in range(first, first + (50 if first < 200 else 200)):
         world = World(seed)
-        assert world.run() == EVERYTHING, f"seed {seed}: {sorted(EVERYTHING - world.committed)} never counted"
+        assert world.run() == EVERYTHING, (
+            f"seed {seed}: {sorted(EVERYTHING - world.committed)} never counted"
+        )
         assert world.done, f"seed {seed}: a trainer does not know that all is committed"
 
 

@@ -24,7 +24,9 @@ def test_the_order_does_not_depend_on_how_members_are_listed(shuffled, seed, num
 
 def test_the_order_is_that_of_the_documented_hash():
     def place(peer):
-        return hashlib.sha256(b"\x00".join((b"5", VIEW, b"weights", b"9", b"2", peer.encode()))).digest()
+        return hashlib.sha256(
+            b"\x00".join((b"5", VIEW, b"weights", b"9", b"2", peer.encode()))
+        ).digest()
 
     assert order(PEERS, 5, VIEW, Key("weights", 9, 2)) == tuple(sorted(PEERS, key=place))
 
@@ -41,7 +43,9 @@ def test_the_order_changes_with_each_of_its_inputs(other):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**40))
-def test_groups_are_disjoint_cover_everybody_and_each_member_sees_the_same_one(members, size, number):
+def test_groups_are_disjoint_cover_everybody_and_each_member_sees_the_same_one(
+    members, size, number
+):
     peers, key = PEERS[:members], Key("weights", number)
     groups = {peer: group_of(peer, peers, size, 1, VIEW, key) for peer in peers}
     assert all(groups[other] == group for group in groups.values() for other in group)
@@ -76,7 +80,9 @@ def test_the_line_of_reducers_is_a_rotation_of_all_members(members, shard):
 def test_shards_are_spread_evenly_and_so_is_what_a_dead_reducer_leaves():
     first = collections.Counter(reducers(PEERS, shard)[0] for shard in range(120))
     assert set(first.values()) == {10}
-    heirs = {reducers(PEERS, shard)[1] for shard in range(120) if reducers(PEERS, shard)[0] == PEERS[3]}
+    heirs = {
+        reducers(PEERS, shard)[1] for shard in range(120) if reducers(PEERS, shard)[0] == PEERS[3]
+    }
     assert heirs == {PEERS[4]}
 
 
@@ -88,4 +94,6 @@ def test_who_reduces_what_is_the_same_in_all_rounds_and_views_but_not_in_all_str
 def test_who_comes_or_goes_leaves_the_others_order_as_it_is():
     whole = rotation(PEERS, 5, "a")
     for gone in PEERS:
-        assert rotation([peer for peer in PEERS if peer != gone], 5, "a") == tuple(p for p in whole if p != gone)
+        assert rotation([peer for peer in PEERS if peer != gone], 5, "a") == tuple(
+            p for p in whole if p != gone
+        )

@@ -5,7 +5,12 @@ import random
 import pytest
 
 from farflock.swarm.messages import Forgotten, Key
-from farflock.swarm.protocol.log_truncation import ANSWER_TIMEOUT_S, LogTruncation, newest_of, oldest_of
+from farflock.swarm.protocol.log_truncation import (
+    ANSWER_TIMEOUT_S,
+    LogTruncation,
+    newest_of,
+    oldest_of,
+)
 
 ABCDE = ("a", "b", "c", "d", "e")
 
@@ -66,7 +71,9 @@ def test_some_are_believed_once_the_others_had_time_to_speak():
     assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S) == [word()]
     assert forgetting.unopposed(8, living, 1.0 + ANSWER_TIMEOUT_S) == []
     forgetting.note("a", word(), ABCDE, 3.0)
-    assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S) == [word()], "a repeated word puts nothing off"
+    assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S) == [word()], (
+        "a repeated word puts nothing off"
+    )
     assert forgetting.unopposed(7, ["a"], 1.0) == [word()]
 
 

@@ -301,7 +301,11 @@ class Round:
             side.started_s = start
         self.starts = starts
         self.cut_s = chance.uniform(0, DEADLINE_S) if faults and chance.random() < 0.2 else None
-        self.crash = (chance.randrange(2), chance.uniform(0, DEADLINE_S)) if faults and chance.random() < 0.2 else None
+        self.crash = (
+            (chance.randrange(2), chance.uniform(0, DEADLINE_S))
+            if faults and chance.random() < 0.2
+            else None
+        )
         self.corrupt = faults and chance.random() < 0.05
         self.wire = []
         self.fetched_s = [None, None]

@@ -25,15 +25,21 @@ def server(peer, queue=0.0, rate=1.0, memory_bytes=100, resident_s=1e6):
 
 
 def snapshot(*stages, needs=None, number=4):
-    return LoadSnapshot(number, tuple(tuple(stage) for stage in stages), tuple(needs or [100] * len(stages)))
+    return LoadSnapshot(
+        number, tuple(tuple(stage) for stage in stages), tuple(needs or [100] * len(stages))
+    )
 
 
 def after(known, move):
     """The same servers, one of them elsewhere and new there."""
     mover = next(server for server in known.stages[move.source] if server.peer == move.peer)
-    stages = [[server for server in servers if server.peer != move.peer] for servers in known.stages]
+    stages = [
+        [server for server in servers if server.peer != move.peer] for servers in known.stages
+    ]
     stages[move.target].append(dataclasses.replace(mover, resident_s=0.0))
-    return dataclasses.replace(known, number=known.number + 1, stages=tuple(tuple(servers) for servers in stages))
+    return dataclasses.replace(
+        known, number=known.number + 1, stages=tuple(tuple(servers) for servers in stages)
+    )
 
 
 def speeds(known):
@@ -46,7 +52,13 @@ def snapshots(draw):
     amounts, few = st.floats(0, 50), st.integers(0, 3)
     stages = [
         [
-            server(f"p{stage}{number}", draw(amounts), draw(st.floats(0.1, 8)), draw(few), 200.0 * draw(few))
+            server(
+                f"p{stage}{number}",
+                draw(amounts),
+                draw(st.floats(0.1, 8)),
+                draw(few),
+                200.0 * draw(few),
+            )
             for number in range(size)
         ]
         for stage, size in enumerate(sizes)
@@ -54,7 +66,12 @@ def snapshots(draw):
     return snapshot(*stages, needs=[draw(few) for _ in sizes])
 
 
-rules = st.builds(RebalanceRule, st.sampled_from(["wait", "queue"]), st.floats(0, 1), st.sampled_from([0.0, 300.0]))
+rules = st.builds(
+    RebalanceRule,
+    st.sampled_from(["wait", "queue"]),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 300.0]),
+)
 
 
 def test_the_server_with_the_least_to_do_goes_from_the_idlest_stage_to_the_busiest():
@@ -74,7 +91,12 @@ def test_load_is_a_time_and_by_request_the_length_of_the_queue_as_in_the_paper()
 
 
 def test_within_a_stage_the_shortest_wait_goes_or_by_request_the_shortest_queue():
-    source = [server("a", 4, rate=8), server("b", 2, rate=2), server("c", 5, rate=9), server("z", 5, rate=1)]
+    source = [
+        server("a", 4, rate=8),
+        server("b", 2, rate=2),
+        server("c", 5, rate=9),
+        server("z", 5, rate=1),
+    ]
     known = snapshot(source, [server("t", 90)])
     assert next_move(known).peer == "a"
     assert next_move(known, RebalanceRule("queue")).peer == "b"
@@ -105,7 +127,10 @@ def test_a_move_is_feasible_empties_no_stage_loses_nobody_and_raises_the_slower_
     assert mover.resident_s >= rule.min_residence_s or not known.stages[move.target]
     assert moved.stages[move.source]
     assert sum(map(len, moved.stages)) == sum(map(len, known.stages))
-    assert min(speeds(moved)[stage] for stage in (move.source, move.target)) > speeds(known)[move.target]
+    assert (
+        min(speeds(moved)[stage] for stage in (move.source, move.target))
+        > speeds(known)[move.target]
+    )
     assert min(speeds(moved)) >= min(speeds(known))
     assert move.number == known.number
 
@@ -130,12 +155,17 @@ def test_moves_come_to_an_end_whatever_the_queues_do(known, rule, chance):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0, 100), rules)
 def test_a_balanced_swarm_makes_no_move(stages, each, queue, rule):
-    known = snapshot(*([server(f"{stage}-{n}", queue) for n in range(each)] for stage in range(stages)))
+    known = snapshot(
+        *([server(f"{stage}-{n}", queue) for n in range(each)] for stage in range(stages))
+    )
     assert next_move(known, rule) is None
 
 
 def test_two_stages_do_not_pass_one_server_to_and_fro():
-    for pair in (([server("a"), server("b")], [server("c", 50)]), ([server("a", 50)], [server("b"), server("c")])):
+    for pair in (
+        ([server("a"), server("b")], [server("c", 50)]),
+        ([server("a", 50)], [server("b"), server("c")]),
+    ):
         assert next_move(snapshot(*pair)) is None
 
 
@@ -155,13 +185,19 @@ def test_who_has_just_come_stays_for_a_while():
 
 
 def test_who_cannot_hold_the_stage_does_not_go_there():
-    source = [server("a", memory_bytes=10), server("b", 3, memory_bytes=20), server("c", 9, memory_bytes=10)]
+    source = [
+        server("a", memory_bytes=10),
+        server("b", 3, memory_bytes=20),
+        server("c", 9, memory_bytes=10),
+    ]
     assert next_move(snapshot(source, [server("t", 90)], needs=[10, 20])).peer == "b"
     assert next_move(snapshot(source, [server("t", 90)], needs=[10, 21])) is None
 
 
 def test_if_the_idlest_stage_can_spare_nobody_the_next_one_is_asked():
-    known = snapshot([server("a", 0)], [server("b", 1), server("c", 2), server("d", 3)], [server("t", 90)])
+    known = snapshot(
+        [server("a", 0)], [server("b", 1), server("c", 2), server("d", 3)], [server("t", 90)]
+    )
     assert next_move(known) == Move(4, "b", 1, 2)
 
 
@@ -169,7 +205,10 @@ def test_not_even_the_rounding_of_a_sum_depends_on_the_order():
     assert 0.1 + 0.2 + 0.3 > 0.3 + 0.2 + 0.1 == 0.6
     rates = {"a": 0.1, "b": 0.2, "c": 0.3}
     for order in ("abc", "cba"):
-        source = [*(server(peer, rate=rates[peer], memory_bytes=0) for peer in order), server("m", rate=9.0)]
+        source = [
+            *(server(peer, rate=rates[peer], memory_bytes=0) for peer in order),
+            server("m", rate=9.0),
+        ]
         assert next_move(snapshot(source, [server("t", 90, rate=0.6)])) is None
 
 
@@ -184,7 +223,8 @@ def test_a_stage_that_nobody_serves_is_helped_first_even_by_a_newcomer():
 
 
 @pytest.mark.parametrize(
-    ("now_s", "period_s", "number"), [(0, 300, 0), (299.9, 300, 0), (300, 300, 1), (-1, 60, -1), (61, 60, 1)]
+    ("now_s", "period_s", "number"),
+    [(0, 300, 0), (299.9, 300, 0), (300, 300, 1), (-1, 60, -1), (61, 60, 1)],
 )
 def test_moments_of_one_period_share_its_number(now_s, period_s, number):
     assert snapshot_number(now_s, period_s) == number
@@ -217,7 +257,9 @@ def churn(seed, period_s):
     """Equal peers come to random stages and leave at random times. Returns the share of the best assignment's throughput
     in each hour; the throughput is that of the slowest stage."""
     chance = random.Random(seed)
-    home = {f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)}  # stage, since when
+    home = {
+        f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)
+    }  # stage, since when
     born, tick_s, shares = PEERS, 20.0, collections.defaultdict(list)
     for tick in range(int(HOURS * 3600 / tick_s)):
         now_s = tick * tick_s
@@ -238,19 +280,26 @@ def churn(seed, period_s):
 
 def observed(home, now_s, period_s):
     """The slowest stage sets the pace and is 95 % busy; each queue is that of an M/M/1 server at its stage's share of it."""
-    members = [[peer for peer, (where, _) in home.items() if where == stage] for stage in range(STAGES)]
+    members = [
+        [peer for peer, (where, _) in home.items() if where == stage] for stage in range(STAGES)
+    ]
     pace = 0.95 * min(len(peers) for peers in members)
     stages = []
     for peers in members:
         busy = pace / len(peers) if peers else 0.0
         stages.append(
-            [server(peer, busy / (1 - busy) / len(peers), resident_s=now_s - home[peer][1]) for peer in peers]
+            [
+                server(peer, busy / (1 - busy) / len(peers), resident_s=now_s - home[peer][1])
+                for peer in peers
+            ]
         )
     return snapshot(*stages, number=snapshot_number(now_s, period_s))
 
 
 def test_under_churn_rebalancing_beats_none_and_more_often_beats_less_often():
-    runs = {period_s: [churn(seed, period_s) for seed in range(3)] for period_s in (None, 300.0, 60.0)}
+    runs = {
+        period_s: [churn(seed, period_s) for seed in range(3)] for period_s in (None, 300.0, 60.0)
+    }
     overall = {period_s: sum(map(sum, hours)) / (3 * HOURS) for period_s, hours in runs.items()}
     assert overall[None] + 0.1 < overall[300.0] < overall[60.0]
     first, last = (sum(hours[hour] for hours in runs[None]) / 3 for hour in (0, HOURS - 1))

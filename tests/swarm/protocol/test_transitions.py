@@ -26,7 +26,12 @@ TABLES = {
     "pair, leader": (PAIR_TABLES["leader"], "open", {"done"}),
     "pair, follower": (PAIR_TABLES["follower"], "open", {"done"}),
 }
-MACHINES = [(closing, Closing, "state"), (mean, Mean, "_states"), (decide, Proposer, "state"), (pair, Pair, "stage")]
+MACHINES = [
+    (closing, Closing, "state"),
+    (mean, Mean, "_states"),
+    (decide, Proposer, "state"),
+    (pair, Pair, "stage"),
+]
 
 
 def beside(name):
@@ -69,13 +74,17 @@ def assigned(cls, attribute):
                 yield function.name
 
 
-@pytest.mark.parametrize(("module", "cls", "attribute"), MACHINES, ids=[cls.__name__ for _, cls, _ in MACHINES])
+@pytest.mark.parametrize(
+    ("module", "cls", "attribute"), MACHINES, ids=[cls.__name__ for _, cls, _ in MACHINES]
+)
 def test_a_machine_changes_its_state_in_one_method_alone(module, cls, attribute):
     assert set(assigned(cls, attribute)) - {"__init__"} == {"_move"}
     tree = ast.parse(inspect.getsource(module))
     own = {
         id(node)
-        for node in ast.walk(next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__))
+        for node in ast.walk(
+            next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+        )
     }
     outside = [
         node.lineno
@@ -107,13 +116,17 @@ def rows(table):
 
 
 def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_other(monkeypatch):
-    made = recorded(monkeypatch, Closing, lambda self: type(self._content).__name__, lambda self, *_: self.state)
+    made = recorded(
+        monkeypatch, Closing, lambda self: type(self._content).__name__, lambda self, *_: self.state
+    )
     whole = beside("exchange/test_collective.py")
     for kind in ("mean", "gather"):
         for seed in range(16):
             whole["unlucky_world"](seed, kind, staged=seed % 2 == 0).run(until_s=60.0)
         for seed in range(2):  # over lines so long that a proposer has to begin again
-            whole["offering_world"](seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=2.0).run(until_s=300.0)
+            whole["offering_world"](seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=2.0).run(
+                until_s=300.0
+            )
     assert made == {
         "Mean": rows(CLOSING_TABLES["contributor"]),
         "Gather": rows(CLOSING_TABLES["contributor"]),
@@ -122,7 +135,9 @@ def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_oth
 
 
 def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
-    made = recorded(monkeypatch, Mean, lambda self: "shard", lambda self, shard, _: self._states[shard])
+    made = recorded(
+        monkeypatch, Mean, lambda self: "shard", lambda self, shard, _: self._states[shard]
+    )
     whole = beside("exchange/test_collective.py")
     spoilt = whole["World"](7)
     for me in range(3):
@@ -145,7 +160,10 @@ def test_real_proposers_make_every_transition_and_no_other(monkeypatch):
 
 def test_real_pairs_make_every_transition_of_their_role_and_no_other(monkeypatch):
     made = recorded(
-        monkeypatch, Pair, lambda self: "leader" if self.leader else "follower", lambda self, *_: self.stage
+        monkeypatch,
+        Pair,
+        lambda self: "leader" if self.leader else "follower",
+        lambda self, *_: self.stage,
     )
     whole = beside("test_pair.py")
     for seed in range(400):

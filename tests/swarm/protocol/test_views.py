@@ -35,7 +35,9 @@ MEMBERS = tuple(Member(identity.peer, 10 + number) for number, identity in enume
 def certify(view, signers, *, ballot=(0, 0), run=RUN):
     text = signed_text(view_key(view.number), ballot, encode(view))
     domain = signature_domain(run)
-    return Certified(view, ballot, tuple((index, identity.sign(domain, text)) for index, identity in signers))
+    return Certified(
+        view, ballot, tuple((index, identity.sign(domain, text)) for index, identity in signers)
+    )
 
 
 def founded():
@@ -85,7 +87,15 @@ def test_a_view_that_is_known_already_is_no_news():
         ),
         lambda view: Certified(view),
     ],
-    ids=["too few", "one signs for three", "one counted often", "of another run", "another ballot", "altered", "none"],
+    ids=[
+        "too few",
+        "one signs for three",
+        "one counted often",
+        "of another run",
+        "another ballot",
+        "altered",
+        "none",
+    ],
 )
 def test_a_view_without_the_signatures_of_a_quorum_is_refused(spoil):
     chain = grown()
@@ -95,7 +105,9 @@ def test_a_view_without_the_signatures_of_a_quorum_is_refused(spoil):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"number": 3}, {"previous": bytes(32)}, {"first_round": 1}, {"first_round": 0}], ids=str
+    "wrong",
+    [{"number": 3}, {"previous": bytes(32)}, {"first_round": 1}, {"first_round": 0}],
+    ids=str,
 )
 def test_a_view_that_does_not_follow_is_refused(wrong):
     chain = grown()
@@ -151,7 +163,9 @@ def test_the_barrier_blocks_rounds_from_there_on_until_the_view_is_decided():
     assert not chain.blocked(10**6)
     chain.barrier = View(2, bytes(32), 7, MEMBERS[:4], (3,))
     assert [chain.blocked(number) for number in (6, 7, 8)] == [False, True, True]
-    assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True], "stages count for themselves"
+    assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True], (
+        "stages count for themselves"
+    )
     chain.extend(certify(successor(chain, MEMBERS[:4]), signers(3)))
     assert not chain.blocked(8)
 
@@ -173,8 +187,18 @@ def test_a_proposal_is_lifted_by_axis_to_where_it_may_begin():
 
 
 def test_who_serves_a_stage_is_who_said_so_and_every_full_replica():
-    view = View(2, bytes(32), 7, (Member("a", 1, 0), Member("b", 1), Member("c", 1, 1), Member("d", 1, NOTHING)))
-    assert [view.serving(stage) for stage in (None, 0, 1, 2)] == [(0, 1, 2, 3), (0, 1), (1, 2), (1,)]
+    view = View(
+        2,
+        bytes(32),
+        7,
+        (Member("a", 1, 0), Member("b", 1), Member("c", 1, 1), Member("d", 1, NOTHING)),
+    )
+    assert [view.serving(stage) for stage in (None, 0, 1, 2)] == [
+        (0, 1, 2, 3),
+        (0, 1),
+        (1, 2),
+        (1,),
+    ]
     assert view.staged
     assert not VIEW.staged
 
@@ -204,7 +228,9 @@ def test_the_chain_keeps_a_bounded_number_of_views_and_sends_them_in_portions():
     assert oldest == 6
     portion = [decode_certified(raw).view.number for raw in chain.since(10)]
     assert portion == list(range(11, 27))
-    assert [decode_certified(raw).view.number for raw in chain.since(chain.newest.number - 1)] == [chain.newest.number]
+    assert [decode_certified(raw).view.number for raw in chain.since(chain.newest.number - 1)] == [
+        chain.newest.number
+    ]
     assert chain.since(chain.newest.number) == ()
     assert decode_certified(chain.since(oldest - 1)[0]).view.number == oldest
     assert chain.since(oldest - 2) == (), "mine do not reach back"
@@ -264,10 +290,23 @@ def members_of(count):
         encode(View(1, bytes(32), -1, members_of(1))),
         encode(View(1, bytes(32), 1, (Member("a", 2**63),))),
         msgspec.msgpack.encode([1, bytes(32), 1, [[b"\xff\xfe", 1]]]),
-        b"\x94\x01\xc4\x20" + bytes(32) + b"\x01\x91\x92\xa2\xff\xfe\x01",  # a peer id that is not UTF-8
+        b"\x94\x01\xc4\x20"
+        + bytes(32)
+        + b"\x01\x91\x92\xa2\xff\xfe\x01",  # a peer id that is not UTF-8
         b"\x95" + encode(View(1, bytes(32), 1, members_of(1)))[1:] + b"\x91" * 100_000,
     ],
-    ids=["many", "nobody", "short hash", "twice", "long id", "negative", "incarnation", "bytes", "not text", "deep"],
+    ids=[
+        "many",
+        "nobody",
+        "short hash",
+        "twice",
+        "long id",
+        "negative",
+        "incarnation",
+        "bytes",
+        "not text",
+        "deep",
+    ],
 )
 def test_a_hostile_encoding_is_refused(raw):
     with pytest.raises(BadView):

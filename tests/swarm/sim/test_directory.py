@@ -21,7 +21,9 @@ def identity(number):
 
 def record(number, sequence=1, **fields):
     owner = identity(number)
-    return seal(owner, Record(fields.pop("run", RUN), owner.peer, number, sequence, bytes(32), **fields))
+    return seal(
+        owner, Record(fields.pop("run", RUN), owner.peer, number, sequence, bytes(32), **fields)
+    )
 
 
 class World:
@@ -212,7 +214,12 @@ async def member(stack, network, directory, number):
     """A peer that founds the run if its number is 0, and otherwise looks in the directory until it shows somebody."""
     links = network.links(directory.me)
     peer = Peer(
-        RunTerms(RUN, 1, 2.0), identity(number), links, directory, incarnation=number, record=lambda: record(number)
+        RunTerms(RUN, 1, 2.0),
+        identity(number),
+        links,
+        directory,
+        incarnation=number,
+        record=lambda: record(number),
     )
     await stack.enter_async_context(peer.running())
     if number == 0:
@@ -234,9 +241,14 @@ def test_peers_that_know_nobody_form_one_run_through_a_bad_directory(seed):
         network = SimNetwork(seed)
         async with contextlib.AsyncExitStack() as stack:
             directories = [table.directory(identity(number).peer) for number in range(5)]
-            peers = [await member(stack, network, directory, number) for number, directory in enumerate(directories)]
+            peers = [
+                await member(stack, network, directory, number)
+                for number, directory in enumerate(directories)
+            ]
             await asyncio.sleep(6 * ANNOUNCE_EVERY_S)
-            assert {peer.context.views.newest.peers for peer in peers} == {peers[0].context.views.newest.peers}
+            assert {peer.context.views.newest.peers for peer in peers} == {
+                peers[0].context.views.newest.peers
+            }
             assert len(peers[0].context.views.newest.members) == 5
             everybody = {peer.me for peer in peers}
             assert all(set(peer.membership.records) | {peer.me} == everybody for peer in peers)

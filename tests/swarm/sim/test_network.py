@@ -101,7 +101,10 @@ async def test_bulk_waits_for_its_turn_on_the_uplink_and_control_overtakes_it(ne
         assert await net.a.send_bulk("b", bytes([number]) * 100_000, 1.0)
     assert net.a.send("b", b"control")
     await asyncio.sleep(10)
-    assert [frame[:7] for frame in net.frames("b")] == [b"control", *(bytes([number]) * 7 for number in range(4))]
+    assert [frame[:7] for frame in net.frames("b")] == [
+        b"control",
+        *(bytes([number]) * 7 for number in range(4)),
+    ]
     assert net.times("b")[1:] == [pytest.approx(0.1 * turn + 0.1, abs=1e-3) for turn in range(1, 5)]
 
 
@@ -134,7 +137,11 @@ async def test_each_peer_may_have_another_line_and_a_line_may_become_slower(net)
     assert net.a.rtt_s("b") == net.b.rtt_s("a") == pytest.approx(1.1)
     net.network.slow("b", 4.0)
     slowed = net.network.model("b")
-    assert (slowed.up_bytes_per_s, slowed.down_bytes_per_s, slowed.latency_s) == (5e5, 12.5e6 / 4, 2.0)
+    assert (slowed.up_bytes_per_s, slowed.down_bytes_per_s, slowed.latency_s) == (
+        5e5,
+        12.5e6 / 4,
+        2.0,
+    )
     assert net.network.model("a") == QUIET
 
 
@@ -143,9 +150,17 @@ async def test_each_peer_may_have_another_line_and_a_line_may_become_slower(net)
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "everywhere", "share"),
-    [(0.0, 0.0, 0.0, 0.0), (0.3, 0.0, 0.0, 0.3), (0.0, 0.3, 0.0, 0.3), (0.2, 0.2, 0.2, 0.488), (0.0, 0.0, 1.0, 1.0)],
+    [
+        (0.0, 0.0, 0.0, 0.0),
+        (0.3, 0.0, 0.0, 0.3),
+        (0.0, 0.3, 0.0, 0.3),
+        (0.2, 0.2, 0.2, 0.488),
+        (0.0, 0.0, 1.0, 1.0),
+    ],
 )
-def test_a_frame_must_survive_both_lines_and_the_fault_that_is_everywhere(mine, theirs, everywhere, share):
+def test_a_frame_must_survive_both_lines_and_the_fault_that_is_everywhere(
+    mine, theirs, everywhere, share
+):
     async def main():
         net = Net(loss=everywhere)
         net.network.set_link("a", LinkModel(loss=mine))
@@ -193,7 +208,9 @@ async def test_a_corrupted_frame_differs_in_one_bit_and_the_senders_copy_does_no
     await asyncio.sleep(10)
     assert net.network.fired["corrupt"] == len(net.frames("b")) == 50
     for altered in net.frames("b"):
-        assert sum((one ^ other).bit_count() for one, other in zip(frame, altered, strict=True)) == 1
+        assert (
+            sum((one ^ other).bit_count() for one, other in zip(frame, altered, strict=True)) == 1
+        )
     assert frame == bytes(range(200))
     assert len(set(net.frames("b"))) > 40
 
@@ -245,7 +262,9 @@ async def test_a_cut_is_silent_both_ways_and_takes_what_is_on_its_way(net):
 
 
 @on_a_net()
-async def test_a_silent_partner_is_suspect_later_than_one_whose_connection_closed_and_dead_at_the_same_age(net):
+async def test_a_silent_partner_is_suspect_later_than_one_whose_connection_closed_and_dead_at_the_same_age(
+    net,
+):
     await asyncio.sleep(7)
     net.network.cut("a", "b")
     net.network.kill("c")
@@ -294,7 +313,9 @@ async def test_a_killed_peer_sends_and_hears_nothing_more(net):
 
 
 @on_a_net()
-async def test_a_new_life_begins_with_empty_queues_and_hears_nothing_that_was_meant_for_the_old_one(net):
+async def test_a_new_life_begins_with_empty_queues_and_hears_nothing_that_was_meant_for_the_old_one(
+    net,
+):
     await net.a.send_bulk("b", bytes(200_000), 1.0)
     net.b.send("a", b"for the old one")
     old = net.a
@@ -311,7 +332,9 @@ async def test_a_new_life_begins_with_empty_queues_and_hears_nothing_that_was_me
 
 
 @on_a_net()
-async def test_a_stopped_peer_is_suspect_and_what_was_sent_meanwhile_flows_in_order_when_it_runs_on(net):
+async def test_a_stopped_peer_is_suspect_and_what_was_sent_meanwhile_flows_in_order_when_it_runs_on(
+    net,
+):
     net.a.send("b", b"just sent")
     net.network.stop("a")
     for number in range(3):
@@ -364,7 +387,9 @@ async def test_a_reader_that_does_not_read_costs_a_bounded_number_of_frames(net)
 # Bytes.
 
 
-@pytest.mark.parametrize("faults", [{}, {"loss": 0.2, "duplicate": 0.2, "reorder": 0.2, "corrupt": 0.2}])
+@pytest.mark.parametrize(
+    "faults", [{}, {"loss": 0.2, "duplicate": 0.2, "reorder": 0.2, "corrupt": 0.2}]
+)
 def test_every_byte_that_was_sent_is_accounted_for_at_any_moment(faults):
     async def main():
         net = Net(LinkModel(up_bytes_per_s=1e5, down_bytes_per_s=1e5), **faults)
@@ -372,7 +397,11 @@ def test_every_byte_that_was_sent_is_accounted_for_at_any_moment(faults):
             net.a.send("b", bytes(turn + 1))
             await net.b.send_bulk("a", bytes(100 * turn + 1), 1.0)
             net.c.send("a", bytes(turn + 1))
-            for moment, act in ((20, net.network.stop), (35, net.network.cont), (40, net.network.kill)):
+            for moment, act in (
+                (20, net.network.stop),
+                (35, net.network.cont),
+                (40, net.network.kill),
+            ):
                 if turn == moment:
                     act("a" if act is not net.network.kill else "b")
             assert net.network.missing_bytes() == 0
@@ -415,7 +444,11 @@ async def test_what_was_held_for_a_stopped_peer_dies_with_it(net):
     net.network.cont("b")
     await asyncio.sleep(1)
     assert net.arrived["b"] == []
-    assert (net.network.bytes["cut"], net.network.bytes["held"], net.network.missing_bytes()) == (9, 0, 0)
+    assert (net.network.bytes["cut"], net.network.bytes["held"], net.network.missing_bytes()) == (
+        9,
+        0,
+        0,
+    )
 
 
 # Determinism.
@@ -451,6 +484,11 @@ def test_the_same_seed_gives_the_same_trace_to_the_last_bit_and_another_seed_ano
 def test_what_happens_between_two_peers_does_not_depend_on_what_others_do():
     def of_a_and_b(with_c):
         arrived, _ = trace(3, with_c=with_c)
-        return [frame for receiver, sender in ("ba", "ab") for _, by, frame in arrived[receiver] if by == sender]
+        return [
+            frame
+            for receiver, sender in ("ba", "ab")
+            for _, by, frame in arrived[receiver]
+            if by == sender
+        ]
 
     assert of_a_and_b(True) == of_a_and_b(False)

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.zmq import forward
-from farflock.swarm.zmq.forward import CreditWindow, Meter, Tunnel, is_hello, pack_forward, unpack_forward
+from farflock.swarm.zmq.forward import (
+    CreditWindow,
+    Meter,
+    Tunnel,
+    is_hello,
+    pack_forward,
+    unpack_forward,
+)
 from farflock.swarm.zmq.outbox import BULK, CONTROL
 from farflock.swarm.zmq.sealed import BadSeal
 
@@ -73,7 +80,11 @@ def test_one_knock_makes_a_road_for_both_directions_and_both_lanes():
     send(wire, wire.a, b"one")
     send(wire, wire.b, b"two")
     send(wire, wire.a, b"three", BULK)
-    assert wire.got == [(wire.b, CONTROL, b"one"), (wire.a, CONTROL, b"two"), (wire.b, BULK, b"three")]
+    assert wire.got == [
+        (wire.b, CONTROL, b"one"),
+        (wire.a, CONTROL, b"two"),
+        (wire.b, BULK, b"three"),
+    ]
 
 
 def test_both_may_knock_at_once():

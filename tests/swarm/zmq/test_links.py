@@ -21,7 +21,18 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 _FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
 Fleet, FRAME, identity, run, until, meet, got, silent, rss_bytes, port_of = (
     _FLEET[name]
-    for name in ("Fleet", "FRAME", "identity", "run", "until", "meet", "got", "silent", "rss_bytes", "port_of")
+    for name in (
+        "Fleet",
+        "FRAME",
+        "identity",
+        "run",
+        "until",
+        "meet",
+        "got",
+        "silent",
+        "rss_bytes",
+        "port_of",
+    )
 )
 
 
@@ -101,7 +112,11 @@ def test_bytes_are_counted_by_peer_and_road():
         sent, received = a.traffic(b.me)["direct"].sent, b.traffic(a.me)["direct"].received
         await a.send_bulk(b.me, FRAME, 1.0)
         await got(b)
-        assert a.traffic(b.me)["direct"].sent - sent == b.traffic(a.me)["direct"].received - received == len(FRAME) + 1
+        assert (
+            a.traffic(b.me)["direct"].sent - sent
+            == b.traffic(a.me)["direct"].received - received
+            == len(FRAME) + 1
+        )
         assert "forwarded" not in a.traffic(b.me)
 
     run(main)
@@ -200,7 +215,12 @@ def test_forged_replayed_foreign_and_own_records_are_refused():
         forged = bytearray(b.record())
         forged[-1] ^= 1
         stranger = Record("run", identity(3).peer, 1, 99, bytes(32))
-        for bad in (bytes(forged), seal(identity(3), msgspec.structs.replace(stranger, run="other")), b"", bytes(5000)):
+        for bad in (
+            bytes(forged),
+            seal(identity(3), msgspec.structs.replace(stranger, run="other")),
+            b"",
+            bytes(5000),
+        ):
             assert not a.learn(bad)
         assert a.counters["bad record"] == 4
         assert not a.learn(a.record())
@@ -218,7 +238,9 @@ def test_a_reader_that_does_not_read_costs_a_bounded_number_of_bytes_and_nothing
         while await a.send_bulk(b.me, sent.to_bytes(4, "big") + FRAME[4:], 0.5):
             sent += 1
         held = outbox.INBOX_BYTES[1] + outbox.MAX_BULK_BYTES
-        assert held * 0.9 < sent * len(FRAME) < held + 32 * 2**20  # the rest lies in libzmq and the kernel
+        assert (
+            held * 0.9 < sent * len(FRAME) < held + 32 * 2**20
+        )  # the rest lies in libzmq and the kernel
         assert rss_bytes() - before < held + 48 * 2**20
         assert b.send(a.me, b"control still passes")
         assert await got(a) == (b.me, b"control still passes")
@@ -251,7 +273,14 @@ def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monk
 
     async def main(fleet):
         a = await fleet.peer(1)
-        away = Record("run", identity(5).peer, 1, 1, bytes(32), ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2"))
+        away = Record(
+            "run",
+            identity(5).peer,
+            1,
+            1,
+            bytes(32),
+            ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2"),
+        )
         a.learn(seal(identity(5), away))
         assert a.send(identity(5).peer, b"x")
         waiting = asyncio.create_task(fill(a, identity(5).peer))
@@ -281,7 +310,10 @@ def test_64_mb_cross_in_order_at_a_useful_rate(record_property):
         await sender
         took_s = time.monotonic() - begun_s
         cost_s = (time.process_time() - cpu_s) / (count * len(FRAME) / 1e9)
-        record_property("rate", f"{count * len(FRAME) / took_s / 1e6:.0f} MB/s, {cost_s:.1f} CPU s/GB, both ends")
+        record_property(
+            "rate",
+            f"{count * len(FRAME) / took_s / 1e6:.0f} MB/s, {cost_s:.1f} CPU s/GB, both ends",
+        )
         assert took_s < 10.0
 
     run(main)
@@ -413,9 +445,13 @@ def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, reco
         process.child.send_signal(end)
         suspect_s = await until(lambda: a.life(process.peer) == "suspect", 2.0)
         dead_s = suspect_s + await until(lambda: a.life(process.peer) == "dead", 12.0)
-        record_property("noticed", f"{end.name}: suspect after {suspect_s:.2f} s, dead after {dead_s:.2f} s")
+        record_property(
+            "noticed", f"{end.name}: suspect after {suspect_s:.2f} s, dead after {dead_s:.2f} s"
+        )
         assert suspect_s < 2.0
-        assert dead_s > 4.5  # how long it takes on a quiet machine is what `farflock bench kill` measures
+        assert (
+            dead_s > 4.5
+        )  # how long it takes on a quiet machine is what `farflock bench kill` measures
         if end == signal.SIGSTOP:
             process.child.send_signal(signal.SIGCONT)
             await until(lambda: a.life(process.peer) == "alive", 8.0)
@@ -433,7 +469,9 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         assert a.learn(process.record)
         a.send(process.peer, b"echo")
         await got(a)
-        a._table.partners[process.peer].hang_up(0.0)  # what is left, if any, was dialled by the other
+        a._table.partners[process.peer].hang_up(
+            0.0
+        )  # what is left, if any, was dialled by the other
         await asyncio.sleep(1.0)
         a.send(process.peer, b"echo")
         await got(a)

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.zmq import outbox
-from farflock.swarm.zmq.outbox import BULK, CONTROL, FRAME_COST_BYTES, INBOX_BYTES, Inbox, Outbox, Pool
+from farflock.swarm.zmq.outbox import (
+    BULK,
+    CONTROL,
+    FRAME_COST_BYTES,
+    INBOX_BYTES,
+    Inbox,
+    Outbox,
+    Pool,
+)
 
 KB256 = bytes(256 * 1024)
 
@@ -38,7 +46,12 @@ def test_empty_frames_are_not_free():
     assert fill(Outbox(Pool()), CONTROL, b"") == outbox.MAX_CONTROL_BYTES // FRAME_COST_BYTES
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 300_000), st.booleans()), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 300_000), st.booleans()),
+        max_size=80,
+    )
+)
 def test_the_counts_add_up_whatever_is_put_taken_and_cleared(steps):
     pool = Pool()
     boxes = [Outbox(pool) for _ in range(3)]
@@ -62,7 +75,9 @@ def test_who_waits_for_room_gets_it_in_order_of_arrival():
     async def main():
         box = Outbox(Pool())
         full = fill(box, BULK, KB256)
-        waiting = [asyncio.create_task(box.put_bulk(bytes([number]) + KB256[1:], 5.0)) for number in (1, 2)]
+        waiting = [
+            asyncio.create_task(box.put_bulk(bytes([number]) + KB256[1:], 5.0)) for number in (1, 2)
+        ]
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
         for _ in range(full):
@@ -117,7 +132,9 @@ def test_the_number_of_waiting_callers_is_bounded():
         pool = Pool()
         box = Outbox(pool)
         fill(box, BULK, KB256)
-        tasks = [asyncio.create_task(box.put_bulk(KB256, 5.0)) for _ in range(outbox.MAX_WAITERS + 1)]
+        tasks = [
+            asyncio.create_task(box.put_bulk(KB256, 5.0)) for _ in range(outbox.MAX_WAITERS + 1)
+        ]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [False] * outbox.MAX_WAITERS + [True]

@@ -87,7 +87,9 @@ def test_16_mb_pass_the_relay_without_a_drop(record_property):
         for number in range(count):
             assert (await got(b))[1] == bytes([number]) + FRAME[1:]
         await feeding
-        record_property("rate", f"{count * len(FRAME) / (time.monotonic() - begun_s) / 1e6:.0f} MB/s")
+        record_property(
+            "rate", f"{count * len(FRAME) / (time.monotonic() - begun_s) / 1e6:.0f} MB/s"
+        )
         assert not relay.counters
         assert not b.counters
 
@@ -123,7 +125,9 @@ def test_another_relay_takes_over_when_one_goes():
         used = {first.me: first, second.me: second}[a._table.partners[b.me].via]
         await used.close()
         assert a.send(b.me, b"y")
-        lost_s = await until(lambda: a.road(b.me) == "forwarded" and a._table.partners[b.me].via != used.me, 10)
+        lost_s = await until(
+            lambda: a.road(b.me) == "forwarded" and a._table.partners[b.me].via != used.me, 10
+        )
         assert lost_s < 5.0
         await until(lambda: a.life(b.me) == "alive")
         assert a.send(b.me, b"z")
@@ -217,7 +221,9 @@ def test_a_lying_relay_gets_nothing_accepted(trick):
             payload = bytes(body[32:])
             target = relay._table.partners[b.me if sender.peer == a.me else a.me].best(lane)
             if trick == "alter":
-                target.write(pack_forward(FORWARDED, sender.peer, payload[:-1] + bytes([payload[-1] ^ 1])))
+                target.write(
+                    pack_forward(FORWARDED, sender.peer, payload[:-1] + bytes([payload[-1] ^ 1]))
+                )
             elif trick == "replay":
                 honest(sender, lane, body, now_s)
                 target.write(pack_forward(FORWARDED, sender.peer, payload))

@@ -93,7 +93,9 @@ def test_no_invented_bytes_open_or_pass_for_a_hello(junk):
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 199)), max_size=300))
 def test_whatever_the_order_and_repetition_each_frame_opens_at_most_once(deliveries):
     a, b = pair()
-    frames = {(lane, number): a.seal(b"%d" % number, lane) for lane in (0, 1) for number in range(200)}
+    frames = {
+        (lane, number): a.seal(b"%d" % number, lane) for lane in (0, 1) for number in range(200)
+    }
     opened: list[tuple[int, int]] = []
     newest = [-1, -1]
     for lane, number in deliveries:

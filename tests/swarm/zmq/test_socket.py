@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from farflock.swarm.record import Record
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq.outbox import Outbox, Pool
-from farflock.swarm.zmq.partner import DEAD_S, WANTED_S, Partner, PartnerTable, Route, Traffic, endpoint_pairs
+from farflock.swarm.zmq.partner import (
+    DEAD_S,
+    WANTED_S,
+    Partner,
+    PartnerTable,
+    Route,
+    Traffic,
+    endpoint_pairs,
+)
 from farflock.swarm.zmq.socket import multiaddress, zmq_endpoint
 from farflock.swarm.zmq.zap import Gate
 
@@ -50,7 +58,9 @@ def record(*endpoints: str, sequence: int = 1, lifetime_s: float = 60.0) -> Reco
 def test_endpoints_come_in_twos_and_what_cannot_be_read_is_left_out():
     good = ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2")
     assert endpoint_pairs(record(*good)) == [("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")]
-    assert endpoint_pairs(record("/quic/x", "/quic/y", *good, good[0])) == endpoint_pairs(record(*good))
+    assert endpoint_pairs(record("/quic/x", "/quic/y", *good, good[0])) == endpoint_pairs(
+        record(*good)
+    )
     assert endpoint_pairs(record()) == []
 
 
@@ -116,8 +126,12 @@ def test_an_expired_record_is_not_used_but_keeps_older_ones_away():
 def test_the_address_book_is_bounded_and_what_has_expired_makes_room(monkeypatch):
     monkeypatch.setattr(zmq_partner, "MAX_KNOWN", 3)
     book = table()
-    peers = [Record("run", f"peer{number}", 1, 1, bytes(32), lifetime_s=10.0) for number in range(4)]
-    assert [book.note(record, float(when)) for when, record in enumerate(peers)] == [True] * 3 + [False]
+    peers = [
+        Record("run", f"peer{number}", 1, 1, bytes(32), lifetime_s=10.0) for number in range(4)
+    ]
+    assert [book.note(record, float(when)) for when, record in enumerate(peers)] == [True] * 3 + [
+        False
+    ]
     assert book.counters["address book full"] == 1
     assert book.note(peers[3], 10.5)
     assert sorted(book.known) == ["peer1", "peer2", "peer3"]

@@ -17,7 +17,8 @@ from farflock.swarm.zmq import upkeep as zmq_upkeep
 
 _FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
 FRAME, identity, run, until, got, silent, rss_bytes, port_of = (
-    _FLEET[name] for name in ("FRAME", "identity", "run", "until", "got", "silent", "rss_bytes", "port_of")
+    _FLEET[name]
+    for name in ("FRAME", "identity", "run", "until", "got", "silent", "rss_bytes", "port_of")
 )
 
 
@@ -67,7 +68,11 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
         assert a.send(b.me, b"undisturbed")
         assert await got(b) == (a.me, b"undisturbed")
         await until(
-            lambda: all(connection.owner for port in a._sockets.routers for connection in port.connections.values())
+            lambda: all(
+                connection.owner
+                for port in a._sockets.routers
+                for connection in port.connections.values()
+            )
         )
 
     run(main)
@@ -89,7 +94,9 @@ def test_a_dialled_peer_that_is_another_than_the_record_says_is_not_believed():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
         theirs = unseal(b.record(), "run")
-        lie = Record("run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints)  # b's key and place as its own
+        lie = Record(
+            "run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints
+        )  # b's key and place as its own
         assert a.learn(seal(identity(7), lie))
         assert a.send(identity(7).peer, b"for seven")
         await until(lambda: a.counters["stranger: another peer than dialled"])
@@ -118,7 +125,10 @@ def test_a_silent_stranger_is_cut_off_in_time(monkeypatch):
 def test_the_number_of_strangers_is_bounded_and_a_friend_still_gets_in():
     async def main(fleet):
         a = await fleet.peer(1)
-        crowd = [socket.create_connection(("127.0.0.1", port_of(a))) for _ in range(3 * zmq_port.MAX_STRANGERS)]
+        crowd = [
+            socket.create_connection(("127.0.0.1", port_of(a)))
+            for _ in range(3 * zmq_port.MAX_STRANGERS)
+        ]
         try:
             await until(lambda: a.counters["stranger: too many"] >= 2 * zmq_port.MAX_STRANGERS)
             await until(lambda: len(a._sockets.routers[0].connections) <= zmq_port.MAX_STRANGERS)
@@ -139,7 +149,12 @@ def test_one_identity_has_a_bounded_number_of_connections():
         guests = [fleet.stranger(a) for _ in range(5)]
         for guest in guests:
             await guest.introduce()
-        await until(lambda: len(a._table.partners[guests[0].owner.peer].routes[0]) <= zmq_handshake.MAX_ROUTES_PER_PEER)
+        await until(
+            lambda: (
+                len(a._table.partners[guests[0].owner.peer].routes[0])
+                <= zmq_handshake.MAX_ROUTES_PER_PEER
+            )
+        )
         assert a.counters["too many connections of one peer"] >= 3
         await guests[-1].say(b"\x02newest")
         assert await got(a) == (guests[-1].owner.peer, b"newest")
@@ -165,7 +180,17 @@ def test_strangers_displace_strangers_only(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "message", [b"", b"\x00", b"\x07x", b"\x03short", b"\x04" + bytes(9), b"\x05", b"\x06" + bytes(40), b"\xff" * 500]
+    "message",
+    [
+        b"",
+        b"\x00",
+        b"\x07x",
+        b"\x03short",
+        b"\x04" + bytes(9),
+        b"\x05",
+        b"\x06" + bytes(40),
+        b"\xff" * 500,
+    ],
 )
 def test_a_senseless_message_is_dropped_and_counted(message):
     async def main(fleet):
@@ -224,7 +249,9 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
             await guest.introduce()
         before = rss_bytes()
         await guest.say(*[FRAME[:250_000]] * 2000)  # 500 MB; the sender's parts share one buffer
-        await until(lambda: a.counters["endless message" if proven else "stranger: too many bytes"], 10)
+        await until(
+            lambda: a.counters["endless message" if proven else "stranger: too many bytes"], 10
+        )
         await asyncio.sleep(0.3)
         assert rss_bytes() - before < 150 * 2**20
         assert await silent(a)

@@ -138,7 +138,11 @@ def test_a_request_of_another_form_is_answered_with_a_refusal():
         try:
             asker.connect("inproc://zeromq.zap.01")
             replies = []
-            for request in ([b"1.0", b"7", b"d", b"a", b"r", b"NULL"], [b"1.0"], [b"1.0", b"8"] + [b"CURVE"] * 5):
+            for request in (
+                [b"1.0", b"7", b"d", b"a", b"r", b"NULL"],
+                [b"1.0"],
+                [b"1.0", b"8"] + [b"CURVE"] * 5,
+            ):
                 asker.send_multipart([b"", *request])
                 await asyncio.to_thread(asker.poll, 2000)
                 replies.append(asker.recv_multipart()[3])

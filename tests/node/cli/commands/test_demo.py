@@ -27,7 +27,9 @@ def interrupted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
-def test_an_interrupted_demo_leaves_no_folder_that_nobody_asked_for(farflock, interrupted, error, code):
+def test_an_interrupted_demo_leaves_no_folder_that_nobody_asked_for(
+    farflock, interrupted, error, code
+):
     passing = interrupted(error)
     assert farflock("demo")[0] == code
     assert not list(passing.iterdir())

@@ -19,9 +19,17 @@ while True:  # signal.pause() would miss a signal that comes just before it
 
 
 def status_of(pid):
-    nothing = {"members": (), "partners": (), "waits": (), "dropped": {}, "loss": None, "is_member": True}
+    nothing = {
+        "members": (),
+        "partners": (),
+        "waits": (),
+        "dropped": {},
+        "loss": None,
+        "is_member": True,
+    }
     numbers = dict.fromkeys(
-        ("step", "tokens", "total_tokens", "view", "sent_bytes", "received_bytes", "unsure_rounds"), 0
+        ("step", "tokens", "total_tokens", "view", "sent_bytes", "received_bytes", "unsure_rounds"),
+        0,
     )
     return msgspec.json.encode(Status(pid=pid, run="r", peer="p", invite="i", **numbers, **nothing))
 
@@ -32,7 +40,9 @@ def process():
     started = []
 
     def start(*words):
-        started.append(subprocess.Popen([sys.executable, "-c", WAITING, *words], stdout=subprocess.PIPE))
+        started.append(
+            subprocess.Popen([sys.executable, "-c", WAITING, *words], stdout=subprocess.PIPE)
+        )
         assert started[-1].stdout.read(1) == b"x"
         return started[-1]
 

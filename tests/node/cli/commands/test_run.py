@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[4]
 
 
-def test_a_dry_run_prints_the_resolved_manifest_and_its_hash_and_makes_nothing(farflock, manifest, tmp_path):
+def test_a_dry_run_prints_the_resolved_manifest_and_its_hash_and_makes_nothing(
+    farflock, manifest, tmp_path
+):
     code, out, _ = farflock("run", manifest, "--dry-run", "--json")
     assert code == 0
     facts = json.loads(out)
@@ -20,7 +22,9 @@ def test_a_dry_run_prints_the_resolved_manifest_and_its_hash_and_makes_nothing(f
     assert list(tmp_path.iterdir()) == [manifest]
 
 
-def test_the_hash_changes_with_an_override_and_is_the_same_for_the_resolved_file(farflock, manifest, tmp_path):
+def test_the_hash_changes_with_an_override_and_is_the_same_for_the_resolved_file(
+    farflock, manifest, tmp_path
+):
     def facts(*arguments):
         return json.loads(farflock("run", *arguments, "--dry-run", "--json")[1])
 
@@ -67,7 +71,14 @@ def started(nursery):
 
 
 def _started(nursery, arguments):
-    command = [sys.executable, "-m", "farflock.node.cli", "run", *(str(argument) for argument in arguments), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "farflock.node.cli",
+        "run",
+        *(str(argument) for argument in arguments),
+        "--json",
+    ]
     return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -77,7 +88,10 @@ def test_a_damaged_key_is_named_and_left_alone(started, manifest, tmp_path):
     (folder / "identity.key").write_bytes(b"not a key")
     done = started(manifest, "--folder", folder)
     assert done.returncode == 1
-    assert "identity.key is not an Ed25519 key file" in json.loads(done.stdout.splitlines()[-1])["error"]
+    assert (
+        "identity.key is not an Ed25519 key file"
+        in json.loads(done.stdout.splitlines()[-1])["error"]
+    )
     assert (folder / "identity.key").read_bytes() == b"not a key"
 
 

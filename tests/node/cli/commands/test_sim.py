@@ -18,7 +18,9 @@ def facts(farflock, *arguments):
 
 
 def test_the_same_seed_ends_in_the_same_state_and_another_in_another(farflock):
-    first, second, other = (facts(farflock, *SHORT, "--set", f"run.seed={seed}") for seed in (3, 3, 4))
+    first, second, other = (
+        facts(farflock, *SHORT, "--set", f"run.seed={seed}") for seed in (3, 3, 4)
+    )
     assert first == second
     assert first["state_hash"] != other["state_hash"]
 
@@ -39,7 +41,9 @@ def test_a_dry_run_trains_nothing_and_shows_the_manifest(farflock, manifest):
 
 
 def test_a_dry_runs_hashes_tell_the_manifest_from_its_world(farflock, manifest):
-    one, wet = (facts(farflock, manifest, "--dry-run", *options) for options in ((), ("--loss", "0.1")))
+    one, wet = (
+        facts(farflock, manifest, "--dry-run", *options) for options in ((), ("--loss", "0.1"))
+    )
     assert one["hash"] == wet["hash"]
     assert one["world_hash"] != wet["world_hash"]
 
@@ -78,7 +82,9 @@ def reports(monkeypatch):
     def run_seeds(first, count, workers, name):
         asked.append((first, count, workers) if name is None else (first, count, workers, name))
         for seed in range(first, first + count):
-            yield made.get(seed, SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100))
+            yield made.get(
+                seed, SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100)
+            )
 
     monkeypatch.setattr(chaos, "run_seeds", run_seeds)
     made["asked"] = asked
@@ -98,8 +104,12 @@ def test_one_seed_of_disasters_reports_what_was_promised(farflock):
     assert len(found["empty"]) >= len(CELLS) - chaos.FAULTS
 
 
-def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_failure(farflock, reports):
-    reports[8] = SeedReport(8, ["two are one", "and more"], collections.Counter(CELLS), 5, "hash", 30.0)
+def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_failure(
+    farflock, reports
+):
+    reports[8] = SeedReport(
+        8, ["two are one", "and more"], collections.Counter(CELLS), 5, "hash", 30.0
+    )
     code, found, _ = disasters(farflock, "--seeds", "5", "--first-seed", "6", "--workers", "2")
     again = "farflock sim --chaos --seeds 1 --first-seed 8"
     assert code == 1
@@ -108,17 +118,27 @@ def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_fail
     assert reports["asked"] == [(6, 5, 2)]
 
 
-def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_violation_back(farflock, reports):
+def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_violation_back(
+    farflock, reports
+):
     reports[8] = SeedReport(8, ["two are one"], collections.Counter(CELLS), 5, "hash", 30.0)
     _, found, _ = disasters(farflock, "--seeds", "1", "--first-seed", "8", "--method", "demo")
-    assert found["failures"][0]["command"] == "farflock sim --chaos --seeds 1 --first-seed 8 --method demo"
+    assert (
+        found["failures"][0]["command"]
+        == "farflock sim --chaos --seeds 1 --first-seed 8 --method demo"
+    )
     assert reports["asked"] == [(8, 1, 1, "demo")]
     _, shown, _ = disasters(farflock, "--dry-run", "--method", "edit")
     assert {name for name, _ in shown["arms"]} == {"edit"}
 
 
 def test_one_method_alone_need_not_meet_every_phase_in_every_fault(farflock, reports):
-    reports.update({seed: SeedReport(seed, [], collections.Counter(), 5, "hash") for seed in range(ENOUGH_SEEDS)})
+    reports.update(
+        {
+            seed: SeedReport(seed, [], collections.Counter(), 5, "hash")
+            for seed in range(ENOUGH_SEEDS)
+        }
+    )
     code, _, _ = disasters(farflock, "--seeds", str(ENOUGH_SEEDS), "--method", "local")
     assert code == 0
 
@@ -138,7 +158,9 @@ def test_more_workers_than_seeds_are_not_started(farflock, reports):
 
 
 @pytest.mark.parametrize(("seeds", "code"), [(ENOUGH_SEEDS - 1, 0), (ENOUGH_SEEDS, 1)])
-def test_a_fault_that_never_met_a_phase_fails_where_there_were_seeds_enough(farflock, reports, seeds, code):
+def test_a_fault_that_never_met_a_phase_fails_where_there_were_seeds_enough(
+    farflock, reports, seeds, code
+):
     fired = collections.Counter(CELLS)
     del fired["kill", "vote"]
     reports.update({seed: SeedReport(seed, [], fired, 5, "hash") for seed in range(seeds)})
@@ -169,7 +191,9 @@ def test_disasters_take_no_manifest(farflock, manifest):
     assert "leave out the manifest" in err
 
 
-@pytest.mark.parametrize(("option", "named"), [(("--set", "train.lr=-1"), "train.lr: -1"), (("--loss", "2"), "--loss")])
+@pytest.mark.parametrize(
+    ("option", "named"), [(("--set", "train.lr=-1"), "train.lr: -1"), (("--loss", "2"), "--loss")]
+)
 def test_wrong_values_are_usage_errors(farflock, option, named):
     code, _, err = farflock("sim", *option)
     assert code == 2

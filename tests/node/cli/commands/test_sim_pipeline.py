@@ -106,7 +106,9 @@ def test_paths_planned_by_what_was_measured_of_hosts_are_followed(farflock, mani
     [(5, 1, [-1, 0, 1, 0, -2]), (3, 1, [-1, 0, -2]), (3, 2, [-1, -1, -2]), (2, 2, [-1, -1])],
 )
 def test_a_dry_run_says_which_peers_are_full_replicas(farflock, manifest, peers, replicas, stages):
-    described = facts(farflock, manifest(1280), "--peers", str(peers), "--replicas", str(replicas), "--dry-run")
+    described = facts(
+        farflock, manifest(1280), "--peers", str(peers), "--replicas", str(replicas), "--dry-run"
+    )
     parts = described["world"]["parts"]
     assert [part["stage"] for part in parts] == stages
     assert [part["trains"] for part in parts] == [stage < 0 for stage in stages]
@@ -118,17 +120,23 @@ def test_more_replicas_than_peers_and_replicas_of_whole_models_are_refused(farfl
     assert "more than the 2 --peers" in said
     code, _, said = farflock("sim", "--replicas", "1")
     assert code == 2
-    assert "for a run of stages" in said
+    assert "--replicas needs a [pipeline] table" in said
 
 
-def test_a_model_of_which_a_stage_has_died_out_is_not_measured_and_says_so(farflock, manifest, monkeypatch):
+def test_a_model_of_which_a_stage_has_died_out_is_not_measured_and_says_so(
+    farflock, manifest, monkeypatch
+):
     from farflock.node.simulate.pipeline import PipelineSimulation
 
     whole = PipelineSimulation.run
 
     async def without_the_last_stage(self):
         tale = await whole(self)
-        for number in [number for number, node in self.nodes.items() if any(each.index == 1 for each in node.servings)]:
+        for number in [
+            number
+            for number, node in self.nodes.items()
+            if any(each.index == 1 for each in node.servings)
+        ]:
             del self.nodes[number]
         return tale
 

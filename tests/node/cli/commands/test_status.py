@@ -60,9 +60,16 @@ def test_before_the_first_step_there_is_no_loss_to_show(farflock, node):
     assert "no round applied yet" in out
 
 
-def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(farflock, node, monkeypatch):
+def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(
+    farflock, node, monkeypatch
+):
     training = msgspec.structs.replace(
-        STATUS, loss=2.34567, tokens_per_s=1234.5, rounds={"ok": 3, "partial": 1}, last_round=3, doing="trains"
+        STATUS,
+        loss=2.34567,
+        tokens_per_s=1234.5,
+        rounds={"ok": 3, "partial": 1},
+        last_round=3,
+        doing="trains",
     )
     (node / "status.json").write_bytes(msgspec.json.encode(training))
     monkeypatch.setattr("farflock.node.cli.commands.status.is_node", lambda pid: pid == 1)
@@ -73,13 +80,18 @@ def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(farfloc
 
 
 def test_what_a_dead_node_wrote_last_is_called_that(farflock, node):
-    assert farflock("status", "--folder", node)[1].startswith("the node does not run; this is what it wrote last")
+    assert farflock("status", "--folder", node)[1].startswith(
+        "the node does not run; this is what it wrote last"
+    )
 
 
 def test_a_round_that_is_overdue_is_said_to_be_late(farflock, node):
     late = msgspec.structs.replace(STATUS, waits=(Waiting("delta", 5, (), -3.2),))
     (node / "status.json").write_bytes(msgspec.json.encode(late))
-    assert "waits for the decision (delta, round 5, 3 s late" in farflock("status", "--folder", node)[1]
+    assert (
+        "waits for the decision (delta, round 5, 3 s late"
+        in farflock("status", "--folder", node)[1]
+    )
 
 
 def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node):

@@ -10,7 +10,12 @@ from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.contrib import embedding_sync
-from farflock.node.pipeline.contrib.embedding_sync import FIND_TIMEOUT_S, HEAD_BYTES, NAME, EmbeddingSync
+from farflock.node.pipeline.contrib.embedding_sync import (
+    FIND_TIMEOUT_S,
+    HEAD_BYTES,
+    NAME,
+    EmbeddingSync,
+)
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
@@ -21,7 +26,9 @@ from farflock.node.train.state_sync import decode_state, encode_state
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.sim.virtual_time import run_virtual
 
-MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False
+)
 STAGES = even(MODEL, 3)
 BASIS = run_basis(4, 16, 5, 30)
 
@@ -54,7 +61,9 @@ class World:
         self.there, self.asked, self.served, self.versions, self.distrusted = {}, [], {}, {}, []
         self.computing = False
         codec = SubspaceVersions(Subspace(BASIS, None, None))
-        self.keeper = EmbeddingSync(codec, EmbeddingSchedule(every), self, MODEL, 3, "delta/0", self.compute)
+        self.keeper = EmbeddingSync(
+            codec, EmbeddingSchedule(every), self, MODEL, 3, "delta/0", self.compute
+        )
         self.tables = self.keeper._tables
         monkeypatch.setattr(embedding_sync, "living", lambda peer, stages: self.others)
 
@@ -89,9 +98,13 @@ class World:
         model = build(MODEL, 1, STAGES[0])
         constraint = Constraint.on([name for name, _ in model.named_parameters()], STAGES, BASIS)
         constraint.begin(model)
-        self.replica = ConstrainedReplica(model, torch.optim.SGD(model.parameters(), 0.1), None, constraint)
+        self.replica = ConstrainedReplica(
+            model, torch.optim.SGD(model.parameters(), 0.1), None, constraint
+        )
         self.method = self
-        self.average = {name: x.detach().clone() for name, x in model.named_parameters()} | {EMBEDDING: average}
+        self.average = {name: x.detach().clone() for name, x in model.named_parameters()} | {
+            EMBEDDING: average
+        }
         self.first = self.keeper.at_first(None, self, lambda: applied)
         return self
 
@@ -112,7 +125,9 @@ def world(monkeypatch):
 
 
 def around(frozen, x):
-    return (frozen.double() + (x.double() - frozen.double()) @ (BASIS.exact_DK @ BASIS.exact_DK.T)).float()
+    return (
+        frozen.double() + (x.double() - frozen.double()) @ (BASIS.exact_DK @ BASIS.exact_DK.T)
+    ).float()
 
 
 def run_for(one, seconds):
@@ -126,14 +141,18 @@ def run_for(one, seconds):
     run_virtual(main())
 
 
-def test_what_is_lacking_is_downloaded_all_at_once_from_the_first_stage_first_and_what_is_over_forgotten(world):
+def test_what_is_lacking_is_downloaded_all_at_once_from_the_first_stage_first_and_what_is_over_forgotten(
+    world,
+):
     one = world(6)  # versions 5 to 8
     one.there = {(0, f"{NAME}/{version % 4}"): offer(version) for version in (5, 6, 7, 8)}
     run_for(one, 2.5 * FIND_TIMEOUT_S)
     assert sorted(one.tables.codec.held) == [5, 6, 7, 8]
     assert all(torch.equal(one.tables.table(version), table(version)) for version in (5, 6, 7, 8))
     assert one.asked == [("table/3", 0, 7), ("table/0", 0, 8), ("table/2", 0, 6), ("table/1", 0, 5)]
-    assert all(torch.equal(basis.columns_DK, BASIS.columns_DK) for basis in one.tables.codec.held.values())
+    assert all(
+        torch.equal(basis.columns_DK, BASIS.columns_DK) for basis in one.tables.codec.held.values()
+    )
 
 
 def test_who_never_answers_is_not_waited_for_and_another_stage_has_it_too(world):
@@ -175,7 +194,9 @@ def test_a_version_that_nobody_has_holds_up_no_other(world):
         (SnapshotUnavailable("gone"), False),
     ],
 )
-def test_what_is_no_such_table_is_neither_held_nor_fetched_again_and_the_next_stage_is_asked(wrong, distrusted, world):
+def test_what_is_no_such_table_is_neither_held_nor_fetched_again_and_the_next_stage_is_asked(
+    wrong, distrusted, world
+):
     one = world(0)
     one.there = {(0, "table/2"): wrong, (1, "table/2"): offer(2)}
     run_for(one, 5 * FIND_TIMEOUT_S)
@@ -191,7 +212,9 @@ def test_tables_are_read_and_written_where_everything_is_computed(world, monkeyp
         monkeypatch.setattr(
             embedding_sync,
             name,
-            lambda *given, inner=inner, name=name: done.append((name, one.computing)) or inner(*given),
+            lambda *given, inner=inner, name=name: (
+                done.append((name, one.computing)) or inner(*given)
+            ),
         )
     one.there[0, "table/2"] = offer(2)
     run_for(one, 3 * FIND_TIMEOUT_S)
@@ -207,7 +230,9 @@ def test_what_is_held_is_handed_on_in_as_many_places_as_there_are_versions(world
         await asyncio.sleep(1)
         assert set(one.served) == {f"{NAME}/{slot}" for slot in range(3)}
         empty = await one.served["table/1"]()
-        assert (empty.round, decode_state(empty)) == (-1, {}), "the first version everybody has, and nobody asks for"
+        assert (empty.round, decode_state(empty)) == (-1, {}), (
+            "the first version everybody has, and nobody asks for"
+        )
         for version in (2, 3, 4, 5):
             one.tables.hold(version, table(version))
             found = await one.served[f"table/{version % 3}"]()
@@ -220,7 +245,9 @@ def test_what_is_held_is_handed_on_in_as_many_places_as_there_are_versions(world
     run_virtual(main())
 
 
-def test_who_adopted_the_first_stage_s_state_writes_its_weights_as_the_version_in_effect_has_them(world):
+def test_who_adopted_the_first_stage_s_state_writes_its_weights_as_the_version_in_effect_has_them(
+    world,
+):
     one = world().at_first(9, table(9))  # version 10 is in effect
     one.there[0, "table/2"] = offer(10)
     run_virtual(one.keeper.begun(anew=False))

@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions, VersionedContributions, finite_table
+from farflock.node.pipeline.contrib.embedding_versions import (
+    EmbeddingVersions,
+    VersionedContributions,
+    finite_table,
+)
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, EmbeddingSchedule
 
-MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False
+)
 STAGES = even(MODEL, 3)
 BASIS = run_basis(4, 16, 5, 30)
 
@@ -25,12 +31,20 @@ BASIS = run_basis(4, 16, 5, 30)
 
 
 @given(st.integers(1, 20), st.integers(2, 6), st.integers(-1, 200))
-def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(every, overlap, applied):
+def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
+    every, overlap, applied
+):
     turns = EmbeddingSchedule(every, overlap)
     known = range(FIRST_VERSION, 210)
     made = [version for version in known if turns.made(version) <= applied]
-    spoken = [version for version in known if version == FIRST_VERSION or turns.made(version) + VERSION_LEAD <= applied]
-    over = [version for version in known if turns.made(version + 1) + VERSION_LEAD + overlap <= applied]
+    spoken = [
+        version
+        for version in known
+        if version == FIRST_VERSION or turns.made(version) + VERSION_LEAD <= applied
+    ]
+    over = [
+        version for version in known if turns.made(version + 1) + VERSION_LEAD + overlap <= applied
+    ]
     assert turns.newest(applied) == max(made)
     assert turns.in_effect(applied) == max(spoken)
     assert turns.oldest(applied) == max(over, default=FIRST_VERSION - 1) + 1
@@ -48,7 +62,9 @@ def test_versions_are_made_after_every_so_many_rounds(every, applied):
 
 
 def tables(every=1, overlap=2):
-    return EmbeddingVersions(SubspaceVersions(Subspace(BASIS, None, None)), EmbeddingSchedule(every, overlap))
+    return EmbeddingVersions(
+        SubspaceVersions(Subspace(BASIS, None, None)), EmbeddingSchedule(every, overlap)
+    )
 
 
 def table(seed):
@@ -66,7 +82,9 @@ def test_what_is_lacking_is_what_is_read_or_made_and_not_here_the_one_in_effect_
     assert made.table(6) is None
 
 
-@pytest.mark.parametrize("broken", [torch.full((30, 16), torch.nan), torch.zeros(29, 16), torch.zeros(30, 17)])
+@pytest.mark.parametrize(
+    "broken", [torch.full((30, 16), torch.nan), torch.zeros(29, 16), torch.zeros(30, 17)]
+)
 def test_a_table_that_cannot_be_one_is_not_held(broken, caplog):
     made = tables()
     with caplog.at_level(logging.WARNING, logger="farflock"):
@@ -126,10 +144,14 @@ class First:
         model = build(MODEL, 1, STAGES[0])
         constraint = Constraint.on([name for name, _ in model.named_parameters()], STAGES, BASIS)
         constraint.begin(model)
-        self.replica = ConstrainedReplica(model, torch.optim.SGD(model.parameters(), 0.1), None, constraint)
+        self.replica = ConstrainedReplica(
+            model, torch.optim.SGD(model.parameters(), 0.1), None, constraint
+        )
         self.tables, self.under, self.average = tables(every), Books(), BASIS.fixed_VD
         replica = None if free else self.replica
-        self.contributions = VersionedContributions(self.under, self.tables, lambda: self.average, replica)
+        self.contributions = VersionedContributions(
+            self.under, self.tables, lambda: self.average, replica
+        )
 
     def round(self, number, average, *, taken=True):
         self.contributions.closing(number, b"x")
@@ -154,7 +176,9 @@ def test_a_round_makes_a_version_of_the_average_and_the_next_one_projects_around
     for number in range(5):
         first.round(number, table(number))
         assert first.tables.codec.spoken == number + 1
-        torch.testing.assert_close(first.embedding, around(before, table(number)), rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            first.embedding, around(before, table(number)), rtol=0, atol=2e-6
+        )
         before = table(number)
         assert torch.equal(first.tables.table(number + 2), before)
     assert first.contributions.brought(3) == b"notes 3"
@@ -166,7 +190,9 @@ def test_between_versions_averages_are_projected_around_the_same_table():
     for number in range(3):
         first.round(number, table(number))
         assert first.tables.codec.spoken == FIRST_VERSION
-        torch.testing.assert_close(first.embedding, around(BASIS.fixed_VD, table(number)), rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            first.embedding, around(BASIS.fixed_VD, table(number)), rtol=0, atol=2e-6
+        )
     first.round(3, table(3))
     assert torch.equal(first.tables.table(2), table(3))
     first.round(4, table(4))

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from farflock.node.pipeline.contrib.kept_versions import DELAY, FINENESS, Versions, corrected, mean_delay
+from farflock.node.pipeline.contrib.kept_versions import (
+    DELAY,
+    FINENESS,
+    Versions,
+    corrected,
+    mean_delay,
+)
 from farflock.node.pipeline.passes.requests import Version
 from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingVersion, origin_of
 from farflock.node.run.terms import Asynchronous
@@ -23,7 +29,11 @@ class Server:
     def __init__(self, terms, bound=BOUND, agreed=None, inner=None, local_steps=1):
         self.module = nn.Linear(1, 1, bias=False).double()
         self.round, self.marks, self.reports = -1, {}, []
-        self.inner = inner(self.module.parameters()) if inner else torch.optim.SGD(self.module.parameters(), 0.5, 0.5)
+        self.inner = (
+            inner(self.module.parameters())
+            if inner
+            else torch.optim.SGD(self.module.parameters(), 0.5, 0.5)
+        )
         self.versions = Versions(
             self.module,
             self.inner,
@@ -60,7 +70,11 @@ class Server:
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 4), st.lists(st.sampled_from(["round", "empty", "adopt", "anew", "ask"]), max_size=25), st.data())
+@given(
+    st.integers(1, 4),
+    st.lists(st.sampled_from(["round", "empty", "adopt", "anew", "ask"]), max_size=25),
+    st.data(),
+)
 def test_a_version_is_the_weights_of_its_round_or_is_named_as_lacking(keep, events, data):
     server, known, value = Server(Asynchronous(keep)), {}, 0.0
     server.set(value)
@@ -82,7 +96,10 @@ def test_a_version_is_the_weights_of_its_round_or_is_named_as_lacking(keep, even
             known[server.round, origin] = value
             here = [server.round]
         else:
-            version = Version(data.draw(st.integers(-1, server.round + 2)), data.draw(st.sampled_from([0, 7, origin])))
+            version = Version(
+                data.draw(st.integers(-1, server.round + 2)),
+                data.draw(st.sampled_from([0, 7, origin])),
+            )
             expected = _expected(version, server.round, origin, here)
             server.used()
             assert server.versions.lack(version) == expected
@@ -114,13 +131,19 @@ def test_the_agreed_delay_is_the_mean_to_a_sixteenth_of_a_step(ages):
 
 
 @given(st.integers(-1, 30), st.integers(0, 9), st.integers(0, 9))
-def test_a_delay_is_the_rounds_between_the_weights_and_the_round_or_the_local_step(weights, waited, more):
+def test_a_delay_is_the_rounds_between_the_weights_and_the_round_or_the_local_step(
+    weights, waited, more
+):
     stepped = weights + waited
     number = stepped + 1 + more
     waits, local = Server(Asynchronous(2)), Server(Asynchronous(2), agreed=dict)
     for server in (waits, local):
         assert server.versions.delay(weights, number) == waited + more
-        assert server.versions.delay(weights, weights + 1) == server.versions.delay(weights, weights) == 0
+        assert (
+            server.versions.delay(weights, weights + 1)
+            == server.versions.delay(weights, weights)
+            == 0
+        )
     assert waits.versions.delay(weights, number, stepped) == waited + more
     assert local.versions.delay(weights, number, stepped) == waited, "the step has used it"
 
@@ -133,7 +156,10 @@ def test_a_round_says_how_late_its_gradients_are_and_an_empty_one_says_nothing()
     assert server.versions.age.epochs == 1.0
     server.apply(3.0, ages=[0, 0])
     assert (server.versions.age.epochs, server.marks[DELAY]) == (0.0, 0)
-    assert server.reports == [{"round": 0, "mean": 1.0, "most": 2}, {"round": 2, "mean": 0.0, "most": 0}]
+    assert server.reports == [
+        {"round": 0, "mean": 1.0, "most": 2},
+        {"round": 2, "mean": 0.0, "most": 0},
+    ]
 
 
 def test_where_local_steps_part_members_passes_use_what_all_agreed_upon_and_steps_count_since_then():
@@ -176,7 +202,13 @@ def test_a_spike_needs_the_momentum_of_sgd(correction):
 
 @pytest.mark.parametrize(
     ("correction", "moves"),
-    [("none", False), ("nesterov", False), ("spike", True), ("braking", True), ("prediction", False)],
+    [
+        ("none", False),
+        ("nesterov", False),
+        ("spike", True),
+        ("braking", True),
+        ("prediction", False),
+    ],
 )
 def test_a_correction_changes_late_steps_and_no_others(correction, moves):
     for late in (0, 2):

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT, NO_TAG
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
-from farflock.node.pipeline.contrib.sample_memory import Row, ServerMemory, TrainerMemory, _names, refers
+from farflock.node.pipeline.contrib.sample_memory import (
+    Row,
+    ServerMemory,
+    TrainerMemory,
+    _names,
+    refers,
+)
 from farflock.node.pipeline.lifecycle.features import edge_ends
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
@@ -21,7 +27,11 @@ from farflock.node.run.composition import value_bytes
 
 LENGTH, WIDTH = 3, 16
 EACH = LENGTH * WIDTH
-WHOLE, CHANGE, TAGS = 2 * EACH, EACH // 2 + 4, 17  # bytes of fp16, of int4 with a scale, of a kind and two tags
+WHOLE, CHANGE, TAGS = (
+    2 * EACH,
+    EACH // 2 + 4,
+    17,
+)  # bytes of fp16, of int4 with a scale, of a kind and two tags
 
 
 def edges(batch=1, codec="aqsgd4", room=None, dtype=torch.float32):
@@ -59,7 +69,9 @@ class Edge:
         """What is handed to a server behind, and what that reads, or which rows it lacks."""
         payload = self.trainer.handed(1, server, samples, rows)
         kind = Backward if back else Forward
-        request = kind(self.number, 1, 0, 5, **({"attempt": 1} if back else {}), visit=Visit(samples))
+        request = kind(
+            self.number, 1, 0, 5, **({"attempt": 1} if back else {}), visit=Visit(samples)
+        )
         try:
             found = self.behind[server].input(self.caller, payload, request)
         except NotHeld as lacking:
@@ -105,7 +117,9 @@ def test_a_microbatch_keeps_its_activation_while_other_visits_move_the_samples()
         later, _ = edge.bring((4,), normal(seed))
         edge.hand((4,), later)
     payload, lacking = edge.hand((4,), first, back=True)
-    if not isinstance(lacking, tuple):  # it went whole at once, for another tag was known to be there
+    if not isinstance(
+        lacking, tuple
+    ):  # it went whole at once, for another tag was known to be there
         assert kinds(payload) == (KEPT,)
     assert torch.equal(edge.hand((4,), first, back=True)[1], kept)
     edge.behind["c/1"] = ServerMemory(edge.edges)
@@ -127,13 +141,17 @@ def test_two_visits_at_once_are_each_read_by_what_was_known_when_they_were_asked
     edge = Edge()
     edge.bring((4,), normal(0))
     (one, knew_one), (two, knew_two) = edge.ask((4,)), edge.ask((4,))
-    first, second = (edge.before.output("t", normal(seed), request) for seed, request in ((1, one), (2, two)))
+    first, second = (
+        edge.before.output("t", normal(seed), request) for seed, request in ((1, one), (2, two))
+    )
     assert (kinds(first), kinds(second)) == ((DIFFERENCE,), (KEPT,))
     late = edge.trainer.received(second, two, knew_two)
     early = edge.trainer.received(first, one, knew_one)
     assert torch.equal(m_of(late), normal(2).half().float())
     assert float((m_of(early) - normal(1)).abs().amax()) < 0.5
-    assert kinds(edge.bring((4,), normal(3))[1]) == (KEPT,), "the trainer went back to the early one"
+    assert kinds(edge.bring((4,), normal(3))[1]) == (KEPT,), (
+        "the trainer went back to the early one"
+    )
 
 
 @pytest.mark.parametrize("who", ["before", "trainer", "behind", "another life behind"])
@@ -177,7 +195,9 @@ def test_a_sample_twice_in_a_microbatch_is_two_visits():
         rows, reply = edge.bring((4, 4), normal(seed, 2))
         payload, read = edge.hand((4, 4), rows)
         assert torch.equal(read, m_of(rows))
-        assert kinds(reply, 2) == kinds(payload, 2) == (KEPT if not seed else DIFFERENCE, DIFFERENCE)
+        assert (
+            kinds(reply, 2) == kinds(payload, 2) == (KEPT if not seed else DIFFERENCE, DIFFERENCE)
+        )
     _, read = edge.hand((4, 4), rows, back=True)
     assert isinstance(read, tuple) or torch.equal(read, m_of(rows))
     assert torch.equal(edge.hand((4, 4), rows, back=True)[1], m_of(rows))
@@ -206,8 +226,17 @@ def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_n
             payload, read = edge.hand((sample,), rows)
             assert torch.equal(read, m_of(rows))
             first = KEPT if sample < 2 else FULL
-            assert kinds(reply) == kinds(payload) == ((DIFFERENCE,) if visit and sample < 2 else (first,))
-    assert edge.trainer.held_bytes == edge.before.held_bytes == edge.behind["b/1"].held_bytes == 2 * 2 * EACH
+            assert (
+                kinds(reply)
+                == kinds(payload)
+                == ((DIFFERENCE,) if visit and sample < 2 else (first,))
+            )
+    assert (
+        edge.trainer.held_bytes
+        == edge.before.held_bytes
+        == edge.behind["b/1"].held_bytes
+        == 2 * 2 * EACH
+    )
     assert edge.before._got.held_bytes == 0
 
 
@@ -234,7 +263,10 @@ def test_how_many_tags_of_servers_are_kept_is_bounded(monkeypatch):
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["walk"] * 4 + ["unheard", "unread", "late", "before", "trainer", "behind", "move", "back"]),
+        st.sampled_from(
+            ["walk"] * 4
+            + ["unheard", "unread", "late", "before", "trainer", "behind", "move", "back"]
+        ),
         st.lists(st.integers(0, 4), min_size=2, max_size=2),
     ),
     max_size=40,
@@ -243,7 +275,9 @@ events = st.lists(
 
 @settings(max_examples=80)
 @given(events, st.integers(1, 6), st.integers(0, 2**20))
-def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_three_times(script, room, seed):
+def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_three_times(
+    script, room, seed
+):
     """Loss on either way, overtaking, restarts of any end, another server, small caches; backward passes much later."""
     edge, server, walked, waiting = Edge(batch=2, room=room), "b/1", [], None
     for step, (event, samples) in enumerate(script):
@@ -270,7 +304,9 @@ def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_thr
                 edge.trainer.received(*waiting)
                 waiting = None
             rows, _ = edge.bring(samples, x)
-            assert float((m_of(rows) - x).abs().amax()) < 1.5, "four bits of the change between two normal draws"
+            assert float((m_of(rows) - x).abs().amax()) < 1.5, (
+                "four bits of the change between two normal draws"
+            )
             if event == "unread":
                 edge.trainer.handed(1, server, samples, rows)
             else:
@@ -308,11 +344,16 @@ def test_a_difference_to_what_was_not_said_to_be_held_is_refused_by_the_trainer(
     tag = known.visit.held
     with pytest.raises(CorruptPayload):
         edge.trainer.received(bytes([HELD]) + tag + tag, request, known)
-    assert torch.equal(edge.trainer.known(0, (4,)).entries[0].values.float(), normal(0).half().float()[0])
+    assert torch.equal(
+        edge.trainer.known(0, (4,)).entries[0].values.float(), normal(0).half().float()[0]
+    )
 
 
 @settings(max_examples=200)
-@given(st.binary(max_size=TAGS + WHOLE + 2) | st.binary(min_size=16, max_size=16).map(lambda tags: b"\3" + tags))
+@given(
+    st.binary(max_size=TAGS + WHOLE + 2)
+    | st.binary(min_size=16, max_size=16).map(lambda tags: b"\3" + tags)
+)
 def test_any_bytes_are_read_or_refused(raw):
     edge = Edge()
     edge.hand((4,), edge.bring((4,), normal(0))[0])
@@ -339,7 +380,11 @@ def test_an_output_that_is_not_finite_is_not_sent():
         ("aqsgd4", Forward(1, 0, -1, 5, Visit((1,), bytes(8))), "needs the ids of 2"),
         ("aqsgd4", Forward(1, 0, -1, 5, Visit((1, 2), bytes(8))), "needs 16 bytes of tags"),
         ("aqsgd4", Forward(1, 0, -1, 5, Visit((1, 2), bytes(16))), None),
-        ("aqsgd4", Backward(1, 0, -1, 5, 1, None, Visit((1, 2), bytes(16))), "needs 0 bytes of tags"),
+        (
+            "aqsgd4",
+            Backward(1, 0, -1, 5, 1, None, Visit((1, 2), bytes(16))),
+            "needs 0 bytes of tags",
+        ),
         ("aqsgd4", Backward(1, 0, -1, 5, 1, None, Visit((1, 2))), None),
         ("aqsgd4", Backward(1, 0, -1, 5, 1), "needs the ids of 2 samples"),
     ],
@@ -351,7 +396,15 @@ def test_samples_are_named_where_the_codec_remembers_and_nowhere_else(codec, req
 
 @pytest.mark.parametrize(
     ("rows", "excused"),
-    [((0,), True), ((1,), True), ((0, 1), True), ((2,), False), ((0, 2), False), ((3,), False), ((), False)],
+    [
+        ((0,), True),
+        ((1,), True),
+        ((0, 1), True),
+        ((2,), False),
+        ((0, 2), False),
+        ((3,), False),
+        ((), False),
+    ],
 )
 def test_who_lacks_what_was_not_sent_whole_is_right_to_say_so(rows, excused):
     payload = bytes([HELD, DIFFERENCE, KEPT]) + bytes(100)

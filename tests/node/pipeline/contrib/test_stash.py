@@ -68,7 +68,9 @@ def test_a_late_backward_pass_is_that_of_the_weights_which_the_forward_pass_used
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         if age:
             newest = gradients(model, x, y)
-            assert not any(torch.equal(newest[name], expected[name]) for name in expected), "no difference to be seen"
+            assert not any(torch.equal(newest[name], expected[name]) for name in expected), (
+                "no difference to be seen"
+            )
         for name, parameter in model.named_parameters():
             parameter.grad = found[name]
         stash.leave()
@@ -186,7 +188,11 @@ def test_some_of_a_modules_tensors_can_be_swapped():
 
 def test_nothing_changes_inside_the_block_of_a_version():
     _, stash = aged(keep=3, epochs=4)
-    for forbidden in (stash.leave, lambda: stash.begin_anew(0), lambda: stash.version(4).__enter__()):
+    for forbidden in (
+        stash.leave,
+        lambda: stash.begin_anew(0),
+        lambda: stash.version(4).__enter__(),
+    ):
         with pytest.raises(AssertionError, match="inside the block"), stash.version(3):
             forbidden()
     assert stash.epochs == range(2, 5)
@@ -210,7 +216,12 @@ def test_a_stash_without_versions_or_without_bound_is_refused(keep):
 
 
 ACTIONS = st.lists(
-    st.one_of(st.just("leave"), st.just("serve"), st.tuples(st.just("adopt"), st.integers(0, 40)), st.integers(-2, 30)),
+    st.one_of(
+        st.just("leave"),
+        st.just("serve"),
+        st.tuples(st.just("adopt"), st.integers(0, 40)),
+        st.integers(-2, 30),
+    ),
     max_size=40,
 )
 

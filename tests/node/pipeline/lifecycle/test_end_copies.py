@@ -49,7 +49,11 @@ def run(stages, servers, every, during, batches=14, model=EQUAL, **options):
     made = replace(_AUDIT["plan"](0, batches * BATCH * TOKENS, rate=0.05), model=model)
     cut = _AUDIT["pipeline"](stages, BATCH, end_copies=every, **options)
     world = PipelineWorld(
-        parts(stages, servers, 1), batches * BATCH * TOKENS, view_s=2.0, away_s=(3.0, 8.0), limit_s=600
+        parts(stages, servers, 1),
+        batches * BATCH * TOKENS,
+        view_s=2.0,
+        away_s=(3.0, 8.0),
+        limit_s=600,
     )
     one = Audit(made, replace(cut, stages=tuple(even(model, stages))), world)
     one.begun_anew = True
@@ -61,7 +65,9 @@ def ends_of(weights):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -77,7 +83,9 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(lost, "copy")}, begun
     after = begun[0]["round"]
     rounds = sorted(number for stage, number in one._weights if stage == lost and number <= after)
-    died = {number: [ends_of(weights) for weights in one._weights[lost, number]] for number in rounds}
+    died = {
+        number: [ends_of(weights) for weights in one._weights[lost, number]] for number in rounds
+    }
     later = [life for life in one.lives[6:] if life.stage == lost and life.weights]
     assert later
     first = ends_of(later[0].weights[min(later[0].weights)])
@@ -134,7 +142,8 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
 
 
 @pytest.mark.parametrize(
-    ("stages", "beside"), [(1, [()]), (2, [(1,), (0,)]), (3, [(), (0, 2), ()]), (5, [(), (0,), (), (4,), ()])]
+    ("stages", "beside"),
+    [(1, [()]), (2, [(1,), (0,)]), (3, [(), (0, 2), ()]), (5, [(), (0,), (), (4,), ()])],
 )
 def test_ends_are_kept_by_the_stages_beside_them(stages, beside):
     assert [ends_beside(index, stages) for index in range(stages)] == beside

@@ -15,7 +15,9 @@ def test_each_feature_is_where_the_registry_says(feature):
     assert callable(_maker(feature))
 
 
-@pytest.mark.parametrize(("codec", "kind"), [("int8", EdgeEnds), ("raw", EdgeEnds), ("aqsgd4", ServerMemory)])
+@pytest.mark.parametrize(
+    ("codec", "kind"), [("int8", EdgeEnds), ("raw", EdgeEnds), ("aqsgd4", ServerMemory)]
+)
 def test_a_codec_that_remembers_samples_has_ends_that_do(codec, kind):
     edges = Edges(activation_codec(codec), 2, 8, 8, 16, 9)
     made = edge_ends(edges)
@@ -24,5 +26,7 @@ def test_a_codec_that_remembers_samples_has_ends_that_do(codec, kind):
 
 
 def test_a_run_that_waits_has_its_newest_weights_alone():
-    made = weight_versions(None)(1, None, None, None, applied=None, marks=None, summing=True, report=None)
+    made = weight_versions(None)(
+        1, None, None, None, applied=None, marks=None, summing=True, report=None
+    )
     assert type(made) is WeightVersions

@@ -18,7 +18,9 @@ def server(peer, queue=1.0, resident_s=1000.0):
 
 
 def snapshot(number, *stages):
-    return LoadSnapshot(number, tuple(tuple(server(peer) for peer in stage) for stage in stages), (1,) * len(stages))
+    return LoadSnapshot(
+        number, tuple(tuple(server(peer) for peer in stage) for stage in stages), (1,) * len(stages)
+    )
 
 
 def test_a_stage_that_lost_its_servers_gets_one_after_two_looks_and_then_not_another_at_once():
@@ -34,8 +36,14 @@ def test_a_stage_that_lost_its_servers_gets_one_after_two_looks_and_then_not_ano
 
 def test_a_stage_that_is_empty_for_the_first_time_may_be_waiting_for_its_first_server():
     balance, number = RebalanceTerms(), RESCUE_EVERY * 3
-    assert due_move(balance, snapshot(number, ["a", "b"], []), snapshot(number - 1, ["a", "b"], ["c"])) is None
-    assert due_move(balance, snapshot(number, ["a", "b"], []), snapshot(number - 2, ["a", "b"], [])) is None
+    assert (
+        due_move(balance, snapshot(number, ["a", "b"], []), snapshot(number - 1, ["a", "b"], ["c"]))
+        is None
+    )
+    assert (
+        due_move(balance, snapshot(number, ["a", "b"], []), snapshot(number - 2, ["a", "b"], []))
+        is None
+    )
     assert due_move(balance, snapshot(number, ["a", "b"], []), None) is None
 
 
@@ -44,14 +52,20 @@ def test_a_stage_that_a_full_replica_holds_is_not_lost():
     held = replace(snapshot(number, ["a", "b"], []), replicas=1)
     assert due_move(balance, held, replace(held, number=number - 1)) is None
     gone = snapshot(number + RESCUE_EVERY, ["a", "b"], [])
-    assert due_move(balance, gone, replace(held, number=gone.number - 1)) is None, "it may be back, or servers may come"
+    assert due_move(balance, gone, replace(held, number=gone.number - 1)) is None, (
+        "it may be back, or servers may come"
+    )
     assert due_move(balance, gone, replace(gone, number=gone.number - 1)).target == 1
 
 
 def test_for_load_a_server_moves_only_in_every_so_many_periods():
     balance = RebalanceTerms(every_s=300.0)
     loaded = [
-        LoadSnapshot(number, ((server("a", 0.0), server("b", 0.0), server("c", 0.0)), (server("d", 90.0),)), (1, 1))
+        LoadSnapshot(
+            number,
+            ((server("a", 0.0), server("b", 0.0), server("c", 0.0)), (server("d", 90.0),)),
+            (1, 1),
+        )
         for number in range(61)
     ]
     assert [entry.number for entry in loaded if due_move(balance, entry, None)] == [0, 30, 60]
@@ -70,7 +84,9 @@ def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
         said = []
         loads = SimpleNamespace(say=said.append, snapshot=lambda number, needs: snapshots(number))
         peer = SimpleNamespace(me=me, run_s=now, loads=loads)
-        rebalancer = Rebalancer(peer, RebalanceTerms(), (1, 1), lambda number: Load(number, 0.0, 1.0, 1, 0.0))
+        rebalancer = Rebalancer(
+            peer, RebalanceTerms(), (1, 1), lambda number: Load(number, 0.0, 1.0, 1, 0.0)
+        )
         try:
             async with asyncio.timeout(20 * EMERGENCY_S):
                 await rebalancer.run()
@@ -80,11 +96,15 @@ def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
             return None, now(), [load.number for load in said]
 
     def lost(number):
-        return snapshot(number, ["a", "b"], []) if number >= 3 else snapshot(number, ["a", "b"], ["c"])
+        return (
+            snapshot(number, ["a", "b"], []) if number >= 3 else snapshot(number, ["a", "b"], ["c"])
+        )
 
     stage, at_s, said = run_virtual(life("a", lost))
     assert stage == 1
     assert at_s == pytest.approx((RESCUE_EVERY + 0.5) * EMERGENCY_S)
     assert said == list(range(RESCUE_EVERY + 1))
     assert run_virtual(life("b", lost))[0] is None
-    assert run_virtual(life("a", lambda number: None))[0] is None, "a snapshot that is not whole moves nobody"
+    assert run_virtual(life("a", lambda number: None))[0] is None, (
+        "a snapshot that is not whole moves nobody"
+    )

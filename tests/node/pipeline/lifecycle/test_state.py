@@ -14,7 +14,13 @@ from msgspec import structs
 
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
+from farflock.node.pipeline.lifecycle.state import (
+    SCALE,
+    begin_anew,
+    living,
+    round_of,
+    scale_snapshot,
+)
 from farflock.node.pipeline.recovery.policy import MAX_AGE_ROUNDS
 from farflock.node.pipeline.recovery.rebuild import GradientScale
 from farflock.node.run.terms import PipelinePlan, RunPlan
@@ -29,7 +35,9 @@ from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 STAGES = (range(1), range(1, 2), range(2, 3))
 METHODS = {
     "ddp": {},
@@ -66,7 +74,9 @@ class Swarm:
 def trained(plan, span, seed):
     """A stage's replica and method some steps after the beginning, and nothing like the initial weights."""
     model = build(plan.model, plan.run_seed, span)
-    driver = Driver(method(plan.method, **plan.options), PlainReplica(model, plan.inner.build(model)))
+    driver = Driver(
+        method(plan.method, **plan.options), PlainReplica(model, plan.inner.build(model))
+    )
     generator = torch.Generator().manual_seed(seed)
     for step in range(3):
         for parameter in model.parameters():
@@ -96,7 +106,10 @@ def scaled(squared):
 
 def beside(plan, weights=(1.0, 3.0), stages=STAGES):
     """A swarm whose middle stage is lost, and the drivers of those beside it."""
-    swarm, drivers = Swarm(0, 2, NOTHING), {stage: trained(plan, stages[stage], stage) for stage in (0, 2)}
+    swarm, drivers = (
+        Swarm(0, 2, NOTHING),
+        {stage: trained(plan, stages[stage], stage) for stage in (0, 2)},
+    )
     for (stage, driver), weight in zip(drivers.items(), weights, strict=True):
         swarm.served[f"{STATE}/{stage}"] = snapshot_of(state_of(driver))
         swarm.served[f"{SCALE}/{stage}"] = scaled(weight)
@@ -115,7 +128,11 @@ def begun(swarm, plan, index=1, after=9, saved=None, stages=STAGES):
 def layer(driver, stage):
     """What it would evaluate, by the names within a layer."""
     mine = f"model.layers.{stage}."
-    return {name.removeprefix(mine): x for name, x in driver.method.eval_params(driver.replica).items() if mine in name}
+    return {
+        name.removeprefix(mine): x
+        for name, x in driver.method.eval_params(driver.replica).items()
+        if mine in name
+    }
 
 
 # who is there
@@ -139,7 +156,9 @@ def test_where_the_run_begins_a_stage_has_its_initial_weights_or_its_checkpoints
     assert not swarm.asked
 
 
-@pytest.mark.parametrize(("age", "kind"), [(0, "snapshot"), (MAX_AGE_ROUNDS - 1, "snapshot"), (MAX_AGE_ROUNDS, "mean")])
+@pytest.mark.parametrize(
+    ("age", "kind"), [(0, "snapshot"), (MAX_AGE_ROUNDS - 1, "snapshot"), (MAX_AGE_ROUNDS, "mean")]
+)
 def test_a_checkpoint_is_taken_while_it_is_fresh_and_the_neighbours_mean_after_that(age, kind):
     plan = plan_of()
     swarm, _ = beside(plan)
@@ -187,17 +206,26 @@ def test_neighbours_that_are_only_listed_are_not_asked():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_the_weighted_mean_of_what_its_neighbours_would_evaluate_whatever_the_method_keeps(name):
+def test_it_is_the_weighted_mean_of_what_its_neighbours_would_evaluate_whatever_the_method_keeps(
+    name,
+):
     plan = plan_of(name)
     swarm, drivers = beside(plan, (1.0, 3.0))
     found = begun(swarm, plan)
     assert found.kind == "mean", found.reason
-    assert swarm.asked == [(f"{STATE}/0", 0), (f"{SCALE}/0", 0), (f"{STATE}/2", 2), (f"{SCALE}/2", 2)]
+    assert swarm.asked == [
+        (f"{STATE}/0", 0),
+        (f"{SCALE}/0", 0),
+        (f"{STATE}/2", 2),
+        (f"{SCALE}/2", 2),
+    ]
     first, last = layer(drivers[0], 0), layer(drivers[2], 2)
     assert set(found.tensors) == {f"model.layers.1.{within}" for within in first}
     for within in first:
         mean = (first[within].double() + 3 * last[within].double()) / 4
-        torch.testing.assert_close(found.tensors[f"model.layers.1.{within}"], mean.float(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            found.tensors[f"model.layers.1.{within}"], mean.float(), rtol=1e-6, atol=1e-7
+        )
 
 
 def test_neighbours_whose_scale_nobody_tells_weigh_alike_and_one_that_never_trained_nothing():
@@ -205,12 +233,16 @@ def test_neighbours_whose_scale_nobody_tells_weigh_alike_and_one_that_never_trai
     for tell, share in ((None, 0.5), ("2", 0.0)):
         swarm, drivers = beside(plan)
         swarm.served = {
-            name: served for name, served in swarm.served.items() if name in (f"{SCALE}/{tell}",) or STATE in name
+            name: served
+            for name, served in swarm.served.items()
+            if name in (f"{SCALE}/{tell}",) or STATE in name
         }
         found, first, last = begun(swarm, plan), layer(drivers[0], 0), layer(drivers[2], 2)
         for within in first:
             mean = share * first[within].double() + (1 - share) * last[within].double()
-            torch.testing.assert_close(found.tensors[f"model.layers.1.{within}"], mean.float(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                found.tensors[f"model.layers.1.{within}"], mean.float(), rtol=1e-6, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("squared", [0.0, 1e-300, 2.5, 1e300])
@@ -222,7 +254,13 @@ def test_a_scale_comes_as_it_was_sent(squared):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"1234567", b"123456789", *(struct.pack("<d", x) for x in (math.nan, math.inf, -math.inf, -1.0))]
+    "content",
+    [
+        b"",
+        b"1234567",
+        b"123456789",
+        *(struct.pack("<d", x) for x in (math.nan, math.inf, -math.inf, -1.0)),
+    ],
 )
 def test_a_scale_that_is_none_is_taken_for_that_of_a_stage_that_never_trained(content):
     plan = plan_of()
@@ -230,7 +268,9 @@ def test_a_scale_that_is_none_is_taken_for_that_of_a_stage_that_never_trained(co
     swarm.served[f"{SCALE}/0"] = Snapshot(9, bytes(32), 0, (content,))
     found, last = begun(swarm, plan), layer(drivers[2], 2)
     assert found.kind == "mean"
-    assert all(torch.equal(found.tensors[f"model.layers.1.{within}"], x) for within, x in last.items())
+    assert all(
+        torch.equal(found.tensors[f"model.layers.1.{within}"], x) for within, x in last.items()
+    )
 
 
 # what is no state
@@ -263,7 +303,9 @@ def not_finite(plan, state):
 
 
 def of_halves(plan, state):
-    return snapshot_of({name: x.half() if x.is_floating_point() else x for name, x in state.items()})
+    return snapshot_of(
+        {name: x.half() if x.is_floating_point() else x for name, x in state.items()}
+    )
 
 
 def of_another_stage(plan, state):
@@ -281,7 +323,9 @@ def of_another_method(plan, state):
 
 
 def without_its_counters(plan, state):
-    return snapshot_of({name: x for name, x in state.items() if x.dim() or name.startswith((NEXT, MARK))})
+    return snapshot_of(
+        {name: x for name, x in state.items() if x.dim() or name.startswith((NEXT, MARK))}
+    )
 
 
 def counting_backwards(plan, state):
@@ -306,7 +350,9 @@ HOSTILE = (
 
 @pytest.mark.parametrize("spoilt", HOSTILE)
 @pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
-def test_a_neighbours_state_that_is_not_one_is_refused_and_the_stage_begins_without_it(name, spoilt):
+def test_a_neighbours_state_that_is_not_one_is_refused_and_the_stage_begins_without_it(
+    name, spoilt
+):
     plan = plan_of(name)
     swarm, drivers = beside(plan)
     swarm.served[f"{STATE}/0"] = spoilt(plan, state_of(drivers[0]))

@@ -22,7 +22,9 @@ from farflock.node.run.split import even
 from farflock.optimizers.catalog import method
 from farflock.optimizers.parts.inner import InnerConfig
 
-MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False
+)
 STAGES = even(MODEL, 3)
 BASIS = run_basis(4, 16, 5, 30)
 TOKENS = torch.arange(16).mul(7).remainder(30).view(2, 8)
@@ -61,7 +63,10 @@ def test_of_a_whole_model_the_embedding_and_two_matrices_of_each_layer_before_th
     names = [name for name, _ in build(MODEL, 0).named_parameters()]
     expected = {"model.embed_tokens.weight": 1}
     for layer in range(4):
-        expected |= {f"model.layers.{layer}.{name}.weight": 0 for name in ("self_attn.o_proj", "mlp.down_proj")}
+        expected |= {
+            f"model.layers.{layer}.{name}.weight": 0
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
     assert writers(names, tail=4) == expected
     assert writers(names, tail=0) == {}, "one stage alone sends nothing"
     assert Constraint.on(names, STAGES, BASIS).dims == expected
@@ -85,11 +90,15 @@ def test_whatever_the_other_weights_are_a_stage_keeps_the_stream_inside(span):
         given, fixed = TOKENS, BASIS.fixed_VD[TOKENS]
     else:
         fixed = torch.zeros(())
-        given = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(3)) @ BASIS.columns_DK.T
+        given = (
+            torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(3)) @ BASIS.columns_DK.T
+        )
 
     def left_over():
         y = Stage(model).forward(given) - fixed
-        return float((y - y @ BASIS.columns_DK @ BASIS.columns_DK.T).norm() / y.norm().clamp_min(1e-9))
+        return float(
+            (y - y @ BASIS.columns_DK @ BASIS.columns_DK.T).norm() / y.norm().clamp_min(1e-9)
+        )
 
     assert left_over() < 1e-5
     for name in constraint.dims:
@@ -123,7 +132,10 @@ def test_a_stage_begins_with_the_frozen_table_and_projected_weights():
 def test_what_was_projected_once_is_projected_again_without_changing_a_bit(seed, size):
     chance = torch.Generator().manual_seed(seed)
     name = "model.layers.0.mlp.down_proj.weight"
-    tensor = {name: torch.randn(16, 24, generator=chance) * size, "model.norm.weight": torch.ones(3)}
+    tensor = {
+        name: torch.randn(16, 24, generator=chance) * size,
+        "model.norm.weight": torch.ones(3),
+    }
     constraint = Constraint(BASIS, {name: 0, "model.layers.1.mlp.down_proj.weight": 0})
     constraint.keep(tensor)
     once = tensor[name].clone()
@@ -134,7 +146,10 @@ def test_what_was_projected_once_is_projected_again_without_changing_a_bit(seed,
 
 def test_an_embedding_is_projected_around_its_frozen_part():
     table = torch.randn(30, 16, generator=torch.Generator().manual_seed(2))
-    expected = BASIS.fixed_VD.double() + (table.double() - BASIS.fixed_VD) @ BASIS.exact_DK @ BASIS.exact_DK.T
+    expected = (
+        BASIS.fixed_VD.double()
+        + (table.double() - BASIS.fixed_VD) @ BASIS.exact_DK @ BASIS.exact_DK.T
+    )
     Constraint(BASIS, {EMBEDDING: 1}).keep({EMBEDDING: table})
     torch.testing.assert_close(table.double(), expected, rtol=0, atol=1e-6)
 
@@ -160,11 +175,14 @@ def test_after_an_inner_step_of_any_optimizer_weights_are_inside(inner):
 def test_after_a_method_wrote_weights_they_are_inside_and_gradients_and_moments_are_as_written():
     model, constraint, replica = replica_of()
     new = {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in replica.shapes.items()
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        for name, shape in replica.shapes.items()
     }
     for what in ("grad", "exp_avg"):
         replica.write(new, what)
-        assert all(torch.equal(x, new[name]) for name, x in replica.read(replica.names, what).items())
+        assert all(
+            torch.equal(x, new[name]) for name, x in replica.read(replica.names, what).items()
+        )
     replica.write(new, "param", mix=0.5)
     assert far(model, constraint) < 2e-6
     name = "model.layers.0.mlp.down_proj.weight"
@@ -196,9 +214,17 @@ def test_who_adopts_a_state_has_the_same_weights_to_the_bit(name):
 @pytest.mark.parametrize("span", STAGES)
 def test_gradients_are_those_of_the_loss_by_weights_that_are_projected_first(span):
     model, constraint = constrained(span, torch.float64)
-    given = TOKENS if span.start == 0 else torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).double()
+    given = (
+        TOKENS
+        if span.start == 0
+        else torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).double()
+    )
     last = span.stop == MODEL.layers
-    outside_ = TOKENS.flip(0) if last else torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)).double()
+    outside_ = (
+        TOKENS.flip(0)
+        if last
+        else torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)).double()
+    )
     found = ConstrainedStage(model, constraint).backward(given, outside_)
     plain = Stage(model).backward(given, outside_)
     p = BASIS.exact_DK @ BASIS.exact_DK.T
@@ -224,7 +250,9 @@ def test_an_embedding_that_drifted_stays_and_the_same_tables_are_near_it_as_by_t
     kept = table.clone()
     constraint.after(later).keep({EMBEDDING: kept})
     assert torch.equal(kept, table), "T_⊥ + T_S is the table still"
-    inside, paper = settled(table.double() - BASIS.fixed_VD.double(), BASIS.fixed_VD.double(), BASIS.exact_DK)
+    inside, paper = settled(
+        table.double() - BASIS.fixed_VD.double(), BASIS.fixed_VD.double(), BASIS.exact_DK
+    )
     torch.testing.assert_close(inside + paper, table.double(), rtol=0, atol=1e-6)
     other = torch.randn(table.shape, generator=torch.Generator().manual_seed(9))
     theirs, ours = other.clone(), other.clone()
@@ -244,13 +272,21 @@ def test_a_table_that_is_not_finite_makes_no_version():
 def test_a_replica_that_follows_another_version_projects_what_is_written_and_settles_the_rest():
     model, constraint = constrained()
     replica = ConstrainedReplica(model, torch.optim.SGD(model.parameters(), 0.1), None, constraint)
-    table = BASIS.fixed_VD + torch.randn(BASIS.fixed_VD.shape, generator=torch.Generator().manual_seed(3))
+    table = BASIS.fixed_VD + torch.randn(
+        BASIS.fixed_VD.shape, generator=torch.Generator().manual_seed(3)
+    )
     later = constraint.after(drifted(BASIS, 2, table))
     replica.follow(later)
-    assert torch.equal(replica.read([EMBEDDING], "param")[EMBEDDING], BASIS.fixed_VD), "nothing was written yet"
+    assert torch.equal(replica.read([EMBEDDING], "param")[EMBEDDING], BASIS.fixed_VD), (
+        "nothing was written yet"
+    )
     replica.write({EMBEDDING: table}, "param")
     assert torch.equal(replica.read([EMBEDDING], "param")[EMBEDDING], table)
     replica.follow(constraint)
     replica.settle()
-    expected = BASIS.fixed_VD + (table - BASIS.fixed_VD) @ (BASIS.exact_DK @ BASIS.exact_DK.T).float()
-    torch.testing.assert_close(replica.read([EMBEDDING], "param")[EMBEDDING], expected, rtol=0, atol=1e-5)
+    expected = (
+        BASIS.fixed_VD + (table - BASIS.fixed_VD) @ (BASIS.exact_DK @ BASIS.exact_DK.T).float()
+    )
+    torch.testing.assert_close(
+        replica.read([EMBEDDING], "param")[EMBEDDING], expected, rtol=0, atol=1e-5
+    )

@@ -36,8 +36,12 @@ def over(made, x=X):
     payload = made.output(x, SENT, TOKENS)
     assert len(payload) <= made.max_bytes("forward")
     arrived = made.input(payload, TAKEN, TOKENS)
-    assert torch.equal(arrived, made.input(payload, THERE, TOKENS)), "forward and backward pass see the same input"
-    assert torch.equal(arrived, made.arrived(payload, HERE, TOKENS)), "and so does the stage that made it"
+    assert torch.equal(arrived, made.input(payload, THERE, TOKENS)), (
+        "forward and backward pass see the same input"
+    )
+    assert torch.equal(arrived, made.arrived(payload, HERE, TOKENS)), (
+        "and so does the stage that made it"
+    )
     back = made.input_gradient(GRADIENT.to(x.dtype), THERE, TOKENS, arrived)
     assert len(back) <= made.max_bytes("backward")
     return arrived, made.output_gradient(back, HERE, TOKENS, arrived if made.is_masked() else None)
@@ -64,7 +68,9 @@ def test_raw_is_what_it_was_bit_for_bit(dtype):
     assert torch.equal(gradient, GRADIENT.to(dtype))
 
 
-@pytest.mark.parametrize(("codec", "within"), [("int8", 0.02), ("hadamard8", 0.02), ("int4,int8", 0.4), ("bf16", 0.01)])
+@pytest.mark.parametrize(
+    ("codec", "within"), [("int8", 0.02), ("hadamard8", 0.02), ("int4,int8", 0.4), ("bf16", 0.01)]
+)
 def test_others_are_what_it_was_within_their_bounds(codec, within):
     arrived, gradient = over(edges(codec))
     torch.testing.assert_close(arrived, X, rtol=0, atol=within * float(X.abs().max()))
@@ -79,7 +85,9 @@ def test_under_a_mask_the_gradient_is_that_of_what_arrived():
     arrived, gradient = over(made)
     kept = arrived != 0
     assert 0.2 < float(kept.float().mean()) < 0.3
-    torch.testing.assert_close(gradient[kept], GRADIENT[kept], rtol=0, atol=0.02 * float(GRADIENT.abs().max()))
+    torch.testing.assert_close(
+        gradient[kept], GRADIENT[kept], rtol=0, atol=0.02 * float(GRADIENT.abs().max())
+    )
     assert not gradient[~kept].any()
 
 
@@ -88,7 +96,9 @@ def test_in_a_subspace_tokens_and_a_few_numbers_say_all():
     x = INSIDE + BASIS.fixed_VD[TOKENS]
     arrived, gradient = over(made, x)
     torch.testing.assert_close(arrived, x, rtol=0, atol=1e-5)
-    torch.testing.assert_close(gradient, GRADIENT @ BASIS.columns_DK @ BASIS.columns_DK.T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        gradient, GRADIENT @ BASIS.columns_DK @ BASIS.columns_DK.T, rtol=0, atol=1e-5
+    )
     assert made.max_bytes("forward") < edges("fp32").max_bytes("forward") / 3
 
 
@@ -98,7 +108,9 @@ class Witness:
     name, contexts = "raw,raw", []
 
     def _seen(self, ctx):
-        self.contexts.append((ctx.direction, ctx.edge, ctx.microbatch, ctx.epoch, ctx.run_seed, ctx.shape, ctx.dtype))
+        self.contexts.append(
+            (ctx.direction, ctx.edge, ctx.microbatch, ctx.epoch, ctx.run_seed, ctx.shape, ctx.dtype)
+        )
         assert torch.equal(ctx.tokens, TOKENS)
 
     def encode(self, x, ctx, out):
@@ -154,7 +166,9 @@ def test_a_stage_answers_in_the_version_that_its_input_came_in_both_ways():
     made = dataclasses.replace(made, codec=codec)
     later = Basis(2, BASIS.columns_DK, BASIS.fixed_VD + 1.0, BASIS.fixed_LD)
     codec.hold(later)
-    outputs = {version: basis.fixed_VD[TOKENS] + INSIDE for version, basis in ((1, BASIS), (2, later))}
+    outputs = {
+        version: basis.fixed_VD[TOKENS] + INSIDE for version, basis in ((1, BASIS), (2, later))
+    }
     first = made.output(outputs[1], SENT, TOKENS)
     assert codec.version_of(first) == 1, "its own weights' version"
     codec.speak(2)
@@ -211,5 +225,9 @@ def test_in_a_subspace_a_payload_says_itself_which_version_it_is_in():
     made = edges("subspace:4+fp32,fp32", basis=BASIS)
     assert made.follows_weights
     payload = made.output(INSIDE + BASIS.fixed_VD[TOKENS], SENT, TOKENS)
-    assert made.written_in(payload, None) == CodecId(made.codec.name, BASIS.version, BASIS.digest[:8]) == made.reads[0]
+    assert (
+        made.written_in(payload, None)
+        == CodecId(made.codec.name, BASIS.version, BASIS.digest[:8])
+        == made.reads[0]
+    )
     assert made.written_in(payload[:11], None) is None

@@ -32,9 +32,13 @@ REQUESTS = st.one_of(
     st.builds(said.Revoke, COUNT, STAGE, COUNT),
 )
 ANSWERS = st.one_of(
-    st.builds(Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6), VERSION),
+    st.builds(
+        Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6), VERSION
+    ),
     st.builds(said.Gone, ROUND, st.booleans()),
-    st.builds(said.Lacks, st.lists(st.integers(0, said.MAX_VISIT - 1), max_size=said.MAX_VISIT).map(tuple)),
+    st.builds(
+        said.Lacks, st.lists(st.integers(0, said.MAX_VISIT - 1), max_size=said.MAX_VISIT).map(tuple)
+    ),
     st.builds(said.Foreign, st.lists(NAMED, max_size=MAX_CODECS).map(tuple)),
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
@@ -100,7 +104,8 @@ def test_a_field_out_of_its_bounds_is_refused(place, value):
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"\xc1", b"\xa2\xff\xff", b"\x91" * 5000, msgspec.msgpack.encode(["refused", "x" * 201])]
+    "raw",
+    [b"", b"\xc1", b"\xa2\xff\xff", b"\x91" * 5000, msgspec.msgpack.encode(["refused", "x" * 201])],
 )
 def test_odd_bytes_are_refused(raw):
     for decode in (decode_request, decode_answer):
@@ -114,4 +119,6 @@ def test_who_knows_no_versions_is_understood_and_understands():
     assert decode_request(old) == Backward(1, 2, 1, 5, 3, None)
     assert decode_answer(msgspec.msgpack.encode(["done", 7, 1, 0.5, None, 0.0])) == Done(7, 1, 0.5)
     later = msgspec.msgpack.decode(encode(Done(7, 1, 0.5, version=said.Version(4, 9))))
-    assert decode_answer(msgspec.msgpack.encode([*later, "more"])) == Done(7, 1, 0.5, version=said.Version(4, 9))
+    assert decode_answer(msgspec.msgpack.encode([*later, "more"])) == Done(
+        7, 1, 0.5, version=said.Version(4, 9)
+    )

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from farflock.node.model.llama import PRESETS, build, next_token_loss
-from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage, backward_through
+from farflock.node.pipeline.passes.stage import (
+    GradientAccumulator,
+    MicrobatchGradient,
+    Stage,
+    backward_through,
+)
 from farflock.node.run.split import BadSplit, even, split
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=5, tied=False, vocab_size=50)
@@ -51,7 +56,9 @@ def reference(batches):
 
 
 def next_token_loss_64(logits, targets):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
@@ -61,7 +68,8 @@ def test_gradients_are_those_of_the_unsplit_model_through_random_paths(sizes, se
     chance, batches = random.Random(seed), microbatches(7, seed)
     spans = split(CONFIG, sizes)
     stages = [
-        [(Stage(build(CONFIG, 7, span).double()), GradientAccumulator()) for _ in range(REPLICAS)] for span in spans
+        [(Stage(build(CONFIG, 7, span).double()), GradientAccumulator()) for _ in range(REPLICAS)]
+        for span in spans
     ]
     losses = 0.0
     for x, targets in chance.sample(batches, len(batches)):
@@ -101,7 +109,10 @@ def test_what_is_lost_at_one_stage_is_divided_by_what_that_stage_has():
 
 def test_a_backward_pass_leaves_no_trace_in_the_stage():
     stage = Stage(build(CONFIG, 7, range(2, 5)).double())
-    x, targets = torch.randn(2, 8, CONFIG.dim, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.int64)
+    x, targets = (
+        torch.randn(2, 8, CONFIG.dim, dtype=torch.float64),
+        torch.zeros(2, 8, dtype=torch.int64),
+    )
     once, again = stage.backward(x, targets), stage.backward(x, targets)
     assert all(weight.grad is None for weight in stage.model.parameters())
     assert not x.requires_grad
@@ -137,7 +148,12 @@ def test_an_even_split_gives_the_middle_more():
     lengths = [len(span) for span in even(msgspec.structs.replace(CONFIG, layers=11), 4)]
     assert lengths == [3, 3, 3, 2]
     assert [len(span) for span in even(CONFIG, 3)] == [2, 2, 1]
-    assert [len(span) for span in even(msgspec.structs.replace(CONFIG, layers=6), 4)] == [1, 2, 2, 1]
+    assert [len(span) for span in even(msgspec.structs.replace(CONFIG, layers=6), 4)] == [
+        1,
+        2,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,5 +190,7 @@ def test_through_all_stages_at_once_each_has_what_it_has_pass_by_pass(sizes, dty
             taken = total.take()
             assert one.tokens == taken.tokens == x.numel()
             assert one.gradients.keys() == taken.gradients.keys()
-            assert all(torch.equal(one.gradients[name], taken.gradients[name]) for name in taken.gradients)
+            assert all(
+                torch.equal(one.gradients[name], taken.gradients[name]) for name in taken.gradients
+            )
     assert all(weight.grad is None for stage in stages for weight in stage.model.parameters())

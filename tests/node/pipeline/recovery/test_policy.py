@@ -35,7 +35,9 @@ def test_a_lost_stage_takes_a_snapshot_that_is_young_enough():
     chosen = plan(lost(2, snapshots=fresh(2, 101)))
     assert chosen.keys() == {2}
     assert (chosen[2].kind, chosen[2].stages, chosen[2].round) == ("snapshot", (2,), 101)
-    assert chosen[2].reason == "nobody of stage 2 is left; its snapshot of round 101 is 99 rounds old"
+    assert (
+        chosen[2].reason == "nobody of stage 2 is left; its snapshot of round 101 is 99 rounds old"
+    )
 
 
 def test_an_older_one_gives_way_to_the_neighbours_mean():
@@ -60,7 +62,8 @@ def test_two_lost_neighbours_send_everybody_back():
     assert chosen.keys() == set(range(6))
     assert {(entry.kind, entry.round) for entry in chosen.values()} == {("cut", 150)}
     assert (
-        "neighbour mean beside a lost stage: stage 3 is lost too; all stages go back to round 150" in chosen[0].reason
+        "neighbour mean beside a lost stage: stage 3 is lost too; all stages go back to round 150"
+        in chosen[0].reason
     )
 
 
@@ -78,14 +81,20 @@ def test_an_end_is_copied_from_its_neighbour_if_its_own_part_is_held(stage, besi
     assert chosen.reason.endswith(f"copy of stage {beside}, and the exact copy of its {part}")
     without = plan(lost(stage, ends=held[::-1]))[stage]
     assert without.kind == "cut"
-    assert f"neighbour mean of an end stage: nobody has an exact copy of its {part}" in without.reason
+    assert (
+        f"neighbour mean of an end stage: nobody has an exact copy of its {part}" in without.reason
+    )
     assert plan(lost(stage, beside, ends=held))[stage].kind == "cut"
     odd = tuple(1 if here == stage else 2 for here in range(6))
     assert plan(lost(stage, ends=held, layers=odd))[stage].kind == "cut"
 
 
-@pytest.mark.parametrize(("stage", "kind", "read"), [(1, "copy", (2,)), (2, "mean", (1, 3)), (4, "copy", (3,))])
-def test_a_run_that_swaps_copies_its_first_and_last_block_stage_from_their_partners(stage, kind, read):
+@pytest.mark.parametrize(
+    ("stage", "kind", "read"), [(1, "copy", (2,)), (2, "mean", (1, 3)), (4, "copy", (3,))]
+)
+def test_a_run_that_swaps_copies_its_first_and_last_block_stage_from_their_partners(
+    stage, kind, read
+):
     chosen = plan(lost(stage, swapping=True))[stage]
     assert (chosen.kind, chosen.stages) == (kind, read)
     assert plan(lost(stage))[stage].kind == "mean"
@@ -123,7 +132,11 @@ def test_a_description_of_unequally_many_stages_is_refused():
 
 situations = st.builds(
     lambda rows, **more: Situation(100, *(zip(*rows, strict=True)), **more),
-    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.none() | st.integers(0, 100)), min_size=1, max_size=7),
+    st.lists(
+        st.tuples(st.integers(1, 2), st.integers(0, 1), st.none() | st.integers(0, 100)),
+        min_size=1,
+        max_size=7,
+    ),
     ends=st.tuples(st.booleans(), st.booleans()),
     cut=st.integers(0, 100),
     max_age_rounds=st.integers(0, 101),
@@ -144,4 +157,6 @@ def test_a_plan_fills_every_lost_stage_from_what_is_there_and_leaves_the_others_
             assert entry.round == now.snapshots[stage]
             assert now.round - entry.round < now.max_age_rounds
         else:
-            assert all(now.living[read] and now.layers[read] == now.layers[stage] for read in entry.stages)
+            assert all(
+                now.living[read] and now.layers[read] == now.layers[stage] for read in entry.stages
+            )

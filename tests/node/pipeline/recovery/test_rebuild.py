@@ -41,11 +41,16 @@ omegas = st.floats(0, 1e300)
 def tensors_of(span, seed=0):
     """A trained stage's stand-in: every tensor with numbers of its own, norms too."""
     model, chance = build(CONFIG, seed, span), torch.Generator().manual_seed(seed + 97)
-    return {name: x.detach() + torch.randn(x.shape, generator=chance) for name, x in model.named_parameters()}
+    return {
+        name: x.detach() + torch.randn(x.shape, generator=chance)
+        for name, x in model.named_parameters()
+    }
 
 
 def neighbours(before=1.0, after=1.0):
-    return Neighbour(SPANS[0], tensors_of(SPANS[0], 1), before), Neighbour(SPANS[2], tensors_of(SPANS[2], 2), after)
+    return Neighbour(SPANS[0], tensors_of(SPANS[0], 1), before), Neighbour(
+        SPANS[2], tensors_of(SPANS[2], 2), after
+    )
 
 
 def pairs(mean, before, after):
@@ -97,7 +102,8 @@ def test_no_value_is_outside_the_interval_of_the_two(before, after, double):
     here, there = neighbours(before, after)
     if double:
         here, there = (
-            Neighbour(n.span, {name: x.double() for name, x in n.tensors.items()}, n.omega) for n in (here, there)
+            Neighbour(n.span, {name: x.double() for name, x in n.tensors.items()}, n.omega)
+            for n in (here, there)
         )
     for made, one, other in pairs(neighbour_mean(CONFIG, LOST, here, there), here, there):
         assert made.dtype == one.dtype
@@ -105,12 +111,19 @@ def test_no_value_is_outside_the_interval_of_the_two(before, after, double):
         assert bool((made <= torch.maximum(one, other)).all())
 
 
-@given(before=st.floats(1e-6, 1e6), after=st.floats(1e-6, 1e6), factor=st.floats(1e-9, 1e9), power=st.integers(-60, 60))
+@given(
+    before=st.floats(1e-6, 1e6),
+    after=st.floats(1e-6, 1e6),
+    factor=st.floats(1e-9, 1e9),
+    power=st.integers(-60, 60),
+)
 @settings(max_examples=25, deadline=None)
 def test_weights_of_another_scale_change_nothing(before, after, factor, power):
     """Bit for bit where scaling itself is exact; else as exactly as the products are."""
     usual = neighbour_mean(CONFIG, LOST, *neighbours(before, after))
-    assert same(usual, neighbour_mean(CONFIG, LOST, *neighbours(before * 2.0**power, after * 2.0**power)))
+    assert same(
+        usual, neighbour_mean(CONFIG, LOST, *neighbours(before * 2.0**power, after * 2.0**power))
+    )
     scaled = neighbour_mean(CONFIG, LOST, *neighbours(before * factor, after * factor))
     for name, x in usual.items():
         torch.testing.assert_close(scaled[name], x, rtol=1e-6, atol=1e-6)
@@ -118,12 +131,18 @@ def test_weights_of_another_scale_change_nothing(before, after, factor, power):
 
 def test_stages_that_write_into_one_subspace_have_a_mean_that_does():
     """Rule 5 of specs 10.3: what all columns lie in is kept."""
-    basis = torch.linalg.qr(torch.randn(CONFIG.dim, 5, generator=torch.Generator().manual_seed(3)).double())[0]
+    basis = torch.linalg.qr(
+        torch.randn(CONFIG.dim, 5, generator=torch.Generator().manual_seed(3)).double()
+    )[0]
     before, after = neighbours(1.0, 2.5)
     inside = []
     for beside in (before, after):
         tensors = {name: x.double() for name, x in beside.tensors.items()}
-        tensors |= {name: basis @ (basis.T @ x) for name, x in tensors.items() if name.endswith("o_proj.weight")}
+        tensors |= {
+            name: basis @ (basis.T @ x)
+            for name, x in tensors.items()
+            if name.endswith("o_proj.weight")
+        }
         inside.append(Neighbour(beside.span, tensors, beside.omega))
     for name, made in neighbour_mean(CONFIG, LOST, *inside).items():
         if name.endswith("o_proj.weight"):
@@ -143,7 +162,9 @@ def test_making_a_stage_changes_nothing_of_another_stage():
 
 @pytest.mark.parametrize("lost", [SPANS[0], SPANS[2], range(6)])
 def test_an_end_stage_has_no_mean(lost):
-    with pytest.raises(Unrecoverable, match=r"^neighbour mean of an end stage: layers .* copy that one's layers if"):
+    with pytest.raises(
+        Unrecoverable, match=r"^neighbour mean of an end stage: layers .* copy that one's layers if"
+    ):
         neighbour_mean(CONFIG, lost, *neighbours())
 
 
@@ -151,14 +172,19 @@ def test_an_end_stage_has_no_mean(lost):
 def test_a_lost_neighbour_is_refused(gone):
     beside = list(neighbours())
     beside[gone] = None
-    with pytest.raises(Unrecoverable, match=r"^neighbour mean beside a lost stage: layers 2 to 3 .*roll back"):
+    with pytest.raises(
+        Unrecoverable, match=r"^neighbour mean beside a lost stage: layers 2 to 3 .*roll back"
+    ):
         neighbour_mean(CONFIG, LOST, *beside)
 
 
 def test_stages_of_unequally_many_layers_are_refused():
     first, lost, last = split(CONFIG, [2, 3, 1])
     beside = Neighbour(first, tensors_of(first)), Neighbour(last, tensors_of(last))
-    with pytest.raises(Unrecoverable, match=r"^neighbour mean of unequal stages: 2 layers \(0 to 1\) for 3 \(2 to 4\)"):
+    with pytest.raises(
+        Unrecoverable,
+        match=r"^neighbour mean of unequal stages: 2 layers \(0 to 1\) for 3 \(2 to 4\)",
+    ):
         neighbour_mean(CONFIG, lost, *beside)
 
 
@@ -172,12 +198,17 @@ UP = "model.layers.5.mlp.up_proj.weight"
         (torch.zeros(3, 3), r"unequal stages: .* has shape \(3, 3\), the lost one \(48, 24\)"),
         (torch.zeros(48, 24, dtype=torch.int64), "something else than finite numbers"),
         (torch.full((48, 24), math.nan), "something else than finite numbers"),
-        (torch.zeros(48, 24, dtype=torch.float64), r"unequal stages: .*torch\.float32 and of torch\.float64"),
+        (
+            torch.zeros(48, 24, dtype=torch.float64),
+            r"unequal stages: .*torch\.float32 and of torch\.float64",
+        ),
     ],
 )
 def test_what_a_neighbour_gives_is_looked_at(broken, reason):
     before, after = neighbours()
-    tensors = {name: x for name, x in after.tensors.items() if name != UP} | ({} if broken is None else {UP: broken})
+    tensors = {name: x for name, x in after.tensors.items() if name != UP} | (
+        {} if broken is None else {UP: broken}
+    )
     with pytest.raises(Unrecoverable, match=reason):
         neighbour_mean(CONFIG, LOST, before, Neighbour(after.span, tensors, 1.0))
 
@@ -204,7 +235,9 @@ def test_a_partner_is_copied_under_the_lost_stages_names():
     partner = Neighbour(SPANS[2], tensors_of(SPANS[2], 2))
     made = partner_copy(CONFIG, LOST, partner)
     assert made.keys() == names_of(CONFIG, LOST)
-    assert same(moved(CONFIG, LOST, SPANS[2], made), moved(CONFIG, SPANS[2], SPANS[2], partner.tensors))
+    assert same(
+        moved(CONFIG, LOST, SPANS[2], made), moved(CONFIG, SPANS[2], SPANS[2], partner.tensors)
+    )
 
 
 @pytest.mark.parametrize(("lost", "beside"), [(SPANS[0], SPANS[1]), (SPANS[2], SPANS[1])])
@@ -213,7 +246,9 @@ def test_an_end_stage_is_its_neighbours_layers_and_its_own_ends_bit_for_bit(tmp_
     own = tensors_of(lost, 5)
     kept = EndCopy.of(7, own)
     folder = checkpoint.save(tmp_path, 7, {"ends": kept.tensors}, {})
-    own["model.embed_tokens.weight" if lost.start == 0 else "lm_head.weight"].add_(1.0)  # one step later
+    own["model.embed_tokens.weight" if lost.start == 0 else "lm_head.weight"].add_(
+        1.0
+    )  # one step later
     back = EndCopy(7, kept.digest, checkpoint.load(folder).parts["ends"]).restored()
     made = partner_copy(CONFIG, lost, Neighbour(beside, tensors_of(beside, 3)), back)
     assert made.keys() == names_of(CONFIG, lost)
@@ -237,7 +272,9 @@ def test_an_end_that_is_not_what_its_hash_says_is_refused():
 @pytest.mark.parametrize("ends", [None, {"lm_head.weight": torch.zeros(50, 24)}])
 def test_an_end_without_its_exact_copy_is_refused(ends):
     with pytest.raises(Unrecoverable, match=r"model\.(norm|embed_tokens)\.weight is missing"):
-        partner_copy(CONFIG, SPANS[2] if ends else SPANS[0], Neighbour(LOST, tensors_of(LOST)), ends)
+        partner_copy(
+            CONFIG, SPANS[2] if ends else SPANS[0], Neighbour(LOST, tensors_of(LOST)), ends
+        )
 
 
 def test_the_rate_is_bumped_at_first_and_bumps_do_not_multiply():
@@ -268,7 +305,9 @@ def test_a_replica_of_a_made_stage_has_zero_moments_and_counts_steps_from_zero()
     replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "grad")
     replica.inner_step(bumped_rate(1e-2, 0))
     for name, x in replica.read(replica.names, "param").items():
-        torch.testing.assert_close(x, made[name] - 1.1e-2, rtol=0, atol=1e-6)  # Adam's first step is the rate itself
+        torch.testing.assert_close(
+            x, made[name] - 1.1e-2, rtol=0, atol=1e-6
+        )  # Adam's first step is the rate itself
 
 
 def walked(stages, order, x, targets):
@@ -292,7 +331,9 @@ def test_a_swapped_microbatchs_gradient_is_that_of_the_reordered_model():
     stages = [Stage(build(config, 4, span).double()) for span in spans]
     order = policy.stage_order(Microbatch(0, 1, 0))
     assert order == (0, 2, 1, 4, 3, 5)
-    tokens = torch.randint(0, config.vocab_size, (3, 10), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab_size, (3, 10), generator=torch.Generator().manual_seed(0)
+    )
     x, targets = tokens[:, :-1], tokens[:, 1:]
     asked = walked(stages, order, x, targets)
 

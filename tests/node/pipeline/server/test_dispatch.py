@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from farflock.compression.activation_catalog import activation_codec
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.passes.edges import Edges
-from farflock.node.pipeline.passes.requests import Backward, Confirm, Forward, Refused, Revoke, decode_answer, encode
+from farflock.node.pipeline.passes.requests import (
+    Backward,
+    Confirm,
+    Forward,
+    Refused,
+    Revoke,
+    decode_answer,
+    encode,
+)
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
@@ -18,7 +26,9 @@ from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.peer.call_server import CallReply
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 
 
 class Server:
@@ -39,7 +49,12 @@ DISPATCH = Dispatch({stage: Server(stage) for stage in (1, 2, 5)})
 
 def test_each_kind_of_call_goes_to_the_server_of_its_stage():
     for stage in (1, 2, 5):
-        requests = Forward(3, stage, 0, 7), Backward(3, stage, 0, 7, 1), Confirm(3, stage, 1), Revoke(3, stage, 1)
+        requests = (
+            Forward(3, stage, 0, 7),
+            Backward(3, stage, 0, 7, 1),
+            Confirm(3, stage, 1),
+            Revoke(3, stage, 1),
+        )
         for request in map(encode, requests):
             assert DISPATCH.admit("caller", request, (9,)) == f"{stage} caller (9,)".encode()
             reply = asyncio.run(DISPATCH.serve("caller", request, (b"x",)))
@@ -61,7 +76,10 @@ def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
     given = EdgeEnds(edges), ServerTerms(), None
     server = StageServer(1, stage, *given, life=7, applied=lambda: 0, versions=WeightVersions())
     dispatch = Dispatch({1: server})
-    for request, why in ((b"\xff", ""), (encode(Forward(3, 4, 0, 7)), "this peer serves stage 1, not 4")):
+    for request, why in (
+        (b"\xff", ""),
+        (encode(Forward(3, 4, 0, 7)), "this peer serves stage 1, not 4"),
+    ):
         answer = decode_answer(dispatch.admit("caller", request, ()))
         assert isinstance(answer, Refused)
         assert why in answer.why
@@ -71,4 +89,6 @@ def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
 def test_a_node_that_serves_no_passes_says_why_to_whatever_comes(request):
     closed = Closed("it is free")
     assert decode_answer(closed.admit("caller", request, ())) == Refused("it is free")
-    assert asyncio.run(closed.serve("caller", request, ())) == CallReply(encode(Refused("it is free")))
+    assert asyncio.run(closed.serve("caller", request, ())) == CallReply(
+        encode(Refused("it is free"))
+    )

@@ -68,4 +68,6 @@ def test_whatever_happens_nothing_is_lost_doubled_or_overtaken():
         taken += [job for jobs in drained(queue) for job in jobs]
         assert sorted(taken) == sorted(put)
         for kind in (False, True):
-            assert [job for job in taken if job[0] is kind] == [job for job in put if job[0] is kind]
+            assert [job for job in taken if job[0] is kind] == [
+                job for job in put if job[0] is kind
+            ]

@@ -41,7 +41,9 @@ from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.messages import CodecId
 from farflock.swarm.sim.virtual_time import run_virtual
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 SPANS = even(MODEL, 3)
 LIFE, EPOCH, TOKENS = 77, 5, 8
 PASS_S = 0.5
@@ -58,7 +60,9 @@ class Bench:
         self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
         self.index, self.applied, self.passes = index, EPOCH, []
         self.terms = ServerTerms(**{"lease_s": 20.0, **terms})
-        self.versions = self.versioned(versions, self.terms.staleness) if versions else WeightVersions()
+        self.versions = (
+            self.versioned(versions, self.terms.staleness) if versions else WeightVersions()
+        )
         self.server = self.made()
 
     def made(self):
@@ -75,7 +79,14 @@ class Bench:
 
     def versioned(self, keep, bound):
         inner = torch.optim.SGD(self.stage.model.parameters(), 0.1)
-        return Versions(self.stage.model, inner, Asynchronous(keep), bound, lambda: self.applied, lambda: self.marks)
+        return Versions(
+            self.stage.model,
+            inner,
+            Asynchronous(keep),
+            bound,
+            lambda: self.applied,
+            lambda: self.marks,
+        )
 
     def apply_round(self, noted=b""):
         """A round changes the weights."""
@@ -106,7 +117,9 @@ class Bench:
     # what a trainer has of a microbatch
 
     def tokens(self, number):
-        return torch.randint(0, MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(number))
+        return torch.randint(
+            0, MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(number)
+        )
 
     def values(self, number, salt):
         generator = torch.Generator().manual_seed(1000 * number + salt)
@@ -186,16 +199,32 @@ def served(index=1, **options):
 # What is refused before anything is fetched.
 
 REFUSED = {
-    "another stage": (1, lambda b: (Forward(1, 2, 1, EPOCH), b.forward(1)[1]), "serves stage 1, not 2"),
+    "another stage": (
+        1,
+        lambda b: (Forward(1, 2, 1, EPOCH), b.forward(1)[1]),
+        "serves stage 1, not 2",
+    ),
     "tokens for a later stage": (1, lambda b: b.forward(1, source=-1), "takes no output of -1"),
     "its own output": (1, lambda b: b.forward(1, source=1), "takes no output of 1"),
-    "an activation for the first stage": (0, lambda b: b.forward(1, source=2), "takes no output of 2"),
+    "an activation for the first stage": (
+        0,
+        lambda b: b.forward(1, source=2),
+        "takes no output of 2",
+    ),
     "no payloads": (1, lambda b: (b.forward(1)[0], []), "payloads of"),
     "too few of them": (1, lambda b: (b.backward(1)[0], b.forward(1)[1]), "payloads of"),
     "too many of them": (1, lambda b: (b.forward(1)[0], b.backward(1)[1]), "payloads of"),
-    "one that is too large": (1, lambda b: (b.forward(1)[0], [bytes(TOKENS), bytes(8 * TOKENS * 8 + 1)]), "at most"),
+    "one that is too large": (
+        1,
+        lambda b: (b.forward(1)[0], [bytes(TOKENS), bytes(8 * TOKENS * 8 + 1)]),
+        "at most",
+    ),
     "more tokens than there are": (0, lambda b: (b.forward(1)[0], [bytes(TOKENS + 1)]), "at most"),
-    "a gradient instead of targets": (2, lambda b: (b.backward(1)[0], [*b.forward(1)[1], bytes(512)]), "at most"),
+    "a gradient instead of targets": (
+        2,
+        lambda b: (b.backward(1)[0], [*b.forward(1)[1], bytes(512)]),
+        "at most",
+    ),
     "a confirmation with payloads": (1, lambda b: (Confirm(1, 1, 1), [b"x"]), "payloads with it"),
     "a revocation with payloads": (1, lambda b: (Revoke(1, 1, 1), [b"x"]), "payloads with it"),
 }
@@ -213,7 +242,12 @@ def test_what_makes_no_sense_is_refused_and_says_why(index, made, why):
 @pytest.mark.parametrize("index", range(3))
 def test_what_makes_sense_is_admitted(index):
     bench = Bench(index)
-    for request in (bench.forward(1), bench.backward(1), (Confirm(1, index, 1),), (Revoke(1, index, 1),)):
+    for request in (
+        bench.forward(1),
+        bench.backward(1),
+        (Confirm(1, index, 1),),
+        (Revoke(1, index, 1),),
+    ):
         assert bench.admit(*request) is None
 
 
@@ -222,7 +256,9 @@ def test_what_makes_sense_is_admitted(index):
 def test_a_codec_that_is_not_read_here_is_foreign_and_those_that_are_are_named(which, named):
     bench = Bench(others=("int8",))
     for made in (bench.forward, bench.backward):
-        assert bench.admit(*made(1, **{which: named})) == Foreign((CodecId("raw,raw", 1), CodecId("int8,int8", 1)))
+        assert bench.admit(*made(1, **{which: named})) == Foreign(
+            (CodecId("raw,raw", 1), CodecId("int8,int8", 1))
+        )
     assert bench.server.served["foreign"] == 2
 
 
@@ -237,7 +273,9 @@ async def test_each_edge_has_the_codec_that_the_request_names(bench):
     request, (tokens, _, outside) = bench.backward(2, came=int8, sends=raw)
     answer, (gradient,) = await bench.ask(request, (tokens, coded, outside))
     assert isinstance(answer, Done)
-    assert len(gradient) == bench.edges.max_bytes("backward", int8), "it goes back as its input came"
+    assert len(gradient) == bench.edges.max_bytes("backward", int8), (
+        "it goes back as its input came"
+    )
     too_large = await bench.ask(bench.forward(3, came=int8)[0], bench.forward(3)[1])
     assert "at most" in too_large[0].why, "each payload is bounded by its own codec"
 
@@ -248,11 +286,15 @@ def test_bytes_that_are_no_request_are_refused(raw):
     assert "not a request to a stage" in refusal.why
 
 
-@pytest.mark.parametrize(("away", "stale"), [(-2, True), (-1, False), (0, False), (1, False), (2, False)])
+@pytest.mark.parametrize(
+    ("away", "stale"), [(-2, True), (-1, False), (0, False), (1, False), (2, False)]
+)
 def test_a_forward_pass_of_too_old_a_round_is_stale_and_hears_which_one_it_is(away, stale):
     bench = Bench(staleness=1)
     assert bench.admit(*bench.forward(1, epoch=EPOCH + away)) == (Stale(EPOCH) if stale else None)
-    assert bench.admit(*bench.backward(1, epoch=EPOCH + away)) is None, "it has begun, so it is to end"
+    assert bench.admit(*bench.backward(1, epoch=EPOCH + away)) is None, (
+        "it has begun, so it is to end"
+    )
 
 
 def test_where_the_queue_is_full_both_kinds_are_busy_each_for_itself():
@@ -265,7 +307,9 @@ def test_where_the_queue_is_full_both_kinds_are_busy_each_for_itself():
         asked += [asyncio.create_task(bench.ask(*bench.backward(number))) for number in range(2)]
         await asyncio.sleep(0)
         assert bench.admit(*bench.backward(5)) == Busy()
-        assert bench.admit(*bench.backward(1, attempt=2)) is None, "what waits already takes no more room"
+        assert bench.admit(*bench.backward(1, attempt=2)) is None, (
+            "what waits already takes no more room"
+        )
         for task in asked:
             task.cancel()
 
@@ -277,7 +321,10 @@ def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come
         bench = Bench(queue=1, places=9)
         requests = [bench.backward(1), bench.backward(2), bench.forward(3), bench.forward(4)]
         assert [bench.admit(*request) for request in requests] == [None] * 4
-        asked = [asyncio.create_task(bench.server.serve("t", encode(said), tuple(sent))) for said, sent in requests]
+        asked = [
+            asyncio.create_task(bench.server.serve("t", encode(said), tuple(sent)))
+            for said, sent in requests
+        ]
         await asyncio.sleep(0.1)
         late = [decode_answer(asked[number].result().body) for number in (1, 3)]
         assert late == [Busy(), Busy()]
@@ -309,7 +356,9 @@ def tag_of(values):
 
 
 @served(codec="aqsgd4,fp32")
-async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_sample_is_by_now(bench):
+async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_sample_is_by_now(
+    bench,
+):
     first, second = (bench.values(number, 1)[0].half() for number in (1, 2))
     answer, (output,) = await bench.ask(*remembered(bench, first))
     assert isinstance(answer, Done)
@@ -334,7 +383,8 @@ async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_
 
 
 @pytest.mark.parametrize(
-    ("codec", "visit"), [("raw", Visit((1,), bytes(8))), ("aqsgd4", None), ("aqsgd4", Visit((1, 2)))]
+    ("codec", "visit"),
+    [("raw", Visit((1,), bytes(8))), ("aqsgd4", None), ("aqsgd4", Visit((1, 2)))],
 )
 def test_samples_are_named_where_they_are_remembered_alone(codec, visit):
     bench = Bench(codec=codec)
@@ -353,7 +403,9 @@ def test_passes_are_those_of_the_stage(index):
         answer, payloads = await bench.ask(*bench.forward(1))
         if index < 2:
             assert (answer.life, answer.took_s) == (LIFE, PASS_S)
-            torch.testing.assert_close(_read(payloads[0]), bench.stage.forward(bench.inside(1)), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                _read(payloads[0]), bench.stage.forward(bench.inside(1)), rtol=0, atol=1e-12
+            )
         answer, payloads = await bench.put_aside(1)
         wanted = bench.stage.backward(bench.inside(1), bench.outside(1))
         assert (answer.life, answer.attempt, answer.took_s) == (LIFE, 1, PASS_S * BACKWARD_COST)
@@ -370,12 +422,16 @@ def _read(payload):
 
 
 @served(together=4)
-async def test_forward_passes_that_wait_are_one_pass_and_each_has_the_result_that_it_has_alone(bench):
+async def test_forward_passes_that_wait_are_one_pass_and_each_has_the_result_that_it_has_alone(
+    bench,
+):
     answers = await asyncio.gather(*(bench.ask(*bench.forward(number)) for number in range(6)))
     assert bench.passes == [4, 2]
     for number, (answer, payloads) in enumerate(answers):
         assert isinstance(answer, Done)
-        torch.testing.assert_close(_read(payloads[0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            _read(payloads[0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12
+        )
 
 
 @served(together=4)
@@ -388,7 +444,10 @@ async def test_what_cannot_be_read_is_refused_and_those_beside_it_are_not(bench)
     assert [answers[number][0].unread for number in (1, 2)] == [None, "input"]
     for number in (0, 3):
         torch.testing.assert_close(
-            _read(answers[number][1][0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12
+            _read(answers[number][1][0]),
+            bench.stage.forward(bench.inside(number)),
+            rtol=0,
+            atol=1e-12,
         )
 
 
@@ -401,7 +460,8 @@ async def test_a_backward_pass_comes_before_forward_passes_that_wait(bench):
         ends.append((name, answer.waited_s))
 
     await asyncio.gather(
-        *(ask(f"f{number}", bench.forward(number)) for number in range(2)), ask("b", bench.backward(7))
+        *(ask(f"f{number}", bench.forward(number)) for number in range(2)),
+        ask("b", bench.backward(7)),
     )
     back_s = PASS_S * BACKWARD_COST
     assert ends == [("b", 0.0), ("f0", back_s), ("f1", back_s)]
@@ -414,12 +474,18 @@ CORRUPT = {
     "an activation that is no number": (1, b"\xff" * 512, "input"),
     "a short gradient": (2, bytes(8), "gradient"),
     "a gradient that is no number": (2, b"\xff" * 512, "gradient"),
-    "a gradient whose own is infinite": (2, _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)), "gradient"),
+    "a gradient whose own is infinite": (
+        2,
+        _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)),
+        "gradient",
+    ),
 }
 
 
 @pytest.mark.parametrize(("place", "payload", "unread"), CORRUPT.values(), ids=CORRUPT.keys())
-def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behind(place, payload, unread):
+def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behind(
+    place, payload, unread
+):
     @served(places=1)
     async def main(bench):
         request, payloads = bench.backward(1)
@@ -443,7 +509,9 @@ async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
     answer, _ = await bench.ask(request, [payloads[0], huge])
     assert answer == Refused("its gradient is not finite", "gradient")
     await bench.merge(2)
-    assert all(bool(x.isfinite().all()) for x in bench.server.accounts.take().staged.gradients.values())
+    assert all(
+        bool(x.isfinite().all()) for x in bench.server.accounts.take().staged.gradients.values()
+    )
 
 
 # Once, whoever asks how often.
@@ -549,7 +617,9 @@ async def test_gradients_that_are_put_aside_are_as_many_as_there_are_places(benc
     for number in (1, 2):
         await bench.put_aside(number)
     assert (await bench.ask(*bench.backward(3)))[0] == Busy()
-    assert (await bench.ask(*bench.backward(2, attempt=2)))[0].attempt == 2, "this one has its place"
+    assert (await bench.ask(*bench.backward(2, attempt=2)))[0].attempt == 2, (
+        "this one has its place"
+    )
     await bench.say(Confirm(1, 1, 1))
     await bench.put_aside(3)
 
@@ -583,7 +653,9 @@ def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
 
 
 @served()
-async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes_end_its_account(bench):
+async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes_end_its_account(
+    bench,
+):
     server = bench.server
     for number in (1, 2):
         await bench.merge(number)
@@ -601,7 +673,9 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
 
 
 @served(2)
-async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(bench):
+async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(
+    bench,
+):
     server, wanted = bench.server, GradientAccumulator()
     for number in range(1, 8):  # more than there are places
         back = bench.stage.backward(bench.inside(number), bench.outside(number))

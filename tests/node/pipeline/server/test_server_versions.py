@@ -43,14 +43,21 @@ async def test_a_backward_pass_is_that_of_the_weights_that_its_forward_pass_had(
     bench.apply_round()
     bench.apply_round()
     newest = bench.stage.backward(bench.inside(1), bench.outside(1))
-    for number, version, expected in ((1, Version(EPOCH), wanted), (2, None, None), (3, Version(EPOCH + 2), None)):
+    for number, version, expected in (
+        (1, Version(EPOCH), wanted),
+        (2, None, None),
+        (3, Version(EPOCH + 2), None),
+    ):
         done, payloads = await bench.ask(*bench.backward(number, version=version))
         assert done.version == (version or Version(EPOCH + 2))
         if expected is not None:
             assert payloads == (_bytes(expected.input_gradient),)
             assert payloads != (_bytes(newest.input_gradient),)
             staged = bench.server.pending.gradients["t", number].staged
-            assert all(torch.equal(x, expected.staged.gradients[name]) for name, x in staged.gradients.items())
+            assert all(
+                torch.equal(x, expected.staged.gradients[name])
+                for name, x in staged.gradients.items()
+            )
 
 
 @served(versions=2, staleness=2)
@@ -99,7 +106,9 @@ async def test_what_is_too_late_when_its_step_comes_is_left_out_and_named(bench)
 
 
 @served(versions=2, staleness=1)
-async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of_it_is_too_late(bench):
+async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of_it_is_too_late(
+    bench,
+):
     await bench.merge(1)
     bench.apply_round()
     await bench.merge(2)
@@ -121,7 +130,10 @@ async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of
 COLUMNS = Basis.drawn(MODEL.dim, 2, 5).columns_DK
 TABLES = {
     version: Basis(
-        version, COLUMNS, torch.full((MODEL.vocab_size, MODEL.dim), float(version)), torch.empty(0, MODEL.dim)
+        version,
+        COLUMNS,
+        torch.full((MODEL.vocab_size, MODEL.dim), float(version)),
+        torch.empty(0, MODEL.dim),
     )
     for version in (1, 2, 3)
 }
@@ -145,8 +157,12 @@ def in_version(bench, number, version, made):
     inside = torch.randn(1, TOKENS, 2, generator=torch.Generator().manual_seed(number)).double()
     tokens = bench.tokens(number)
     x = TABLES[version].fixed_VD.double()[tokens] + inside @ TABLES[version].exact_DK.T
-    speaker = dataclasses.replace(bench.edges, codec=SubspaceVersions(Subspace(TABLES[version], None, None)))
-    payloads[1] = speaker.output(x, Forward(number, bench.index - 1, bench.index - 2, EPOCH), tokens)
+    speaker = dataclasses.replace(
+        bench.edges, codec=SubspaceVersions(Subspace(TABLES[version], None, None))
+    )
+    payloads[1] = speaker.output(
+        x, Forward(number, bench.index - 1, bench.index - 2, EPOCH), tokens
+    )
     if len(payloads) > 2 and not bench.stage.is_last:
         gradient = bench.values(number, 2)
         payloads[2] = speaker.input_gradient(
@@ -159,7 +175,8 @@ def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_
     async def main():
         async with versioned_bench().running() as bench:
             asked = [
-                bench.ask(*in_version(bench, number, 2 + number % 2, bench.forward(number))) for number in range(4)
+                bench.ask(*in_version(bench, number, 2 + number % 2, bench.forward(number)))
+                for number in range(4)
             ]
             for number, (answer, payloads) in enumerate(await asyncio.gather(*asked)):
                 assert isinstance(answer, Done)
@@ -172,7 +189,9 @@ def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_nothing_is_put_aside(index):
+def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_nothing_is_put_aside(
+    index,
+):
     async def main():
         async with versioned_bench(index).running() as bench:
             if index == 1:

@@ -17,7 +17,9 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.sim.virtual_time import run_virtual
 
-MODEL = ModelConfig(vocab_size=16, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+MODEL = ModelConfig(
+    vocab_size=16, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
+)
 MICROBATCH = 8  # tokens
 
 
@@ -38,7 +40,13 @@ class Group:
     """What the rounds and the tallies of a stage's group say."""
 
     def __init__(self):
-        self.changed, self.others, self.said, self.calls, self.round = asyncio.Event(), 0, [], False, 3
+        self.changed, self.others, self.said, self.calls, self.round = (
+            asyncio.Event(),
+            0,
+            [],
+            False,
+            3,
+        )
 
     def newest(self, name):
         return self.round
@@ -59,7 +67,9 @@ def waiting(main):
     def test():
         async def whole():
             server, group, stopped = Merged(), Group(), []
-            batch = BatchTrigger(server, group, group, "grad/2", 2, 3 * MICROBATCH, stopping=lambda: bool(stopped))
+            batch = BatchTrigger(
+                server, group, group, "grad/2", 2, 3 * MICROBATCH, stopping=lambda: bool(stopped)
+            )
             await main(batch, server, group, lambda: stopped.append(True))
 
         run_virtual(whole())
@@ -81,7 +91,9 @@ def later(after_s, change):
 
 
 @waiting
-async def test_a_step_is_due_once_the_group_has_a_batch_however_little_of_it_is_here(batch, server, group, stop):
+async def test_a_step_is_due_once_the_group_has_a_batch_however_little_of_it_is_here(
+    batch, server, group, stop
+):
     def others_have():
         group.others = 2 * MICROBATCH
         group.changed.set()
@@ -138,7 +150,9 @@ async def test_the_second_step_of_a_round_is_due_with_the_second_batch(batch, se
 
 
 @waiting
-async def test_a_round_that_others_have_called_is_joined_with_whatever_is_here(batch, server, group, stop):
+async def test_a_round_that_others_have_called_is_joined_with_whatever_is_here(
+    batch, server, group, stop
+):
     def call():
         group.calls = True
 
@@ -158,7 +172,9 @@ async def test_who_is_to_stop_waits_for_no_batch(batch, server, group, stop):
 
 
 @waiting
-async def test_the_loop_s_step_runs_when_it_is_due_and_not_at_all_after_the_end(batch, server, group, stop):
+async def test_the_loop_s_step_runs_when_it_is_due_and_not_at_all_after_the_end(
+    batch, server, group, stop
+):
     async def train(work):
         return work()
 
@@ -191,7 +207,9 @@ def training_task(summing, *batches, schedule=None):
 
 def taken(model, value, microbatches, loss=None):
     gradients = {name: torch.full_like(x, value) for name, x in model.named_parameters()}
-    return Taken(MicrobatchGradient(gradients if microbatches else {}, microbatches * MICROBATCH), loss)
+    return Taken(
+        MicrobatchGradient(gradients if microbatches else {}, microbatches * MICROBATCH), loss
+    )
 
 
 def gradients_of(model):
@@ -228,7 +246,11 @@ def test_a_step_of_nothing_leaves_a_gradient_of_zeros(summing):
 
 def test_a_loss_that_is_not_known_is_the_last_one_that_was():
     made, model = training_task(True)
-    made.accounts.batches = [taken(model, 1.0, 1, loss=2.0), taken(model, 0.0, 0), taken(model, 1.0, 1, loss=1.0)]
+    made.accounts.batches = [
+        taken(model, 1.0, 1, loss=2.0),
+        taken(model, 0.0, 0),
+        taken(model, 1.0, 1, loss=1.0),
+    ]
     assert [made.forward_backward(step, Progress(step)) for step in range(3)] == [2.0, 2.0, 1.0]
 
 

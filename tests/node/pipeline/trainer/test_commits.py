@@ -56,7 +56,9 @@ class Tracked:
         assert ledger.replied(place, "server/1", ledger.send(place, "server/1"))
 
     def name(self, *numbers, stages=(0, 1)):
-        self.stage_directory.next_named += [(stage, [("me", number) for number in numbers]) for stage in stages]
+        self.stage_directory.next_named += [
+            (stage, [("me", number) for number in numbers]) for stage in stages
+        ]
         return self.commits.hear(12.5)
 
 

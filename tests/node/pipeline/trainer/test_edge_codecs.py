@@ -79,9 +79,9 @@ class Newer:
     name, scope, digest = "int8,int8", "memoryless", b""
 
     def offers(self, epoch):
-        return activation_codec("int8").offers(epoch)[0].__class__(self.name, 2), *activation_codec("int8").offers(
-            epoch
-        )
+        return activation_codec("int8").offers(epoch)[0].__class__(self.name, 2), *activation_codec(
+            "int8"
+        ).offers(epoch)
 
 
 def test_of_a_codec_that_version_is_spoken_which_both_know():
@@ -117,8 +117,14 @@ def test_who_has_said_nothing_may_be_asked_and_if_nobody_reads_it_anybody_may():
 SOME = st.none() | st.sets(st.sampled_from([INT4, INT8, BF16])).map(tuple)
 
 
-@given(st.lists(SOME, min_size=1, max_size=4), st.lists(SOME, min_size=1, max_size=4), st.none() | st.just(INT8))
-def test_whatever_is_said_the_choice_is_the_first_that_all_read_if_there_is_one(senders, receivers, came):
+@given(
+    st.lists(SOME, min_size=1, max_size=4),
+    st.lists(SOME, min_size=1, max_size=4),
+    st.none() | st.just(INT8),
+)
+def test_whatever_is_said_the_choice_is_the_first_that_all_read_if_there_is_one(
+    senders, receivers, came
+):
     told = {f"s{index}": reads for index, reads in enumerate(senders)}
     told |= {f"r{index}": reads for index, reads in enumerate(receivers)}
     before = servers(*(f"s{index}" for index in range(len(senders))))
@@ -141,5 +147,7 @@ def test_in_a_subspace_the_senders_weights_decide_and_who_lacks_their_version_is
     made = EdgeCodecs(mine, lambda peer, life: told[peer])
     assert made.choose(servers("both"), servers("one"), None) is None
     assert made.unfit(servers("both", "one"), (later,)) == {"one"}
-    assert made.unfit(servers("one"), (later,)) == set(), "it says itself whether that is to come or over"
+    assert made.unfit(servers("one"), (later,)) == set(), (
+        "it says itself whether that is to come or over"
+    )
     assert mine.knows(later), "versions are looked at when a payload is read"

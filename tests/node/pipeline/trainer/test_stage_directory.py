@@ -2,7 +2,12 @@
 
 import collections
 
-from farflock.node.pipeline.trainer.stage_directory import HOPE_S, ServerLife, StageDirectory, StreamName
+from farflock.node.pipeline.trainer.stage_directory import (
+    HOPE_S,
+    ServerLife,
+    StageDirectory,
+    StreamName,
+)
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING
@@ -31,7 +36,9 @@ class Swarm:
 
     def view(self, *members, begins=(0, 0, 0)):
         newest = self.views.newest
-        self.views.views.append(Certified(View(newest.number + 1, newest.hash, begins[0], members, tuple(begins[1:]))))
+        self.views.views.append(
+            Certified(View(newest.number + 1, newest.hash, begins[0], members, tuple(begins[1:])))
+        )
 
     def close(self, stage, number, *keys):
         self.logs[STREAMS[stage].name][number] = (notes.written(keys),)
@@ -202,7 +209,9 @@ def test_places_are_the_views_order_also_of_who_is_gone_until_the_next_view():
     swarm, stage_directory = made(C, A, B, T)
     assert stage_directory.serving().seniority == (("a",), ("c", "b"))
     swarm.dead = {"c"}
-    assert [[server.peer for server in servers] for servers in stage_directory.serving().stages] == [["a"], ["b"]]
+    assert [
+        [server.peer for server in servers] for servers in stage_directory.serving().stages
+    ] == [["a"], ["b"]]
     assert stage_directory.serving().at(1, 0) == "c"
     swarm.view(A, B, T)
     assert (stage_directory.serving().at(1, 0), stage_directory.serving().at(1, 1)) == ("b", None)

@@ -42,10 +42,14 @@ World, saying, silence, trained, stages_of, STAGES, TOKENS, EPOCH, LIFE = (
 
 
 @trained()
-async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_all_stages_name_it(world):
+async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_all_stages_name_it(
+    world,
+):
     await world.merged()
     assert world.trainer.inputs.counts == {}
-    assert stages_of(world.asked(Forward)) == [0, 1], "the last stage's own pass is part of its way back"
+    assert stages_of(world.asked(Forward)) == [0, 1], (
+        "the last stage's own pass is part of its way back"
+    )
     assert stages_of(world.asked(Backward)) == [2, 1, 0]
     assert sorted(stages_of(world.asked(Confirm))) == [0, 1, 2]
     assert {entry.request.epoch for entry in world.asked(Forward, Backward)} == {EPOCH}
@@ -120,7 +124,9 @@ def test_whoever_brings_nothing_is_passed_by(kind, answer):
         asked = world.asked(kind, stage=1)
         assert asked[0].payloads == asked[1].payloads
         assert len(asked) == 2
-        assert len(world.asked(kind)) == (3 if kind is Forward else 4), "the other stages are asked once"
+        assert len(world.asked(kind)) == (3 if kind is Forward else 4), (
+            "the other stages are asked once"
+        )
         if kind is Backward:
             assert [entry.request.attempt for entry in asked] == [1, 2]
 
@@ -132,7 +138,9 @@ async def test_after_silence_somebody_else_is_asked_and_only_its_gradient_is_con
     world.script("1a", Backward, silence)
     await world.merged()
     assert [entry.peer for entry in world.asked(Backward, stage=1)] == ["1a", "1b"]
-    assert [(entry.peer, entry.request.attempt) for entry in world.asked(Confirm, stage=1)] == [("1b", 2)]
+    assert [(entry.peer, entry.request.attempt) for entry in world.asked(Confirm, stage=1)] == [
+        ("1b", 2)
+    ]
     assert ("1a", "deadline", 2.5) in world.results
 
 
@@ -164,7 +172,9 @@ async def test_a_confirmation_is_repeated_till_it_is_answered_and_not_after_that
     await asyncio.sleep(3 * CONFIRM_TIMEOUT_S)
     assert len(world.asked(Confirm)) == STAGES + 3
     assert len(world.asked(Backward)) == STAGES
-    assert {size for peer, _, size in world.results} == {1.0, 2.5}, "a confirmation says nothing of a server's speed"
+    assert {size for peer, _, size in world.results} == {1.0, 2.5}, (
+        "a confirmation says nothing of a server's speed"
+    )
 
 
 @trained()
@@ -172,7 +182,9 @@ async def test_what_a_server_does_not_have_any_more_is_asked_for_again_and_the_r
     world.script("1a", Confirm, saying(Unknown()))
     await world.merged(STAGES + 1)
     asked = world.asked(Backward, stage=1)
-    assert [entry.request.attempt for entry in asked] == [1, 3], "nothing that is still on its way counts"
+    assert [entry.request.attempt for entry in asked] == [1, 3], (
+        "nothing that is still on its way counts"
+    )
     assert asked[0].payloads == asked[1].payloads
     assert asked[0].request.epoch == asked[1].request.epoch
     assert len(world.asked(Forward, Backward)) == 2 + 3 + 1
@@ -208,7 +220,9 @@ async def test_what_a_round_named_before_its_server_left_is_not_asked_again(worl
 
 
 @trained()
-async def test_who_is_gone_is_not_asked_to_confirm_but_waited_for_until_its_last_rounds_are_known(world):
+async def test_who_is_gone_is_not_asked_to_confirm_but_waited_for_until_its_last_rounds_are_known(
+    world,
+):
     world.script("1a", Confirm, silence)
     await world.until(lambda: world.asked(Confirm, stage=1))
     world.order[1] = ["1b"]

@@ -56,7 +56,10 @@ async def test_what_a_stage_cannot_read_begins_anew_in_what_it_can(world):
 
     world.script("1a", Forward, foreign)
     await world.merged()
-    said = [(entry.request.stage, entry.request.came, entry.request.sends) for entry in world.asked(Forward)]
+    said = [
+        (entry.request.stage, entry.request.came, entry.request.sends)
+        for entry in world.asked(Forward)
+    ]
     assert said == [(0, None, RAW), (1, RAW, RAW), (0, None, INT8), (1, INT8, INT8)]
 
 
@@ -67,7 +70,9 @@ def test_what_no_server_can_read_on_the_way_back_is_dropped_at_the_stages_that_i
         for peer in ("1a", "1b"):
             world.script(peer, Backward, *[foreign] * ATTEMPTS_PER_SERVER)
         await world.until(lambda: world.trainer.commits.dropped)
-        assert len(world.asked(Backward, stage=1)) == 2 * ATTEMPTS_PER_SERVER, "each of both was asked again"
+        assert len(world.asked(Backward, stage=1)) == 2 * ATTEMPTS_PER_SERVER, (
+            "each of both was asked again"
+        )
         assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
 
     main()

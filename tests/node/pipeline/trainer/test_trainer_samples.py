@@ -31,7 +31,11 @@ AQSGD = {"codec": "aqsgd8,fp32", "kept": 9}
 
 def kinds(world, kind, number):
     """In which kinds the inputs of this microbatch went, by stage, as often as they were sent."""
-    asked = [entry for entry in world.asked(kind) if entry.request.number == number and entry.request.stage]
+    asked = [
+        entry
+        for entry in world.asked(kind)
+        if entry.request.number == number and entry.request.stage
+    ]
     return [(entry.request.stage, entry.payloads[1][0]) for entry in asked]
 
 
@@ -44,7 +48,9 @@ async def test_the_first_visit_of_a_sample_goes_whole_and_later_ones_as_what_cha
     assert kinds(world, Backward, 3) == [(2, DIFFERENCE), (1, HELD)]
     first, third = (world.asked(Forward, stage=0)[number].request.visit for number in (0, 2))
     assert (first.samples, first.held) == ((0,), bytes(8))
-    assert third.held == world.asked(Forward, stage=1)[0].payloads[1][9:17], "the tag of what came then"
+    assert third.held == world.asked(Forward, stage=1)[0].payloads[1][9:17], (
+        "the tag of what came then"
+    )
     assert all(entry.request.visit.held == b"" for entry in world.asked(Backward))
     visits = world.trainer.inputs.counts
     assert (visits["whole samples"], visits["not held"]) == (4, 0), "two samples, out of two stages"
@@ -59,12 +65,18 @@ def test_a_server_that_lacks_what_is_meant_gets_it_whole_at_once_and_later_the_c
         world.memories.pop("1a")
         await world.merged(6 * STAGES)
         assert kinds(world, Forward, 2) == [(1, DIFFERENCE), (1, KEPT)]
-        assert kinds(world, Backward, 2) == [(2, KEPT), (1, HELD)], "1a has forgotten what it sent, too"
+        assert kinds(world, Backward, 2) == [(2, KEPT), (1, HELD)], (
+            "1a has forgotten what it sent, too"
+        )
         assert kinds(world, Forward, 4) == [(1, DIFFERENCE)]
         world.memories.pop("2a")
         await world.merged(8 * STAGES)
         assert kinds(world, Backward, 6) == [(2, DIFFERENCE), (2, KEPT), (1, HELD)]
-        attempts = [entry.request.attempt for entry in world.asked(Backward, stage=2) if entry.request.number == 6]
+        attempts = [
+            entry.request.attempt
+            for entry in world.asked(Backward, stage=2)
+            if entry.request.number == 6
+        ]
         assert attempts == [1, 2], "another attempt"
 
     main()
@@ -83,7 +95,9 @@ def test_who_lacks_what_was_sent_whole_is_not_asked_again_at_once():
     main()
 
 
-@pytest.mark.parametrize("bad", [b"", bytes([HELD]) + bytes(16), bytes([DIFFERENCE]) + bytes(100), bytes(3000)])
+@pytest.mark.parametrize(
+    "bad", [b"", bytes([HELD]) + bytes(16), bytes([DIFFERENCE]) + bytes(100), bytes(3000)]
+)
 def test_an_output_that_nobody_encodes_is_asked_for_again(bad):
     @trained(**AQSGD)
     async def main(world):
@@ -111,8 +125,14 @@ def test_another_server_gets_the_same_activation_whole_also_for_a_backward_pass_
     async def main(world):
         world.script("1a", Backward, saying(Refused("no")))
         await world.merged()
-        asked = [(entry.peer, entry.payloads[1]) for entry in world.asked(Forward, Backward, stage=1)]
-        assert [(peer, payload[0]) for peer, payload in asked[:3]] == [("1a", KEPT), ("1a", HELD), ("1b", KEPT)]
+        asked = [
+            (entry.peer, entry.payloads[1]) for entry in world.asked(Forward, Backward, stage=1)
+        ]
+        assert [(peer, payload[0]) for peer, payload in asked[:3]] == [
+            ("1a", KEPT),
+            ("1a", HELD),
+            ("1b", KEPT),
+        ]
         assert asked[0][1] == asked[2][1]
 
     main()

@@ -52,7 +52,9 @@ def with_versions(*scripts, **terms):
 
 
 @with_versions()
-async def test_a_backward_pass_names_the_weights_of_its_forward_pass_also_when_it_is_asked_for_again(world):
+async def test_a_backward_pass_names_the_weights_of_its_forward_pass_also_when_it_is_asked_for_again(
+    world,
+):
     await world.merged()
     assert [entry.request.version for entry in world.asked(Backward)] == [None, OLD, OLD]
     world.gone += [(stage, f"{stage}a/{LIFE}") for stage in range(STAGES)]
@@ -98,7 +100,9 @@ def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_the
 
 
 @trained()
-async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stages_that_it_cannot_reach(world):
+async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stages_that_it_cannot_reach(
+    world,
+):
     """A codec's version, that is: no pass names weights."""
     world.script("1a", Backward, saying(Gone(EPOCH + 9, late=True)))
     await world.until(lambda: world.trainer.commits.dropped)

@@ -29,17 +29,24 @@ class Slow:
         self.items, self.held, self.corrupt, self.said = [], set(), set(), {}
 
     def rivals(self, index):
-        return sorted((entry for entry in self.items if entry.index == index), key=lambda entry: entry.digest)
+        return sorted(
+            (entry for entry in self.items if entry.index == index), key=lambda entry: entry.digest
+        )
 
     def prefix(self, index):
-        return next((entry.digest[:8] for entry in self.rivals(index) if entry.digest in self.held), bytes(8))
+        return next(
+            (entry.digest[:8] for entry in self.rivals(index) if entry.digest in self.held),
+            bytes(8),
+        )
 
     def agreed(self):
         found = {}
         for index in range(PLACES):
             for entry in self.rivals(index):
                 prefix = entry.digest[:8]
-                said = {m for m, text in self.said.items() if text[8 * index : 8 * index + 8] == prefix} | {ME}
+                said = {
+                    m for m, text in self.said.items() if text[8 * index : 8 * index + 8] == prefix
+                } | {ME}
                 if entry.digest in self.held and is_quorum(said, MEMBERS):
                     found[index] = entry
                     break
@@ -74,7 +81,9 @@ def step(chance, quick, slow):
                 slow.corrupt.add(name)
         case 3:
             member = chance.choice([0, 2, 3])
-            prefixes = b"".join(digest(chance.randrange(8))[:8] for _ in range(chance.randrange(PLACES + 2)))
+            prefixes = b"".join(
+                digest(chance.randrange(8))[:8] for _ in range(chance.randrange(PLACES + 2))
+            )
             quick.hear(member, prefixes)
             slow.said[member] = prefixes
 
@@ -93,7 +102,9 @@ def test_the_version_changes_with_what_is_agreed_and_only_then():
     availability.add(item(0, 3))
     assert availability.version == 0
     availability.hold(digest(3))
-    assert (availability.version, list(availability.agreed)) == (1, [0]), "the senior member of two is a quorum"
+    assert (availability.version, list(availability.agreed)) == (1, [0]), (
+        "the senior member of two is a quorum"
+    )
     availability.hold(digest(3))
     availability.hear(1, digest(3)[:8])
     assert availability.version == 1

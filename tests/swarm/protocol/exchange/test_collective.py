@@ -12,7 +12,12 @@ import pytest
 
 from farflock.swarm.messages import Holds, Key, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list, last_shards
+from farflock.swarm.protocol.exchange.close_list import (
+    CloseList,
+    RoundTerms,
+    decode_close_list,
+    last_shards,
+)
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.content import SOFT
 from farflock.swarm.protocol.exchange.mean import LATE_REDUCER, Mean
@@ -60,9 +65,13 @@ class World:
     ):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
-        self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)  # of a trip: long lines are not so by chance
+        self.waits = (
+            (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
+        )  # of a trip: long lines are not so by chance
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
-        self.terms = RoundTerms("gather" if kind == "gather" else "mean", shards, deadline_s, **kinds)
+        self.terms = RoundTerms(
+            "gather" if kind == "gather" else "mean", shards, deadline_s, **kinds
+        )
         self.now_s, self.serial = 0.0, itertools.count()
         self.queue = []
         self.content = {}
@@ -112,7 +121,9 @@ class World:
         if broken:
             self.broken.add(me)
         self.offered[me] = (state, weight)
-        self.event(me, self.machines[me].offer, Offer(KEY, VIEW, digests, sizes, weight, 10 + me, state))
+        self.event(
+            me, self.machines[me].offer, Offer(KEY, VIEW, digests, sizes, weight, 10 + me, state)
+        )
 
     def crash(self, me):
         self.crashed.setdefault(me, self.now_s)
@@ -157,14 +168,18 @@ class World:
                     wait_s = self.chance.uniform(*self.waits) * self.trip_s
                     self.at(self.now_s + wait_s, self.arrive, to, me, message)
                 if self.loss and self.chance.random() < 0.1:
-                    self.at(self.now_s + self.chance.uniform(0.01, 3.0), self.arrive, to, me, message)
+                    self.at(
+                        self.now_s + self.chance.uniform(0.01, 3.0), self.arrive, to, me, message
+                    )
 
     def arrive(self, to, sender, message):
         self.event(to, self.machines[to].receive, sender, message)
 
     def fetch(self, me, wanted, until_s):
         """What the chunk store does: any live holder will do; patience ends after ten seconds."""
-        there = [m for m in wanted.holders() if m not in self.crashed and wanted.digest in self.holds[m]]
+        there = [
+            m for m in wanted.holders() if m not in self.crashed and wanted.digest in self.holds[m]
+        ]
         if wanted.digest in self.holds[me] or there:
             self.holds[me].add(wanted.digest)
             content = json.loads(self.content[wanted.digest])
@@ -179,15 +194,26 @@ class World:
         if me in self.crashed:
             return
         inputs = [(member, json.loads(self.content[digest])) for member, _, digest in wanted.inputs]
-        assert all(digest in self.holds[me] for _, _, digest in wanted.inputs), "reduced what it does not hold"
-        assert all(parts["of"] == member and parts["shard"] == wanted.shard for member, parts in inputs)
+        assert all(digest in self.holds[me] for _, _, digest in wanted.inputs), (
+            "reduced what it does not hold"
+        )
+        assert all(
+            parts["of"] == member and parts["shard"] == wanted.shard for member, parts in inputs
+        )
         good = [member for member, parts in inputs if not parts["broken"]]
         if not good:
             self.event(me, self.machines[me].unreduced, wanted.shard)
             return
         reduced = json.dumps({"members": good, "shard": wanted.shard}).encode()
         rejected = tuple(member for member, parts in inputs if parts["broken"])
-        self.event(me, self.machines[me].reduced, wanted.shard, self.keep(me, reduced), len(reduced), rejected)
+        self.event(
+            me,
+            self.machines[me].reduced,
+            wanted.shard,
+            self.keep(me, reduced),
+            len(reduced),
+            rejected,
+        )
 
     def keep(self, me, content):
         digest = digest_of(content)
@@ -220,12 +246,16 @@ class World:
         decided = {machine.closing.decision.decided for machine in self.machines} - {None}
         assert len(decided) <= 1, "two close lists"
         if is_quorum(self.live, self.n) and not self.orphaned:
-            assert self.all_complete(), f"{[me for me in self.live if not self.machines[me].complete]} wait for ever"
+            assert self.all_complete(), (
+                f"{[me for me in self.live if not self.machines[me].complete]} wait for ever"
+            )
         for me in range(self.n):
             machine = self.machines[me]
             if machine.complete and me in self.contributors:
                 assert all(item.digest in self.holds[me] for item in machine.close.items)
-                assert machine.taken() == tuple(self.is_in(machine.close, me, shard) for shard in range(self.shards))
+                assert machine.taken() == tuple(
+                    self.is_in(machine.close, me, shard) for shard in range(self.shards)
+                )
         if decided:
             self.check_list(self.close)
         if self.terms.witnessed:
@@ -236,11 +266,18 @@ class World:
         """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum lives."""
         for machine in self.machines:
             if machine.closing.decision.accepted and not machine.roster.contributes:
-                close = decode_close_list(machine.closing.decision.accepted[1], self.terms, self.contributors)
-                assert all(item.digest in self.holds[machine.roster.me] for item in last_shards(close, self.shards))
+                close = decode_close_list(
+                    machine.closing.decision.accepted[1], self.terms, self.contributors
+                )
+                assert all(
+                    item.digest in self.holds[machine.roster.me]
+                    for item in last_shards(close, self.shards)
+                )
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
             for item in last_shards(self.close, self.shards):
-                assert any(item.digest in self.holds[me] for me in self.live), "nobody knows any more what counts"
+                assert any(item.digest in self.holds[me] for me in self.live), (
+                    "nobody knows any more what counts"
+                )
 
     @property
     def orphaned(self):
@@ -250,7 +287,9 @@ class World:
         closes = [machine.close for machine in self.machines if machine.close is not None]
         if not closes:
             return not set(self.contributors) & set(self.live)
-        holders = [{me for me in self.live if item.digest in self.holds[me]} for item in closes[0].items]
+        holders = [
+            {me for me in self.live if item.digest in self.holds[me]} for item in closes[0].items
+        ]
         return not all(holders)
 
     def is_in(self, close, member, shard):
@@ -275,7 +314,9 @@ class World:
         assert all(self.offered[member][1] == weight for member, weight in close.members)
         assert close.tokens == PRIOR_TOKENS + sum(10 + member for member in included)
         if self.terms.uniform:
-            assert len({item.mask for item in close.items}) <= 1, "somebody's contribution is in half of the shards"
+            assert len({item.mask for item in close.items}) <= 1, (
+                "somebody's contribution is in half of the shards"
+            )
         if self.terms.kind == "mean" and close.items:
             assert [item.index for item in close.items] == list(range(self.shards))
 
@@ -301,7 +342,9 @@ def test_undisturbed_everybody_is_in_and_it_takes_a_second(kind, n):
 
 
 @KINDS
-def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_no_contribution_of_theirs(kind):
+def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_no_contribution_of_theirs(
+    kind,
+):
     for victim in range(3):
         steps = offering_world(1, kind=kind).run().handled[victim]
         assert steps > 10
@@ -311,7 +354,10 @@ def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_
             world.run()
             others = [me for me in range(3) if me != victim]
             if victim in world.crashed:
-                assert max(world.finished_s[me] for me in others) - world.crashed[victim] < 5.0, (victim, step)
+                assert max(world.finished_s[me] for me in others) - world.crashed[victim] < 5.0, (
+                    victim,
+                    step,
+                )
             assert all(all(world.machines[me].taken()) for me in others), (victim, step)
 
 
@@ -382,7 +428,9 @@ def unlucky_world(seed, kind, *, staged=False, witnessed=False):
 
 @KINDS
 @pytest.mark.parametrize("contributors", [1, 2, 3])
-def test_of_a_stage_its_members_alone_contribute_and_all_others_learn_what_was_decided(kind, contributors):
+def test_of_a_stage_its_members_alone_contribute_and_all_others_learn_what_was_decided(
+    kind, contributors
+):
     for seed in range(10):
         world = offering_world(seed, n=6, kind=kind, voters=6 - contributors).run()
         assert [member for member, _ in world.close.members] == list(range(contributors))
@@ -444,11 +492,15 @@ def test_a_witness_costs_a_round_less_than_half_a_second():
 
 @KINDS
 @pytest.mark.parametrize("trip_s", [1.0, 2.0])
-def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(kind, trip_s):
+def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(
+    kind, trip_s
+):
     """A ballot takes two round trips and more, and a proposer does not wait so long for the one before it."""
     times = []
     for seed in range(20):
-        world = offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=trip_s).run(until_s=300.0)
+        world = offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=trip_s).run(
+            until_s=300.0
+        )
         times.append(max(world.finished_s.values()))
     assert max(times) < 30 * trip_s, times
 
@@ -568,14 +620,18 @@ def test_a_dead_reducers_shards_are_reduced_by_the_next_in_line():
         world = offering_world(10, n=5, shards=10)
         world.at(0.0, world.crash, victim)
         world.run()
-        assert [member for member, _ in world.close.members] == [me for me in range(5) if me != victim]
+        assert [member for member, _ in world.close.members] == [
+            me for me in range(5) if me != victim
+        ]
         assert max(world.finished_s.values()) < 4.0, "one second to notice, then one reduction"
 
 
 def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
     world = offering_world(11)
     hanging = world.machines[1].roster.ordered[0]
-    world.reduce = lambda me, wanted, reduce=world.reduce: None if me == hanging else reduce(me, wanted)
+    world.reduce = lambda me, wanted, reduce=world.reduce: (
+        None if me == hanging else reduce(me, wanted)
+    )
     world.run()
     assert len(world.close.members) == 3
     assert LATE_REDUCER * DEADLINE_S < max(world.finished_s.values()) < DEADLINE_S + 3
@@ -590,14 +646,18 @@ def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadl
         world.offer_at(0.1, me)
     arrive = world.arrive
     world.arrive = lambda to, sender, message: (
-        None if isinstance(message, Offer) and sender == stranger and to != reducer else arrive(to, sender, message)
+        None
+        if isinstance(message, Offer) and sender == stranger and to != reducer
+        else arrive(to, sender, message)
     )
     survivors = {me for me in range(5) if me not in (reducer, stranger)}
     reduced = set()
 
     def fetch(me, wanted, until_s, fetch=world.fetch):
         fetch(me, wanted, until_s)
-        reduced.update({wanted.digest} & set(world.machines[reducer].content.availability.rivals[0]))
+        reduced.update(
+            {wanted.digest} & set(world.machines[reducer].content.availability.rivals[0])
+        )
         if reduced and all(reduced <= world.holds[survivor] for survivor in survivors):
             world.crash(reducer)
             world.crash(stranger)
@@ -640,7 +700,9 @@ def test_the_number_of_messages_grows_with_the_square_of_the_group_and_not_with_
     assert quick < 12 * 4 * 4
     assert messages(7, 0.1)[0] < 12 * 7 * 7
     waited, waited_bytes = messages(4, 8.1)
-    assert waited < quick + 2 * 8 * (4 * 3) * 3, "twice a second each repeats its offer and what it reduced and holds"
+    assert waited < quick + 2 * 8 * (4 * 3) * 3, (
+        "twice a second each repeats its offer and what it reduced and holds"
+    )
     assert waited_bytes < 200_000
 
 
