@@ -7,26 +7,32 @@ VIEW := .venv/view
 TORCH := $(shell grep '^torch==' constraints.txt)
 # One more than the cores that we plan for: tests of real processes wait much.
 WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+COMMIT := $(shell git rev-parse HEAD 2>/dev/null || echo none)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Where bytecode is switched off, each of the hundreds of processes that the tests start would compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check test-long bench imports clean
+.PHONY: demo test check ci-more test-long bench imports clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not long and not ci_more"
 
 check: $(READY) imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not long and not ci_more"
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --hypothesis-profile long -o faulthandler_timeout=0
+	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
+
+# How-tos, tutorials, examples with other libraries, and a tenth of the long tests, which the commit draws.
+ci-more: $(READY)
+	$(PYTEST) -m "long or ci_more" --long-slice "$(COMMIT)" -o faulthandler_timeout=0
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import hypothesis
+import long_slice
 import numpy as np
 import pytest
 
@@ -29,6 +30,19 @@ def pytest_addoption(parser):
         action="store_true",
         help="rewrite tests/golden/*.json with what the code does now",
     )
+    parser.addoption(
+        "--long-slice",
+        metavar="SEED",
+        help="of the long tests, run a tenth that SEED draws, such as a commit's hash",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the slice of the long tests that `--long-slice` asks for."""
+    seed = config.getoption("--long-slice")
+    if seed is not None:
+        items[:], dropped = long_slice.select(seed, items)
+        config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture(autouse=True)
