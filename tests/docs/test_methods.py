@@ -1,12 +1,15 @@
 """The pages of docs/methods/ say what the code says: every method, option, default and stream."""
 
 import dataclasses
+import math
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from farflock.compression.catalog import codec
+from farflock.node.run.manifest import resolve
 from farflock.node.run.sections import OUTERS
 from farflock.node.simulate.chaos_methods import CountingReplica
 from farflock.optimizers.catalog import METHODS, PRESETS
@@ -14,7 +17,9 @@ from farflock.optimizers.method import All, RandomGroups
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "methods"
+PEERS = 4
 SIZES = {f"layers.{number}.weight": 16 * 4096 for number in range(4)}
+LAYER = "layers.0.weight"
 GROUPS = {All: "all", RandomGroups: "a pair"}
 SECTIONS = [
     "Idea",
@@ -80,6 +85,13 @@ def test_the_index_lists_each_method_with_the_equality_of_its_class():
     assert all(name == target for name, target, _ in listed)
 
 
+def test_the_example_of_the_index_is_a_manifest():
+    (example,) = re.findall(r"```toml\n(.*?)```", page("index"), re.S)
+    made = resolve(tomllib.loads(example))
+    assert made.method.name == "diloco"
+    assert made.exchange.codec == "int8"
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_page_names_its_module_and_has_all_sections(name):
     module = METHODS[name].__module__.removeprefix("farflock.").replace(".", "/")
@@ -118,6 +130,49 @@ def test_formulas_and_times_name_options_that_the_method_has(name):
     for _, _, often, formula in rows(section(name, "What a peer sends")):
         named = {*re.findall(r"`(\w+)`", often), *re.findall(r"(\w*codec)\(", formula)}
         assert named <= options_of(METHODS[name]).keys()
+
+
+def codecs_of_fixed_length(name):
+    """Options under which the size of what is sent is proportional to the number of values."""
+    usual = {"codec": "fp16", "return_codec": "bf16", "moment_codec": "bf16", "mask_codec": "fp16"}
+    options = options_of(METHODS[name])
+    return {
+        option: value
+        for option, value in usual.items()
+        if option in options and not str(options[option]).startswith("topk")
+    }
+
+
+def sent(exchange):
+    """The bytes of values that a peer sends in a round of this stream, as tests/sim/test_bytes.py
+    counts them, without the four bytes before each tensor."""
+
+    def size(name):
+        return sum(codec(name).max_bytes(x.numel()) for x in exchange.tensors.values())
+
+    if isinstance(exchange.group, RandomGroups):
+        return size(exchange.codec)
+    if exchange.kind == "gather":
+        return (PEERS - 1) * size(exchange.codec)
+    return (PEERS - 1) / PEERS * (size(exchange.codec) + size(exchange.return_codec))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_formulas_give_the_bytes_of_the_streams(name):
+    method = METHODS[name](**codecs_of_fixed_length(name))
+    streams = method.streams(CountingReplica(0, SIZES, moments=name == "desloc"))
+    values = {option: getattr(method, option) for option in options_of(METHODS[name])}
+    known = {"M": PEERS, "P": sum(SIZES.values()), "P_p": SIZES[LAYER], "L": len(SIZES)}
+    known["ceil"] = math.ceil
+    known |= {"fp32": codec("fp32").max_bytes} | {
+        option: codec(value).max_bytes if option.endswith("codec") else value
+        for option, value in values.items()
+    }
+    formulas = {quoted(row[0]): row[3] for row in rows(section(name, "What a peer sends"))}
+    for one in streams:
+        written = formulas[re.sub(r"\.\d+$", ".P", one.key.stream)]
+        formula = re.split(r", (?:where|or) ", written)[0].replace("·", "*")
+        assert eval(formula, {"__builtins__": {}}, known) == sent(one), written
 
 
 @pytest.mark.parametrize("name", METHODS)
