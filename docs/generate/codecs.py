@@ -90,7 +90,8 @@ def _activations() -> str:
     words.close()
     intro = (
         "Codecs of `pipeline.codec`, for what passes between the stages of a model. A name may"
-        " carry the gradient's codec after a comma (`int4,int4`); left out, it is the one in the table."
+        " carry the gradient's codec after a comma (`int4,int4`); left out, it is the one in the"
+        " table."
         f" `int4 | int8` names several in order of preference, at most {MAX_ALTERNATIVES}: each"
         " edge has the first that both of its ends read."
         " [The activation format](../activation-format.md) defines the payloads.\n\n"
