@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Where bytecode is switched off, each of the hundreds of processes that the tests start would compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check ci-more test-long bench imports clean
+.PHONY: demo test check ci-more test-long bench imports docs clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -37,6 +37,11 @@ ci-more: $(READY)
 bench: $(READY)
 	$(BIN)/farflock bench
 
+docs: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/mkdocs build --strict
+
 # import-linter follows imports only from packages at the root of a search path; here the front door hides the folders
 # behind it. Seen through a folder of links, without the front door, they are the portions of one namespace package.
 imports: $(READY)
@@ -54,5 +59,5 @@ $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
 	touch $(READY)
 
 clean:
-	rm -rf .venv build dist *.egg-info compression/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info compression/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

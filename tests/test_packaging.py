@@ -82,7 +82,8 @@ def test_pinned_versions_cover_what_the_package_needs():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
     project = CONFIG["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["dev"], *extras["docs"]]
     assert {re.split(r"[=<>]", need)[0].lower() for need in needed} <= pinned
 
 

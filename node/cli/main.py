@@ -1,5 +1,6 @@
-"""The command line: a table of commands, each imported only when run, and the one place where
-errors become sentences.
+"""The command line: a table of commands, each imported only when it runs.
+
+This is the one place where errors become sentences and exit codes.
 """
 
 import contextlib
@@ -18,32 +19,41 @@ from farflock import __version__
 from farflock.node.cli.output import Output
 from farflock.node.errors import INTERRUPTED, Terminated, explained
 
-COMMANDS = {
+COMMANDS = {  # name: (module:attribute, short help); nothing is imported until a command runs
     "demo": (
         "farflock.node.cli.commands.demo:command",
-        "A real local swarm: watch it train, lose a peer, recover.",
+        "Watch a swarm train on this machine, lose a peer, and recover.",
     ),
-    "run": ("farflock.node.cli.commands.run:command", "Found a run from a manifest."),
-    "join": ("farflock.node.cli.commands.join:command", "Take part in somebody's run."),
+    "join": ("farflock.node.cli.commands.join:command", "Join a run by its invite."),
+    "leave": (
+        "farflock.node.cli.commands.leave:command",
+        "Stop the node on this machine; it saves first.",
+    ),
+    "run": ("farflock.node.cli.commands.run:command", "Start a new run from a manifest."),
     "status": (
         "farflock.node.cli.commands.status:command",
-        "What the local node does now, and whom it waits for.",
+        "Show what a node is doing, or look at a run.",
     ),
-    "leave": ("farflock.node.cli.commands.leave:command", "End the local node in good order."),
-    "sim": ("farflock.node.cli.commands.sim:command", "The same run on a simulated network."),
+    "generate": ("farflock.node.cli.commands.generate:command", "Sample text from a checkpoint."),
+    "export": (
+        "farflock.node.cli.commands.export:command",
+        "Convert a checkpoint to a Hugging Face folder.",
+    ),
+    "sim": ("farflock.node.cli.commands.sim:command", "Run a manifest on a simulated network."),
     "reproduce": (
         "farflock.experiments.reproduce.command:command",
-        "Papers' claims, put to the test at your scale.",
+        "Re-run experiments from papers and compare.",
     ),
     "bench": (
         "farflock.experiments.bench.command:command",
-        "The scoreboard: what it costs, beside a yardstick.",
+        "Measure speed, memory and bytes against a baseline.",
     ),
-    "export": (
-        "farflock.node.cli.commands.export:command",
-        "A checkpoint as a Hugging Face folder.",
-    ),
-    "generate": ("farflock.node.cli.commands.generate:command", "Sample text from a checkpoint."),
+}
+GROUPS = {  # title in the help: commands
+    "Take part": ("demo", "join", "leave"),
+    "Start and watch a run": ("run", "status"),
+    "Use the model": ("generate", "export"),
+    "Study": ("sim", "reproduce", "bench"),
 }
 
 
@@ -61,18 +71,26 @@ class _Lazy(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short) for name, (_, short) in COMMANDS.items()])
+        column = max(map(len, COMMANDS))  # the same in each group
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(column), COMMANDS[name][1]) for name in names])
 
 
-@click.group(cls=_Lazy)
+@click.group(cls=_Lazy, epilog="First time? Run `farflock demo`.")
 @click.version_option(__version__)
 def cli() -> None:
-    """Train one model together on machines that are far apart."""
+    """Train one model together on machines that are far apart.
+
+    `farflock COMMAND --help` explains a command.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted, 143 terminated."""
+    """Run the command line and exit.
+
+    Exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted, 143 terminated.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     with _signals_raise():
         sys.exit(_run(given, Output("--json" in given)))
@@ -107,20 +125,17 @@ def _run(arguments: list[str], out: Output) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        where = (
-            f" (see `{error.ctx.command_path} --help`)"
-            if isinstance(error, click.UsageError) and error.ctx
-            else ""
-        )
-        return out.failure(f"{error.format_message()}{where}", error.exit_code)
+        return out.failure(_with_help(error), error.exit_code)
     except Terminated as error:
-        return out.failure("asked to end; what was running has been ended", error.exit_code)
+        return out.failure(
+            "asked to stop; everything that was running has stopped", error.exit_code
+        )
     except (click.Abort, KeyboardInterrupt):
-        return out.failure("interrupted; what was running has been ended", INTERRUPTED)
-    except BrokenPipeError:  # the reader has left; Python would complain again when it exits
+        return out.failure("interrupted; everything that was running has stopped", INTERRUPTED)
+    except BrokenPipeError:  # the reader has closed the pipe; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # the border of the program: every error ends as one sentence
+    except Exception as error:  # the edge of the program: every error becomes one sentence
         known = explained(error)
         return (
             out.failure(str(known), known.exit_code)
@@ -129,7 +144,18 @@ def _run(arguments: list[str], out: Output) -> int:
         )
 
 
+def _with_help(error: click.ClickException) -> str:
+    """Return click's sentence, and for wrong usage the command that explains the right one."""
+    sentence = error.format_message().rstrip(".")
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return sentence
+    return f"{sentence}; see `{error.ctx.command_path} --help`"
+
+
 def _unexpected(error: Exception) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="farflock-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
-    return f"unexpected {type(error).__name__}: {error}; this is a fault of ours, please report it with {log.name}"
+    return (
+        f"unexpected {type(error).__name__}: {error}; this is a bug in Farflock,"
+        f" please report it and attach {log.name}"
+    )

@@ -1,6 +1,7 @@
 """The only printer: plain lines for people, one JSON object as the last line for programs.
 
-A terminal gets rich tables and bars, imported only then; files, pipes and logs get plain lines.
+A terminal gets tables and bars from rich, which is imported only then; files, pipes and logs get
+plain lines.
 """
 
 import contextlib
@@ -16,17 +17,20 @@ from farflock.node.errors import INTERRUPTED
 
 
 class Output:
-    """Where a command's words go. With `as_json`, words go to standard error and standard output is JSON alone."""
+    """The output of one command.
+
+    With `as_json`, text goes to standard error, and standard output holds nothing but JSON.
+    """
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
     def line(self, text: str) -> None:
-        """Say something on the way."""
+        """Print a line of text while the command runs."""
         click.echo(text, err=self._as_json)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Show rows on the way; cells that are numbers are aligned to the right."""
+        """Print a table while the command runs; columns of numbers are aligned to the right."""
         stream = self._words()
         if stream.isatty():
             _print_rich(stream, columns, rows)
@@ -34,13 +38,14 @@ class Output:
             self.line(plain_table(columns, rows))
 
     def result(self, facts: Mapping[str, Any], text: str) -> None:
-        """Say what came of it: `facts` as one line of JSON (NaN and infinity become null), or `text`.
+        """Print a result: `facts` as one line of JSON (NaN and infinity become null), or `text`.
 
-        A command whose results are many calls this once for each."""
+        A command with several results calls this once for each.
+        """
         click.echo(one_line(facts) if self._as_json else text)
 
     def failure(self, sentence: str, exit_code: int) -> int:
-        """Say why it ends: one sentence on standard error, and as JSON where that was asked for; returns `exit_code`."""
+        """Print an error as one sentence, and as JSON if that was asked for; return `exit_code`."""
         click.echo(f"farflock: {sentence}", err=True)
         if self._as_json:
             click.echo(one_line({"error": sentence, "exit_code": exit_code}))
@@ -48,7 +53,10 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[float], None]]:
-        """A function that takes the share that is done; a bar on a terminal, tenths elsewhere; on standard error."""
+        """Yield a function that takes the share done so far, and show it on standard error.
+
+        A terminal gets a bar, everything else a line for each tenth.
+        """
         if not sys.stderr.isatty():
             yield _Tenths(what)
             return
@@ -64,14 +72,14 @@ class Output:
 
 
 def one_line(facts: Mapping[str, Any]) -> str:
-    """Facts as one line of JSON; raise `TypeError` for a value that JSON cannot hold."""
+    """Return facts as one line of JSON; raise `TypeError` for a value that JSON cannot hold."""
     import msgspec
 
     return msgspec.json.encode(facts, enc_hook=_plain).decode()
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The rows under their columns, two spaces apart."""
+    """Return the rows under their column names, two spaces apart."""
     cells = [[str(name) for name in columns], *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
     right = [_all_numbers(rows, place) for place in range(len(columns))]
@@ -104,11 +112,11 @@ def _all_numbers(rows: Sequence[Sequence[object]], place: int) -> bool:
 def _plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value; turn it into one first")
+    raise TypeError(f"{type(value).__name__} is not a JSON value; convert it first")
 
 
 class _Tenths:
-    """Progress without a terminal: a line per tenth."""
+    """Progress without a terminal: one line per tenth."""
 
     def __init__(self, what: str) -> None:
         self._what, self._told = what, 0
@@ -119,17 +127,30 @@ class _Tenths:
             click.echo(f"{self._what}: {share:.0%}", err=True)
 
 
-def conclude(out: Output, saved: Path | None, asked: signal.Signals | None) -> int:
-    """Say what came of it. Ctrl-C is 130 in any case; whoever else asked for the end got it: 0 if all is saved."""
+def conclude(
+    out: Output, saved: Path | None, asked: signal.Signals | None, trained: bool = False
+) -> int:
+    """Print how the command ended and return its exit code.
+
+    Ctrl-C always gives 130. Any other request to stop was granted if a checkpoint was saved, so it
+    gives 0. `trained` says that the node was in its run when it had to stop without saving.
+    """
     code = 0 if asked is None or (saved and asked != signal.SIGINT) else _interrupted(asked)
     if saved is None:
-        return out.failure("ended before it trained; nothing was changed", code)
-    why = "done" if asked is None else "left the run"
+        return out.failure(_UNSAVED if trained else _UNTRAINED, code)
+    done = "done" if asked is None else "left the run"
     out.result(
         {"checkpoint": str(saved), "ended": "left" if asked else "done"},
-        f"{why}; checkpoint {saved}",
+        f"{done}; the checkpoint is in {saved}",
     )
     return code
+
+
+_UNTRAINED = "stopped before it began to train; nothing was changed"
+_UNSAVED = (
+    "stopped without a final checkpoint: the node did not finish in time;"
+    " run the same command again to continue from the last checkpoint or the other members' state"
+)
 
 
 def _interrupted(asked: signal.Signals) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.process.host import require_host
 from farflock.node.process.network import (
     MachineOptions,
     identity_of,
@@ -52,6 +53,7 @@ class NetworkEntryPoint:
         self, join_request: JoinRequest
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
+        require_host(self.host, "host")
         invite = None if self.invite is None else parse(self.invite, time.time())
         terms = founded(join_request.wished) if invite is None else None  # report mistakes first
         background = Background("farflock")

@@ -218,7 +218,10 @@ def _doing(node: NodeProcess) -> str:
     does = (
         "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
     )
-    return does if part.peer.membership.is_member else f"{does}, and waits to be admitted"
+    if part.peer.membership.is_member:
+        return does
+    view_s = node.manifest.exchange.view_s
+    return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
 
 
 def _partner(links: Links, member: Member) -> PartnerStatus:

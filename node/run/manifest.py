@@ -3,7 +3,7 @@
 A founder writes TOML and leaves out what has a default. What is hashed, signed and sent is the
 *resolved* manifest, again TOML, with every size, option and hash spelt out, so no later version of
 a preset or a default can change a run. A misspelt key, a wrong type or an impossible value is
-refused with its place and the nearest possible thing.
+refused with its place and the nearest valid one.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from farflock.node.errors import RefusedByRun, Usage, nearest
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
 from farflock.node.model.llama import PRESETS, ModelConfig
@@ -39,11 +39,13 @@ from farflock.node.run.sections import (
     constructor_options,
     convert,
     fill_method,
+    require_codecs,
     require_method,
     require_name,
     require_protocol,
     tables,
 )
+from farflock.node.run.spelling import near_value, place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
@@ -178,16 +180,18 @@ class Manifest(Section, frozen=True, kw_only=True):
     def check(self) -> "Manifest":
         """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
+        require_codecs(self.exchange)
         if self.data.tokenizer not in TOKENIZERS:
             raise Usage(
                 "data.tokenizer",
                 f"{self.data.tokenizer!r} is not known",
-                nearest(self.data.tokenizer, TOKENIZERS),
+                near_value(self.data.tokenizer, TOKENIZERS),
             )
         vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
         if self.model.vocab_size != vocabulary:
-            why = f"{self.model.vocab_size}, but the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
-            raise Usage("model.vocab_size", why, f"set it to {vocabulary}")
+            why = f"the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
+            place = f"model.vocab_size: {self.model.vocab_size}"
+            raise Usage(place, why, f"set it to {vocabulary}")
         if self.train.seq > self.model.context:
             why = (
                 f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
@@ -223,7 +227,9 @@ def parse(text: str | bytes) -> Manifest:
         return convert(table, Manifest).check()
     except Usage as error:
         raise RefusedByRun(
-            "this version cannot take part in that run", str(error), "tell its founder, or update"
+            "this version cannot take part in that run",
+            str(error),
+            "update farflock, or tell the run's founder",
         ) from None
 
 
@@ -233,6 +239,7 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
         override(table, assignment)
     require_protocol(table)
     _require_tables(table)
+    spell_counts(table)
     _fill_model(table)
     if "pipeline" in table:
         table.setdefault("method", {}).setdefault("name", PIPELINE_METHOD)
@@ -251,12 +258,12 @@ def override(table: dict[str, Any], assignment: str) -> None:
     path, equals, value = assignment.partition("=")
     names = path.strip().split(".")
     if not equals or not all(names):
-        raise Usage("--set", f"{assignment!r} does not name a value", "write it as train.lr=0.01")
+        raise Usage("--set", f"{assignment!r} does not give a value", "write it as train.lr=0.01")
     for section in names[:-1]:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise Usage(
-                "--set", f"{path}: {section} is a value, not a table", "write it as train.lr=0.01"
+                "--set", f"{section} in {path} is a value, not a table", "write it as train.lr=0.01"
             )
     try:
         table[names[-1]] = tomllib.loads(f"value = {value}")["value"]
@@ -310,24 +317,23 @@ def simulated_default(assignments: Sequence[str]) -> Manifest:
 def _require_known_model(table: Mapping[str, Any]) -> None:
     if USER_MODEL in table:
         why, remedy = (
-            "a command cannot build it",
-            "join it from that program: farflock.SwarmOptimizer(model, invite=...)",
+            "`farflock join` cannot build that model",
+            "join from the same program, with farflock.SwarmOptimizer(model, invite=...)",
         )
-        raise RefusedByRun("that run trains the model of a program of its founder's", why, remedy)
+        raise RefusedByRun("the run trains a model from its founder's own program", why, remedy)
 
 
 def _require_tables(table: Mapping[str, Any]) -> None:
     for name, value in table.items():
         if not isinstance(value, dict):
-            raise Usage(
-                name,
-                "it stands outside any table",
-                f"put it under one of {', '.join(Manifest.__struct_fields__)}",
-            )
+            place = place_of(name)
+            sections = ", ".join(f"[{section}]" for section in Manifest.__struct_fields__)
+            remedy = f"write it as {place}" if place else f"move it into one of {sections}"
+            raise Usage(name, "a key outside any table is not allowed", remedy)
 
 
 def _fill_model(table: dict[str, Any]) -> None:
-    """Spell out the preset; sizes given beside it replace its own."""
+    """Spell out the preset; sizes that are given too replace its own."""
     model = dict(table.get("model", {}))
     named = any(size in model for size in ("dim", "layers", "heads"))
     preset = model.pop("preset", None if named else "demo")

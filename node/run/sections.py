@@ -1,7 +1,7 @@
 """Tables that the terms of all runs have, with Farflock's model or a user's, and their reader.
 
-A misspelt key, a wrong type or an impossible value is refused with its place and the nearest
-possible thing.
+A misspelt key, a wrong type or an impossible value is refused with its place and the nearest valid
+one.
 """
 
 import dataclasses
@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from farflock.node.errors import RefusedByRun, Usage, nearest
+from farflock.compression.catalog import codec
+from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run.spelling import near_key, near_option, near_value
 from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
@@ -35,6 +37,19 @@ SENT = ("codec", "return_codec", "deadline_s")  # method options that live in [e
 PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SectionT = TypeVar("SectionT", bound=msgspec.Struct)
 Option = int | float | str | bool | dict[str, int | float | str]
+_TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+_MISMATCH = re.compile(
+    r"Expected `(?P<kind>[^`]+)`(?: (?P<bound>[<>]=? \S+)|(?P<size> of length [^,]+)"
+    r"| matching regex '(?P<pattern>.*)')?(?:, got (?P<got>.+))?"
+)
+_KINDS = {  # msgspec's names in words
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +82,8 @@ def tables(text: str | bytes, origin: str) -> dict[str, Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise Usage(
             origin,
-            f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}",
-            "a manifest is a short TOML file",
+            f"it has {len(text):,} bytes, and a manifest at most {MAX_MANIFEST_BYTES:,}",
+            "name a manifest, which is a short TOML file",
         )
     try:
         lines = text.decode() if isinstance(text, bytes) else text
@@ -76,12 +91,25 @@ def tables(text: str | bytes, origin: str) -> dict[str, Any]:
         if longest > MAX_LINE_CHARS:
             raise Usage(
                 origin,
-                f"it has a line of {longest} characters, above {MAX_LINE_CHARS}",
-                "break it up",
+                f"it has a line of {longest:,} characters, and {MAX_LINE_CHARS:,} are allowed",
+                "break that line",
             )
         return tomllib.loads(lines)
-    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, UnicodeDecodeError
-        raise Usage(origin, f"it is no TOML: {str(error)[:200]}", "correct it there") from None
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(origin, str(error)) from None
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8 text: byte {error.start} is invalid"
+        raise Usage(origin, why, "convert it to UTF-8") from None
+    except RecursionError:
+        raise Usage(origin, "its arrays or tables are nested too deeply", "flatten it") from None
+
+
+def _syntax_error(origin: str, message: str) -> Usage:
+    """Return tomllib's error with the line in front: `run.toml, line 3: expected ...`."""
+    found = _TOML_PLACE.search(message)
+    where = "" if found is None else f", line {found[1]}" if found[1] else ", at the end"
+    why = message if found is None else message[: found.start()]
+    return Usage(f"{origin}{where}", f"{why[:1].lower()}{why[1:200]}", "correct the TOML there")
 
 
 def require_protocol(table: Mapping[str, Any]) -> None:
@@ -96,11 +124,10 @@ def require_same_protocol(protocol: object) -> None:
         remedy = (
             "update farflock"
             if isinstance(protocol, int) and protocol > PROTOCOL
-            else "use the version that made it"
+            else "use the version of farflock that made it"
         )
-        raise RefusedByRun(
-            "the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy
-        )
+        why = f"it speaks version {protocol!r}, this program version {PROTOCOL}"
+        raise RefusedByRun("the run has another protocol", why, remedy)
 
 
 def fill_method(table: dict[str, Any]) -> None:
@@ -119,21 +146,21 @@ def fill_method(table: dict[str, Any]) -> None:
         defaults["fragments"] = nearest_divisor(layers, defaults["fragments"])
     for option, value in given.items():
         if value is None and defaults.get(option) is not None:  # TOML has no null
-            why = "None cannot be written into a run's terms"
+            why = "a run's terms cannot hold None"
             raise Usage(
                 f"method.options.{option}",
                 why,
-                f"leave it out for {defaults[option]!r}, or name a value",
+                f"give a value, or leave it out to get {defaults[option]!r}",
             )
     for option in SENT:
         if option in exchange and option in given and exchange[option] != given[option]:
             raise Usage(
                 f"exchange.{option}",
-                f"method.options.{option} says something else",
+                f"it differs from method.options.{option}",
                 "keep one of the two",
             )
         if option in exchange and option not in defaults:
-            raise Usage(f"exchange.{option}", f"{name} has no such thing", "leave it out")
+            raise Usage(f"exchange.{option}", f"method {name} has no such option", "leave it out")
         if option in defaults:
             exchange.setdefault(option, given.get(option, defaults[option]))
     resolved = {
@@ -170,7 +197,7 @@ def constructor_options(method: MethodSection, exchange: ExchangeSection) -> dic
 
 
 def require_method(method: MethodSection) -> None:
-    """Refuse unknown names, unknown options and options of a wrong type."""
+    """Refuse an unknown method, unknown options and options of a wrong type."""
     require_name("method.name", method.name, METHODS)
     options = dict(method.options)
     outer = options.pop("outer", None)
@@ -181,7 +208,7 @@ def require_method(method: MethodSection) -> None:
         raise Usage(
             "method.options.outer",
             f"{outer!r} does not fit method {method.name}",
-            "leave it out, or make it a table",
+            "leave it out, or write it as a table",
         )
     name = outer.get("name", "nesterov")
     require_name("method.options.outer.name", name, OUTERS)
@@ -191,14 +218,25 @@ def require_method(method: MethodSection) -> None:
 
 def require_name(place: str, name: object, known: Mapping[str, Any]) -> None:
     if not isinstance(name, str) or name not in known:
-        raise Usage(place, f"{str(name)[:64]!r} is not known", nearest(str(name), known))
+        raise Usage(place, f"{str(name)[:64]!r} is not known", near_value(str(name), known))
+
+
+def require_codecs(exchange: ExchangeSection) -> None:
+    """Raise `Usage`, with the place, for a codec that does not exist."""
+    for place in ("codec", "return_codec"):
+        name = getattr(exchange, place)
+        try:
+            if name is not None:
+                codec(name)
+        except ValueError as error:
+            raise Usage(f"exchange.{place}", str(error), "") from None
 
 
 def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) -> None:
     known, hints = _defaults(kind), get_type_hints(kind)
     for option, value in options.items():
         if option not in known:
-            raise Usage(place, f"there is no {option[:64]!r}", nearest(option, known))
+            raise Usage(place, f"there is no {option[:64]!r}", near_option(option, known))
         try:
             msgspec.convert(value, hints[option])
         except msgspec.ValidationError as error:
@@ -207,9 +245,9 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
                 raise Usage(
                     f"{place}, {option}",
                     f"{value!r:.80} is not known",
-                    nearest(str(value), choices),
+                    near_value(str(value), choices),
                 ) from None
-            raise Usage(f"{place}, {option}", str(error), "correct that value") from None
+            raise _mismatch(f"{place}, {option}", value, str(error)) from None
 
 
 def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
@@ -225,27 +263,56 @@ def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
 
 
 def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) -> Usage:
-    """Return msgspec's error with the value it is about, and the choices if there are few."""
+    """Return msgspec's error in words: the place, what belongs there, and what is there now."""
     reason, _, place = message.partition(" - at `$.")
     place = place.rstrip("`")
+    value, kind = _entry_at(table, root, place)
     if missing := re.search(r"missing required field `(\w+)`", reason):
-        return Usage(
-            ".".join(filter(None, (place, missing[1]))), "it is missing", "give it a value"
-        )
+        return _missing(place, value, kind, missing[1])
+    if get_origin(kind) is Literal:
+        return Usage(place, f"{value!r:.80} is not known", near_value(str(value), get_args(kind)))
+    return _mismatch(place or "the manifest", value, reason)
+
+
+def _entry_at(table: Mapping[str, Any], root: type[msgspec.Struct], place: str) -> tuple[Any, Any]:
+    """Return the value at a place such as `train.betas[1]` and its type, None where unknown."""
     value: Any = table
     kind: Any = root
-    for name in place.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+    for name in place.split(".") if place else ():
+        key, bracket, _ = name.partition("[")
+        value = value.get(key) if isinstance(value, Mapping) else None
         fields = getattr(kind, "__struct_fields__", ())
-        kind = _section_of(get_type_hints(kind)[name]) if name in fields else None
-    shown = (
-        "" if value is None or isinstance(value, Mapping) else f"{value!r:.80} is not possible: "
-    )
-    if get_origin(kind) is Literal:
-        return Usage(place, f"{value!r:.80} is not known", nearest(str(value), get_args(kind)))
+        kind = _section_of(get_type_hints(kind)[key]) if key in fields else None
+        if bracket:
+            kind = None
+    return value, kind
+
+
+def _missing(place: str, given: object, kind: object, first: str) -> Usage:
+    """Return the error for a table that lacks keys: all of them, as far as they are known."""
+    names = [first]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(given, Mapping):
+        fields = [field.name for field in msgspec.structs.fields(kind) if field.required]
+        names = [name for name in fields if name not in given] or names
+    if len(names) == 1:
+        return Usage(".".join(filter(None, (place, first))), "it is missing", "give it a value")
     return Usage(
-        place or "the manifest", f"{shown}{reason}", "" if ";" in reason else "correct that value"
+        place or "the manifest", f"{', '.join(names)} are missing", "give each of them a value"
     )
+
+
+def _mismatch(place: str, value: object, reason: str) -> Usage:
+    """Return a type's or a bound's error as `train.lr must be a number, got 'fast'`."""
+    found = _MISMATCH.fullmatch(reason)
+    if found is None:
+        return Usage(place, reason, "" if ";" in reason else "correct that value")
+    kinds = [_KINDS.get(kind, kind) for kind in found["kind"].split(" | ") if kind != "null"]
+    wanted = " or ".join(kinds) + (f" {found['bound']}" if found["bound"] else "")
+    wanted += found["size"] or ""
+    if found["pattern"] is not None:
+        wanted += f" that matches the pattern {found['pattern']!r}"
+    shown = found["got"] if value is None or isinstance(value, Mapping) else f"{value!r:.80}"
+    return Usage(f"{place} must be {wanted}" + (f", got {shown}" if shown else ""), "", "")
 
 
 def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> None:
@@ -253,7 +320,8 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
     fields = {field.name: _section_of(field.type) for field in msgspec.structs.fields(kind)}
     for name, value in table.items():
         if name not in fields:
-            raise Usage(f"{path}{name}"[:128], "there is no such key", nearest(name, fields))
+            remedy = near_key(name, path.rstrip("."), fields)
+            raise Usage(f"{path}{name}"[:128], "there is no such key", remedy)
         if (
             isinstance(value, dict)
             and isinstance(fields[name], type)
@@ -274,15 +342,15 @@ def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common type
 def _require_plain(value: object, path: str) -> None:
     """Refuse numbers that are not finite or exceed 64 bits, and texts that are not UTF-8."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Usage(path, "the whole number has more than 64 bits", "name a smaller one")
+        raise Usage(path, "the number has more than 64 bits", "give a smaller one")
     if isinstance(value, float) and not math.isfinite(value):
-        raise Usage(path, f"{value} is no number to compute with", "name a finite one")
+        raise Usage(path, f"{value} is not finite", "give a finite number")
     if (
         isinstance(value, str)
         and not value.isascii()
         and value.encode(errors="replace").decode() != value
     ):
-        raise Usage(path, f"{value!r} is not UTF-8", "name it otherwise")
+        raise Usage(path, f"{value!r} is not valid UTF-8", "give another text")
     entries = (
         value.items()
         if isinstance(value, dict)

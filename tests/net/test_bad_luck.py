@@ -84,7 +84,7 @@ def farflock(capfd, monkeypatch, tmp_path):
         assert said.get("exit_code", 0) == ended.value.code, said
         sentence = said.get("error", "")
         assert f"farflock: {sentence}" in err or not sentence
-        assert "fault of ours" not in sentence
+        assert "bug in Farflock" not in sentence
         assert len(sentence.splitlines()) <= 1
         return ended.value.code, sentence or said
 

@@ -1,4 +1,4 @@
-"""One module a command; each is imported only when its command is run.
+"""One module per command; each is imported only when its command runs.
 
 May import every room of node.
 Start reading at run.py.

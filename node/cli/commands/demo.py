@@ -1,4 +1,4 @@
-"""`farflock demo`: a real local swarm that trains, loses a peer, takes one in, and recovers."""
+"""`farflock demo`: a swarm on this machine that trains, loses a peer, gains one, and recovers."""
 
 import shutil
 import tempfile
@@ -13,35 +13,47 @@ from farflock.node.errors import Terminated, Usage
 
 
 @click.command("demo")
-@click.option("--peers", type=click.IntRange(1, 8), default=4, show_default=True)
 @click.option(
-    "--steps", type=click.IntRange(20), default=390, show_default=True, help="Steps of each peer."
+    "--peers",
+    type=click.IntRange(1, 8),
+    default=4,
+    show_default=True,
+    help="Peers at the start.",
 )
 @click.option(
-    "--method", default="noloco", show_default=True, help="Any of the catalogue: noloco, diloco, …"
+    "--steps",
+    type=click.IntRange(20),
+    default=390,
+    show_default=True,
+    help="Training steps per peer.",
+)
+@click.option(
+    "--method", default="noloco", show_default=True, help="Training method: noloco, diloco, ddp, …"
 )
 @click.option(
     "--pipeline",
     is_flag=True,
-    help="A model in three stages, of which nobody holds all; six processes.",
+    help="Split the model into three stages, so that no process holds all of it.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to write (default: a new one).",
+    help="An empty folder for the files (default: a new temporary one).",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
-)
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     peers: int, steps: int, method: str, pipeline: bool, folder: Path | None, as_json: bool
 ) -> None:
     """Watch a swarm of real processes train a language model on this machine.
 
-    With --pipeline, --peers and --method stand as they are: a trainer and six servers of a stage each, one of whom is killed,
-    and then a whole stage.
+    One peer is killed and a new one joins while the others go on training. At the end, the result
+    is compared with ordinary data-parallel training (DDP) and with peers that do not communicate.
 
-    Ctrl-C ends all its processes in good order and exits with 130; a second one ends them at once."""
+    With --pipeline, six processes serve the model in three stages, two per stage; one server is
+    killed, then both servers of a stage. --peers and --method are ignored.
+
+    Ctrl-C stops all processes and exits with code 130; press it again to quit immediately.
+    """
     if pipeline:
         _pipeline(Output(as_json), steps, folder)
         return
@@ -55,7 +67,8 @@ def command(
         file = place / "run.toml"
         file.write_bytes(described.canonical())
         out.line(
-            f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}"
+            f"{peers} peers, {described.run.total_tokens:,} tokens, method {method};"
+            f" files in {place}"
         )
         with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
             demo.run()
@@ -79,7 +92,8 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
         file = place / "run.toml"
         file.write_bytes(described.canonical())
         out.line(
-            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens; files in {place}"
+            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens;"
+            f" files in {place}"
         )
         with (
             live("farflock demo") as show,
@@ -94,14 +108,14 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
 
 @contextmanager
 def _place(named: Path | None) -> Iterator[Path]:
-    """Keep a folder for a demo's files; remove it on an interruption if the user named none."""
+    """Yield a folder for the demo's files; remove a temporary one after an interruption."""
     place = named or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
     place.mkdir(parents=True, exist_ok=True)
     if any(place.iterdir()):
         raise Usage(
-            f"{place} is not empty",
-            "a demo's files would mix with those there",
-            "name another --folder",
+            f"--folder {place} is not empty",
+            "the demo's files would mix with those in it",
+            "name an empty or a new folder",
         )
     try:
         yield place
@@ -125,9 +139,11 @@ def _text(
         (
             "held-out loss, nats per byte          bytes sent per peer",
             f"  swarm             {loss('held_out')}     {facts['bytes_per_peer']:>14,}",
-            f"  {ddp:<17} {loss('ddp')}     {facts['ddp_bytes_per_peer']:>14,}  (ring all-reduce, bf16)",
+            f"  {ddp:<17} {loss('ddp')}     {facts['ddp_bytes_per_peer']:>14,}"
+            "  (ring all-reduce, bf16)",
             f"  {none:<17} {loss('none')}     {0:>14,}",
-            f"  untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f}; the swarm kept: {kept}",
+            f"  untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f};"
+            f" the swarm kept: {kept}",
             f"peers killed {facts['peers_killed']}, joined {facts['peers_joined']}",
             f"loss plot {facts['plot']}\ncheckpoint {facts['checkpoint']}",
             f"\n{facts['sample']}",

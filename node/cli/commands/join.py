@@ -1,4 +1,4 @@
-"""`farflock join`: take part in somebody's run."""
+"""`farflock join`: take part in another peer's run."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -17,25 +17,34 @@ LOOK_TIMEOUT_S = 30.0
 
 
 @click.command("join")
-@click.argument("invite")
+@click.argument("invite", required=False, metavar="INVITE")
 @machine_options
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Look the run up, print its manifest and hash, and join nothing.",
+    help="Print the run's manifest and the memory it needs; join nothing.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
-)
-def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int:
-    """Join the run of INVITE: download its state, train, and leave with Ctrl-C whenever you like.
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object) -> int:
+    """Join the run of INVITE: download its state and train until the run ends or you leave.
 
-    Ctrl-C saves and leaves the run in good order, and exits with 130; a second one ends at once. SIGTERM, as from
-    `farflock leave`, does the same and exits with 0."""
+    INVITE is the word that begins with `farflock:`. You need no account and no open port: a
+    machine behind NAT can join too.
+
+    Ctrl-C saves a checkpoint, leaves the run and exits with code 130; press it again to quit
+    immediately. `farflock leave` (SIGTERM) does the same and exits with 0.
+
+    \b
+    Examples:
+      farflock join farflock:k5cBx… --dry-run
+      farflock join farflock:k5cBx… --threads 4
+    """
     import time
 
     from farflock.node.run.invite import parse
 
+    if invite is None:
+        raise click.UsageError("no invite given; paste the word that begins with `farflock:`")
     out = Output(as_json)
     invited = parse(invite, time.time())
     if dry_run:
@@ -66,7 +75,7 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
 
 
 def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
-    """Print what joining would train, read from the run's members under a throwaway identity."""
+    """Print what joining would train, as the members tell a throwaway identity."""
     from farflock.node.process.inspect_run import fetch_manifest
     from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.memory import needed_bytes
@@ -87,6 +96,7 @@ def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
     memory = f"about {needed / 1e6:,.0f} MB of memory"
     out.result(
         facts,
-        f"{text}\nrun {invited.run}, founded by {invited.founder}; {memory}\nhash {manifest.hash()}",
+        f"{text}\nrun {invited.run}, started by {invited.founder}; needs {memory}\n"
+        f"hash {manifest.hash()}",
     )
     return 0

@@ -12,60 +12,74 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
+    from farflock.node.process.host import require_host
+
+    return require_host(host, "--host")
+
+
 def machine_options(command: Command) -> Command:
-    """Add the options."""
-    for option in (
+    """Add the options to a command; the help lists them in this order."""
+    options = (
         click.option(
             "--folder",
             type=click.Path(file_okay=False, path_type=Path),
-            help="Where this node's files are.",
+            help="Folder of this node's files (default: in the user's data folder).",
         ),
         click.option(
             "--threads",
             type=click.IntRange(1, 256),
             default=1,
             show_default=True,
-            help="Threads of torch.",
+            help="CPU threads to train with.",
         ),
         click.option(
             "--host",
             default="127.0.0.1",
             show_default=True,
-            help="Address to listen on; loopback unless told.",
+            callback=_host,
+            help="IP address of this machine that members elsewhere can reach.",
         ),
         click.option(
-            "--port", type=click.IntRange(0, 65534), default=0, help="Port of the links (0: any)."
+            "--port",
+            type=click.IntRange(0, 65534),
+            default=0,
+            help="Port for traffic between members (default: any free one).",
         ),
         click.option(
             "--dht-port",
             type=click.IntRange(0, 65535),
             default=0,
-            help="Port of the directory (0: any).",
+            help="Port for peer discovery, the DHT (default: any free one).",
         ),
         click.option(
             "--checkpoint-every",
             type=click.FloatRange(1, 86400),
             default=600.0,
             show_default=True,
-            help="Seconds from one checkpoint to the next; the last three are kept.",
+            help="Seconds between checkpoints; the last three are kept.",
         ),
         click.option(
             "--role",
             default="auto",
             show_default=True,
             metavar="ROLE",
-            help="In a run of stages: trainer, replica (all stages), stage (the one that has the fewest), stage:N, or auto.",
+            help="In a run whose model is split into stages: trainer, replica (all stages),"
+            " stage (the one with the fewest servers), stage:N, or auto.",
         ),
         click.option(
-            "--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."
+            "--no-listen",
+            is_flag=True,
+            help="Accept no incoming connections (behind NAT or a firewall).",
         ),
-    ):
+    )
+    for option in reversed(options):
         command = option(command)
     return command
 
 
 def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
-    """The machine that these options describe."""
+    """Return the machine that these options describe."""
     from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 

@@ -1,4 +1,4 @@
-"""`farflock run`: found a run from a manifest, and train in it."""
+"""`farflock run`: start a new run from a manifest, and train in it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,22 +19,29 @@ if TYPE_CHECKING:
     "assignments",
     multiple=True,
     metavar="A.B=C",
-    help="Override one value of the manifest.",
+    help="Change one value of the manifest, as in train.lr=0.01.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing."
+    "--dry-run", is_flag=True, help="Print the complete manifest and its hash; start nothing."
 )
 @machine_options
-@click.option(
-    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
-)
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object
 ) -> int:
-    """Found the run that MANIFEST (a TOML file) describes; prints the invite that lets others join.
+    """Start the run that MANIFEST (a TOML file) describes, and print the invite for others.
 
-    Ctrl-C saves and leaves the run in good order, and exits with 130; a second one ends at once. SIGTERM, as from
-    `farflock leave`, does the same and exits with 0."""
+    The same command in the same folder resumes the run after a stop.
+
+    Ctrl-C saves a checkpoint, leaves the run and exits with code 130; press it again to quit
+    immediately. `farflock leave` (SIGTERM) does the same and exits with 0.
+
+    \b
+    Examples:
+      farflock run plays.toml --dry-run
+      farflock run plays.toml --host 192.0.2.7
+      farflock run plays.toml --set run.total_tokens=2M --threads 4
+    """
     from farflock.node.run.manifest import load
 
     out = Output(as_json)
@@ -52,7 +59,7 @@ def command(
         write_whole(
             node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
         )  # scripts wait for it
-        out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {invite}\n")
+        out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
 
     return train(
         out, "farflock run", lambda started: found(machine_of(machine), described, started), greet

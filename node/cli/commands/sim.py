@@ -1,4 +1,4 @@
-"""`farflock sim`: the same run on a simulated network, in virtual time; or many small swarms in seeded disasters."""
+"""`farflock sim`: a run on a simulated network in virtual time, or small swarms in disasters."""
 
 import collections
 import dataclasses
@@ -31,40 +31,46 @@ EVALUATED = 128  # held-out sequences
     "assignments",
     multiple=True,
     metavar="A.B=C",
-    help="Override one value of the manifest.",
+    help="Change one value of the manifest, as in train.lr=0.01.",
 )
-@click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--peers",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Number of peers.",
+)
 @click.option(
     "--replicas",
     type=click.IntRange(0),
     default=0,
-    help="In a run of stages: of the peers, full replicas.",
+    help="With a [pipeline]: how many of the peers hold the whole model.",
 )
 @click.option(
     "--loss",
     type=click.FloatRange(0, 0.9),
     default=0.0,
     show_default=True,
-    help="Share of frames lost.",
+    help="Share of frames that the network loses.",
 )
 @click.option(
     "--churn",
     type=click.FloatRange(0.1),
-    help="Mean seconds between two kills; the killed come back.",
+    help="Mean seconds between two kills; a killed peer comes back.",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0.01),
     default=100.0,
     show_default=True,
-    help="Mbit/s of every line.",
+    help="Bandwidth of each peer in Mbit/s, each way.",
 )
 @click.option(
     "--latency",
     type=click.FloatRange(0),
     default=20.0,
     show_default=True,
-    help="ms, one way, of every line.",
+    help="Latency between two peers in ms, one way.",
 )
 @click.option(
     "--step",
@@ -72,56 +78,58 @@ EVALUATED = 128  # held-out sequences
     type=click.FloatRange(0.001),
     default=0.5,
     show_default=True,
-    help="Seconds a step takes.",
+    help="Seconds that a training step takes.",
 )
 @click.option(
     "--lost",
     type=click.FloatRange(0, 1),
     default=0.0,
-    help="Share of stores that the directory loses.",
+    help="Share of records that the directory (DHT) loses.",
 )
 @click.option(
     "--stale",
     type=click.FloatRange(0),
     default=0.0,
-    help="Seconds by which the directory may lag behind.",
+    help="Seconds by which the directory (DHT) may be out of date.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Save legs here, and go on from them.",
+    help="Save the simulation here, and resume from it.",
 )
 @click.option(
     "--leg",
     "leg_tokens",
     type=click.IntRange(1),
-    help="With --folder: tokens from one leg to the next.",
+    help="With --folder: tokens between two saves.",
 )
 @click.option(
-    "--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed."
+    "--chaos",
+    is_flag=True,
+    help="Run small swarms through seeded disasters; each violation is reported as a seed.",
 )
 @click.option(
-    "--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many."
+    "--seeds",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="With --chaos: number of seeds.",
 )
 @click.option(
     "--first-seed",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="With --chaos: the first.",
+    help="With --chaos: the first seed.",
 )
-@click.option("--method", "name", help="With --chaos: only this method; all in turn if not said.")
+@click.option("--method", "name", help="With --chaos: only this method (default: all in turn).")
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="With --chaos: processes at once; one a core if not said.",
+    help="With --chaos: parallel processes (default: one per core).",
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing."
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
-)
+@click.option("--dry-run", is_flag=True, help="Print what would run and its hash; run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     manifest: Path | None,
     assignments: tuple[str, ...],
@@ -144,19 +152,28 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run MANIFEST with real training steps among simulated peers.
+    """Run MANIFEST with real training steps on a simulated network, in virtual time.
 
-    The same seed gives the same state hash."""
+    Without MANIFEST, a tiny model is trained. The same seed gives the same state hash.
+
+    \b
+    Examples:
+      farflock sim --set method.name=diloco --peers 8
+      farflock sim plays.toml --rate 10 --latency 80 --churn 60
+      farflock sim --chaos --seeds 50
+    """
     out = Output(as_json)
     if leg_tokens and not folder:
-        raise click.UsageError("--leg saves the run at intervals, so it needs a --folder")
+        raise click.UsageError(
+            "--leg saves the simulation at intervals and needs a --folder to save it in"
+        )
     if chaos and (manifest or assignments):
-        raise click.UsageError("--chaos makes its own runs; leave out the manifest and --set")
+        raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
     if chaos:
         _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
     if name:
-        raise click.UsageError("--method is for --chaos; a run has --set method.name=NAME")
+        raise click.UsageError("--method is for --chaos; for one run, write --set method.name=NAME")
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
     from farflock.node.simulate.simulation import World
@@ -173,7 +190,9 @@ def command(
             sim_pipeline.simulate(out, described, staged)
         return
     if replicas:
-        raise click.UsageError("--replicas needs a [pipeline] table; else all peers are replicas")
+        raise click.UsageError(
+            "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
+        )
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = World(
@@ -192,7 +211,7 @@ def command(
 
 
 def _link(rate: float, latency: float, loss: float) -> "LinkModel":
-    """Return the model of every line, from Mbit/s, ms one way and the share of frames lost."""
+    """Return the model of each line, from Mbit/s, ms one way and the share of frames lost."""
     from farflock.swarm.sim.network import LinkModel
 
     line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
@@ -200,13 +219,15 @@ def _link(rate: float, latency: float, loss: float) -> "LinkModel":
 
 
 def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry_run: bool) -> bool:
-    """Return whether this is a dry run; if so, print what would be run and its hash."""
+    """Return whether this is a dry run; if so, print what would run and its hash."""
     if dry_run:
         text, around = described.canonical().decode(), dataclasses.asdict(world)
         digest = hashlib.sha256(text.encode() + one_line(around).encode()).hexdigest()
         facts = {"manifest": text, "hash": described.hash(), "world": around, "world_hash": digest}
         out.result(
-            facts, f"{text}\n{one_line(around)}\nhash {described.hash()}, with its world {digest}"
+            facts,
+            f"{text}\n{one_line(around)}\n"
+            f"hash {described.hash()}, together with the simulated network {digest}",
         )
     return dry_run
 
@@ -286,9 +307,10 @@ def _disasters(
     }
     out.table(("", *phases), [(kind, *(fired[kind, phase] for phase in phases)) for kind in KINDS])
     lines = [
-        f"{len(failures)} of {len(seeds)} seeds with a violation; the slowest recovery took {slowest.recovery_s} s",
+        f"{len(failures)} of {len(seeds)} seeds violated a promise;"
+        f" the slowest recovery took {slowest.recovery_s} s",
         *(
-            f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}"
+            f"seed {entry['seed']}: {entry['violation']}\n  run it again: {entry['command']}"
             for entry in failures
         ),
         *([f"never fired: {', '.join(empty)}"] if empty else []),

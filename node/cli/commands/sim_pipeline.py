@@ -1,5 +1,6 @@
-"""`farflock sim` for a manifest with a pipeline: full replicas, if any are asked for, then servers
-of all stages in turn, and a trainer.
+"""`farflock sim` for a manifest with a pipeline.
+
+The peers are full replicas, if any are asked for, then servers of all stages in turn and a trainer.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from farflock.node.model.tokenizer import TokenIds
     from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
@@ -28,20 +30,27 @@ def world_of(
     churn_s: float | None,
     replicas: int = 0,
 ) -> "PipelineWorld":
-    """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back. So many of the peers are
-    full replicas, as fast as a server; beside them stages may have no servers, and there need be no trainer."""
+    """Return the simulated surroundings.
+
+    A step of `step_s` is that of one microbatch, through all stages and back. `replicas` of the
+    peers are full replicas, each as fast as a server; with replicas, stages may have no servers
+    and there may be no trainer.
+    """
     from farflock.node.simulate.pipeline import PeerRole, PipelineWorld
     from farflock.swarm.roles import EVERY
 
     pipeline = described.pipeline_plan()
-    assert pipeline is not None, "a run of stages"
+    assert pipeline is not None, "the manifest has a [pipeline]"
     stages = len(pipeline.stages)
     others = peers - replicas
     if others < 0:
-        raise click.UsageError(f"--replicas {replicas} are more than the {peers} --peers")
+        raise click.UsageError(
+            f"--replicas {replicas} is more than --peers {peers}; lower it, or take more peers"
+        )
     if not replicas and peers <= stages:
         raise click.UsageError(
-            f"--peers {peers} leaves a stage without a server: {stages} stages and a trainer need more"
+            f"--peers {peers} leaves a stage without a server;"
+            f" {stages} stages and a trainer need {stages + 1} or more"
         )
     forward_s = step_s / (PASSES * stages)
     whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
@@ -62,7 +71,7 @@ def world_of(
 
 
 def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None:
-    """Run it, and measure what came of it on the held-out text."""
+    """Run it and measure the result on the held-out text."""
     import torch
 
     from farflock.node.model.corpus import load_corpus
@@ -76,7 +85,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
         ByteTokenizer(),
     )
     pipeline = described.pipeline_plan()
-    assert pipeline is not None, "a run of stages"
+    assert pipeline is not None, "the manifest has a [pipeline]"
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
         simulation = PipelineSimulation(
@@ -105,8 +114,8 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 
 
 def _measured(
-    described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any
-) -> dict[str, Any]:  # noqa: ANN401 - tokens
+    described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: "TokenIds"
+) -> dict[str, Any]:
     """Return hash and held-out loss of the model, assembled from each stage's furthest server."""
     import torch
 
@@ -129,8 +138,8 @@ def _measured(
         digest.update(state_hash(driver.method.snapshot(driver.replica)))
         state |= dict(driver.method.eval_params(driver.replica))
     if missing := [name for name, _ in model.named_parameters() if name not in state]:
-        why = f"nobody serves {missing[0]} any more: a whole stage has died out"
-        raise Failure("the model cannot be measured", why, "take more peers, or less --churn")
+        why = f"no server of the stage with {missing[0]} is left"
+        raise Failure("the model cannot be evaluated", why, "take more --peers, or less --churn")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state[name])

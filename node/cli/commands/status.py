@@ -1,4 +1,4 @@
-"""`farflock status`: what the local node does and for whom it waits; or a run seen from outside."""
+"""`farflock status`: what the node on this machine is doing; or a run, seen from outside."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,32 +20,42 @@ LOOK_TIMEOUT_S = 30.0
 @click.command("status")
 @click.argument("invite", required=False)
 @click.option(
-    "--folder", type=click.Path(file_okay=False, path_type=Path), help="The node's folder."
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The node's folder (default: the one that `run` and `join` use).",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object."
-)
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
-    """Show what the local node does now; or look at the run of INVITE, and join nothing."""
+    """Show what the node on this machine is doing and which members it waits for.
+
+    With INVITE, show that run and its members instead, without joining it.
+    """
     if invite is not None:
         return _look(Output(as_json), invite, folder)
-    path = RunFolder.at(folder).path / "status.json"
-    try:
-        status = read_status(path)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise Failure(
-            "there is no status",
-            f"{path} cannot be read ({error})",
-            "start a node there, or name its --folder",
-        ) from None
+    status = _last_status(RunFolder.at(folder).path)
     lives = is_node(status.pid)
     facts = {**msgspec.to_builtins(status), "running": lives}
     Output(as_json).result(facts, _text(status, lives))
     return 0
 
 
+def _last_status(folder: Path) -> Status:
+    """Return the status that the node in this folder wrote last; raise `Failure` without one."""
+    path = folder / "status.json"
+    try:
+        return read_status(path)
+    except FileNotFoundError:
+        remedy = "start one with `farflock join INVITE`, or name its --folder"
+        raise Failure(f"no node has run in {folder}", "", remedy) from None
+    except OSError as error:
+        why = str(error.strerror)
+    except msgspec.MsgspecError:
+        why = "it is not a status file"
+    raise Failure(f"{path} cannot be read", why, "name the --folder of a node")
+
+
 def _look(out: Output, word: str, folder: Path | None) -> int:
-    """Print a run's manifest and members, asked of the members."""
+    """Print a run's manifest and members, as the members tell them."""
     import time
 
     from farflock.node.process.inspect_run import inspect_run
@@ -76,14 +86,14 @@ def _seen(run: str, sight: "RunInspection") -> str:
     manifest, branch = sight.manifest, f", on branch {sight.branch}" if sight.branch else ""
     here = sum(member.answers for member in sight.members)
     lines = [
-        f"run {run}: {manifest.run.name}, {manifest.method.name}, {manifest.run.total_tokens:,} tokens",
-        f"view {sight.view}{branch}: {len(sight.members)} members, {here} of them answer",
+        f"run {run}: {manifest.run.name}, method {manifest.method.name},"
+        f" {manifest.run.total_tokens:,} tokens",
+        f"members: {len(sight.members)}, answering: {here} (view {sight.view}{branch})",
     ]
     for member in sight.members:
         how = "does not answer" if not member.answers else _ms(member.rtt_ms) or "answers"
-        lines.append(
-            f"  {member.peer[-8:]}  {how:15}  {member.addresses[0] if member.addresses else 'dials out only'}"
-        )
+        where = member.addresses[0] if member.addresses else "accepts no connections"
+        lines.append(f"  {member.peer[-8:]}  {how:15}  {where}")
     return "\n".join(lines)
 
 
@@ -98,20 +108,22 @@ def _text(status: Status, lives: bool) -> str:
     lines = [
         f"process {status.pid} {status.doing}"
         if lives
-        else "the node does not run; this is what it wrote last",
-        f"run {status.run}: {status.tokens / status.total_tokens:.1%} of {status.total_tokens:,} tokens",
+        else "the node is not running; this is its last status",
+        f"run {status.run}: {status.tokens / status.total_tokens:.1%}"
+        f" of {status.total_tokens:,} tokens",
         f"{step}{pace}",
-        f"rounds applied: {rounds}; the last is {status.last_round}"
+        f"rounds applied: {rounds}; the last is number {status.last_round}"
         if rounds
         else "no round applied yet",
-        f"view {status.view}: {len(status.members)} members"
-        + ("" if status.is_member else " (not a member yet)"),
+        f"members: {len(status.members)}"
+        + ("" if status.is_member else " (this node is not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
     if status.branch is not None:
         name, since = status.branch
         lines.append(
-            f"on branch {name} since round {since}: a majority was lost, and may come back"
+            f"on branch {name} since round {since}: most members cannot be reached,"
+            " and those here continue without them"
         )
     lines += [
         f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} " + _ms(partner.rtt_ms)

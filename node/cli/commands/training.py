@@ -1,4 +1,4 @@
-"""The common part of `run` and `join`: the live view, Ctrl-C, and the last words."""
+"""The common part of `run` and `join`: the live view, Ctrl-C, and the closing message."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -11,7 +11,7 @@ from farflock.node.process.status import Status
 
 
 class WatchedNode(Protocol):
-    """A node that is shown while it trains, and can be asked to end."""
+    """A node that reports its status while it trains and can be asked to stop."""
 
     def show_to(self, show: Callable[[Status], None]) -> None: ...
     def stop(self) -> None: ...
@@ -24,9 +24,11 @@ TrainingCommand = Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
 def train(
     out: Output, title: str, work: TrainingCommand[NodeT], greet: Callable[[NodeT], None]
 ) -> int:
-    """Run a node to its end, or until it is asked to end; returns the exit code.
+    """Run a node to the end of its run, or until it is asked to stop; return the exit code.
 
-    `work` is given what to call with the node once it is in its run; `greet` then prints what a person must know."""
+    `work` calls its argument with the node once that is in the run; `greet` then prints what the
+    user must know.
+    """
     ending = GracefulStop()
     with watching(title) as show:
 
@@ -36,4 +38,4 @@ def train(
             node.show_to(show)
 
         saved = run_until_asked(ending, lambda: work(watched))
-    return conclude(out, saved, ending.asked)
+    return conclude(out, saved, ending.asked, trained=ending.gently is not None)

@@ -79,6 +79,17 @@ def test_help_lists_every_command_in_a_fifth_of_a_second_of_work():
     assert usage < 0.2
 
 
+def test_every_command_is_in_one_group_and_a_newcomer_is_told_where_to_begin(farflock):
+    grouped = [name for names in cli.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(cli.COMMANDS)
+    assert "First time? Run `farflock demo`." in farflock("--help")[1]
+
+
+@pytest.mark.parametrize("name", ["run", "join", "sim"])
+def test_the_help_of_long_commands_has_examples(farflock, name):
+    assert re.search(rf"Examples:\n    farflock {name} ", farflock(name, "--help")[1])
+
+
 def _cpu_s(*arguments):
     """Seconds of processor time: what a busy machine cannot stretch as it does the wall clock."""
     before = os.times()
@@ -100,7 +111,7 @@ def test_each_command_in_the_table_exists_and_explains_itself(farflock, name):
 def test_without_a_command_the_help_is_shown_as_a_usage_error(farflock):
     code, out, err = farflock()
     assert code == 2
-    assert "Commands:" in out + err
+    assert all(f"{title}:" in out + err for title in cli.GROUPS)
 
 
 def test_the_version_is_that_of_the_package(farflock):
@@ -114,6 +125,9 @@ def test_the_version_is_that_of_the_package(farflock):
     [
         (["nonsense"], "nonsense"),
         (["generate"], "CHECKPOINT"),
+        (["join"], "no invite given; paste the word that begins with `farflock:`"),
+        (["join", "x", "--host", "localhost"], "--host: 'localhost' is not an IP address; write"),
+        (["run", __file__, "--host", "0.0.0.0"], "--host: 0.0.0.0 means every address"),
         (["sim", "--peers", "0"], "--peers"),
     ],
 )
@@ -160,7 +174,7 @@ def test_asked_to_end_a_command_cleans_up_and_exits_with_the_signal_s_code(
     code, out, err = farflock("fail", "--json")
     assert code == 128 + number
     assert json.loads(out)["exit_code"] == code
-    assert "asked to end" in err
+    assert "asked to stop" in err
 
 
 def test_a_real_sigterm_is_raised_where_the_program_is_and_the_handler_goes_with_the_command(
@@ -173,7 +187,7 @@ def test_a_real_sigterm_is_raised_where_the_program_is_and_the_handler_goes_with
     )
     code, out, err = farflock("generate", saved)
     assert (code, out) == (143, "")
-    assert err.strip() == "farflock: asked to end; what was running has been ended"
+    assert err.strip() == "farflock: asked to stop; everything that was running has stopped"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -206,7 +220,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly():
     process.wait(timeout=60)
     process.stderr.close()
     assert "Traceback" not in err
-    assert "fault of ours" not in err
+    assert "bug in Farflock" not in err
 
 
 def test_a_real_signal_in_the_midst_of_sampling_ends_it_with_130(farflock, saved, monkeypatch):
@@ -217,7 +231,7 @@ def test_a_real_signal_in_the_midst_of_sampling_ends_it_with_130(farflock, saved
     )
     code, out, err = farflock("generate", saved)
     assert (code, out) == (130, "")
-    assert err.strip() == "farflock: interrupted; what was running has been ended"
+    assert err.strip() == "farflock: interrupted; everything that was running has stopped"
 
 
 def test_generate_is_a_function_of_checkpoint_prompt_and_seed(farflock, saved):

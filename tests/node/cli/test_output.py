@@ -40,7 +40,7 @@ def test_any_result_is_one_line_of_strict_json_with_null_for_what_is_no_number(f
 
 def test_a_path_is_a_text_and_what_json_cannot_hold_is_refused():
     assert json.loads(one_line({"at": Path("a") / "b"})) == {"at": "a/b"}
-    with pytest.raises(TypeError, match="complex is no JSON value"):
+    with pytest.raises(TypeError, match="complex is not a JSON value"):
         one_line({"x": 1j})
 
 

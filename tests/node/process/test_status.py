@@ -33,6 +33,9 @@ class Links:
         return 0.0125
 
 
+NEWCOMER = "counts as a member from the next change of members (within 30 s)"
+
+
 def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
     """A node as far as its status is concerned."""
     port = SimpleNamespace(
@@ -65,7 +68,9 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
         links=Links(),
         run="ab",
         invite=lambda: "farflock:x",
-        manifest=SimpleNamespace(run=SimpleNamespace(total_tokens=1000)),
+        manifest=SimpleNamespace(
+            run=SimpleNamespace(total_tokens=1000), exchange=SimpleNamespace(view_s=30.0)
+        ),
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
         awaited=lambda: awaited,
     )
@@ -86,10 +91,10 @@ def test_what_is_written_can_be_read_and_says_who_is_waited_for(tmp_path):
     [
         ({"awaited": 4}, "waits for members: 2 of 4 are here"),
         ({"awaited": 2}, "trains"),
-        ({"is_member": False}, "trains, and waits to be admitted"),
+        ({"is_member": False}, f"trains; {NEWCOMER}"),
         ({"role": "trainer"}, "trains"),
         ({"role": "stage:2"}, "serves stage 2"),
-        ({"role": "stage:2", "is_member": False}, "serves stage 2, and waits to be admitted"),
+        ({"role": "stage:2", "is_member": False}, f"serves stage 2; {NEWCOMER}"),
     ],
 )
 def test_it_says_what_the_node_does(tmp_path, fields, doing):

@@ -264,7 +264,7 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         resolved("method.options.codec=int8", "exchange.codec=int8").canonical()
         == there.canonical()
     )
-    with pytest.raises(Usage, match=r"exchange\.codec: method\.options\.codec says something else"):
+    with pytest.raises(Usage, match=r"exchange\.codec: it differs from method\.options\.codec"):
         resolved("method.options.codec=int8", "exchange.codec=fp16")
 
 
@@ -279,34 +279,42 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("method.name=dilico", "method.name: 'dilico'", "'diloco'"),
         ("method.options.perod=3", "'perod'", "'period'"),
         ("model.preset=dmeo", "model.preset: 'dmeo'", "'demo'"),
-        ("exchange.codec=itn8", "'itn8'", "'int8'"),
+        ("exchange.codec=itn8", "exchange.codec: codec 'itn8'", "'int8'"),
         ("trust.level=public", "trust.level: 'public'", "choose from trusted"),
         ("train.optimizer=adamww", "train.optimizer: 'adamww'", "'adamw'"),
         ("data.tokenizer=byte", "data.tokenizer: 'byte'", "'bytes'"),
         ("train.momentum=0.9", "adamw has no momentum", "choose sgd"),
-        ("train.momentum=1.0", "train.momentum: 1.0", "< 1.0"),
+        ("train.momentum=1.0", "train.momentum must be a number < 1.0", "got 1.0"),
         ("train.nesterov=true", "nesterov is for sgd", "momentum=0.9"),
-        ("train.batch=x", "train.batch: 'x'", "Expected `int`"),
-        ("train.batch=0", "train.batch: 0", ">= 1"),
-        ("train.batch=99999999999", "train.batch: 99999999999", "<="),
-        ("train.lr=inf", "train.lr: inf", "<="),
-        ("train.betas=[0.9, 1.0]", "train.betas", "< 1.0"),
+        ("train.batch=x", "train.batch must be a whole number", "got 'x'"),
+        ("train.batch=0", "train.batch must be a whole number >= 1", "got 0"),
+        ("train.batch=99999999999", "train.batch must be a whole number <=", "got 99999999999"),
+        ("train.lr=fast", "train.lr must be a number", "got 'fast'"),
+        ("train.lr=inf", "train.lr must be a number <= 100.0", "got inf"),
+        ("train.betas=[0.9, 1.0]", "train.betas[1] must be a number < 1.0", ""),
+        ("train.betas=[0.9]", "train.betas must be a list of length 2", "got [0.9]"),
         ("train.seq=999", "train.seq: sequences of 999 tokens", "64 or less"),
         ("train.warmup_tokens=100000000", "warm-up of 100000000", "40000"),
         ("model.dim=7", "model: a width of 7", "multiple of 4"),
-        ("model.vocab_size=300", "model.vocab_size: 300", "set it to 256"),
+        ("model.vocab_size=300", "model.vocab_size: 300: the tokenizer", "set it to 256"),
+        ("model={dim=16}", "model: layers, heads, kv_heads, ffn_dim, context are missing", "each"),
         ("model.rope_theta=nan", "rope_theta is nan", "10000"),
-        ("model=3", "model", "outside any table"),
+        (
+            "model=3",
+            "model",
+            "outside any table is not allowed; move it into one of [run], [model]",
+        ),
+        ("learning_rate=3", "learning_rate", "write it as train.lr"),
         ("method.options.gamma=5.0", "gamma=5.0", "1.500"),
-        ("method.options.period=1.5", "period", "Expected `int`, got `float`"),
+        ("method.options.period=1.5", "period must be a whole number", "got 1.5"),
         ("method.options.outer.lr=1", "method.options.outer", "does not fit method noloco"),
         ("exchange.codec=topk:64/4096", "biased", "int8"),
-        ("exchange.return_codec=bf16", "exchange.return_codec", "noloco has no such thing"),
+        ("exchange.return_codec=bf16", "exchange.return_codec", "noloco has no such option"),
         ("data.corpus=/etc/passwd", "data.corpus: the corpus '/etc/passwd'", ".txt"),
         ("data.corpus=nowhere.txt", "nowhere.txt", "check the path"),
-        ("data.sha256=abc", "data.sha256: 'abc'", "regex"),
-        ("run.name='a/b'", "run.name: 'a/b'", "regex"),
-        ("run.seed=-1", "run.seed: -1", ">= 0"),
+        ("data.sha256=abc", "data.sha256 must be text that matches the pattern", "got 'abc'"),
+        ("run.name='a/b'", "run.name must be text that matches the pattern", "got 'a/b'"),
+        ("run.seed=-1", "run.seed must be a whole number >= 0", "got -1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(assignment, place, hint):
@@ -320,7 +328,7 @@ def test_a_wrong_value_is_named_with_its_remedy(assignment, place, hint):
     ("options", "message"),
     [
         ("{lr=11.0}", "an outer learning rate of 11.0"),
-        ("{lr='x'}", "Expected `float`, got `str`"),
+        ("{lr='x'}", "of nesterov, lr must be a number, got 'x'"),
         ("{momentun=0.5}", "did you mean 'momentum'"),
         ("{name='nestrov'}", "did you mean 'nesterov'"),
         ("3", "does not fit"),
@@ -347,6 +355,39 @@ def test_an_override_is_read_as_toml_and_else_as_text():
         "f": "x=y",
         "g": "a=b",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            b"[run]\n[train\n",
+            r"run\.toml, line 2: expected '\]' at the end of a table declaration;",
+        ),
+        (b"x = 'abc", r"run\.toml, at the end: expected \"'\"; correct the TOML there"),
+        (b"\xff\xfe", r"run\.toml: it is not UTF-8 text: byte 0 is invalid"),
+    ],
+)
+def test_a_mistake_in_the_toml_is_named_with_its_line(tmp_path, text, sentence):
+    path = tmp_path / "run.toml"
+    path.write_bytes(text)
+    with pytest.raises(Usage, match=sentence):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [("1B", 10**9), ("'2M'", 2 * 10**6), ("500k", 500_000), ("1e9", 10**9), ("2.5m", 2_500_000)],
+)
+def test_a_count_of_tokens_may_be_written_short_and_is_spelt_out(written, number):
+    manifest = resolved(f"run.total_tokens={written}")
+    assert manifest.run.total_tokens == number
+    assert manifest.canonical() == resolved(f"run.total_tokens={number}").canonical()
+
+
+def test_a_strangers_manifest_has_no_short_counts():
+    with pytest.raises(RefusedByRun, match=r"run\.total_tokens must be a whole number"):
+        parse(tampered("total_tokens = 40000", 'total_tokens = "40k"'))
 
 
 @pytest.mark.parametrize(
@@ -493,10 +534,10 @@ def test_another_protocol_is_refused_with_both_numbers():
     require_same_protocol(PROTOCOL)
     with pytest.raises(
         RefusedByRun,
-        match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update",
+        match=f"another protocol: it speaks version {PROTOCOL + 1}, this program version {PROTOCOL};",
     ):
         require_same_protocol(PROTOCOL + 1)
-    with pytest.raises(RefusedByRun, match="use the version that made it"):
+    with pytest.raises(RefusedByRun, match="use the version of farflock that made it"):
         require_same_protocol(PROTOCOL - 1)
 
 

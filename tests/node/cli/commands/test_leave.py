@@ -66,7 +66,7 @@ def test_another_program_with_that_number_is_left_alone(farflock, process, tmp_p
     (tmp_path / "status.json").write_bytes(status_of(other.pid))
     code, _, err = farflock("leave", "--folder", tmp_path)
     assert code == 1
-    assert "no node runs here" in err
+    assert "no node is running in" in err
     assert other.poll() is None
 
 

@@ -46,7 +46,7 @@ def test_for_people_the_dry_run_is_toml_and_the_hash_below(farflock, manifest):
     ("text", "named"),
     [
         ("[train]\nbtach = 3\n", "did you mean 'batch'"),
-        ("[train\n", "run.toml: it is no TOML"),
+        ("[train\n", "run.toml, line 1: expected ']'"),
         ("[run]\nprotocol = 99\n", "update farflock"),
     ],
 )

@@ -76,12 +76,12 @@ def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(
     lines = farflock("status", "--folder", node)[1].splitlines()
     assert lines[0] == "process 1 trains"
     assert "step 12, loss 2.346, 1,234 tokens/s" in lines
-    assert "rounds applied: 3 ok, 1 partial; the last is 3" in lines
+    assert "rounds applied: 3 ok, 1 partial; the last is number 3" in lines
 
 
 def test_what_a_dead_node_wrote_last_is_called_that(farflock, node):
     assert farflock("status", "--folder", node)[1].startswith(
-        "the node does not run; this is what it wrote last"
+        "the node is not running; this is its last status"
     )
 
 
@@ -137,6 +137,11 @@ def test_a_run_seen_from_outside_is_told_in_lines(manifest):
         MemberInspection("12D3KooWgone", (), False, None),
     )
     said = _seen("ab" * 16, RunInspection(plan, 4, "0badcafe", members)).splitlines()
-    assert said[1] == "view 4, on branch 0badcafe: 2 members, 1 of them answer"
+    assert said[1] == "members: 2, answering: 1 (view 4, on branch 0badcafe)"
     assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
     assert "does not answer" in said[3]
+
+
+def test_a_folder_in_which_no_node_has_run_is_called_that(farflock, tmp_path):
+    _, _, err = farflock("status", "--folder", tmp_path)
+    assert f"no node has run in {tmp_path}: start one with `farflock join INVITE`" in err

@@ -36,6 +36,15 @@ def test_for_people_it_is_a_sentence(capsys):
     conclude(Output(as_json=False), SAVED, None)
     conclude(Output(as_json=False), SAVED, signal.SIGINT)
     assert capsys.readouterr().out.splitlines() == [
-        f"done; checkpoint {SAVED}",
-        f"left the run; checkpoint {SAVED}",
+        f"done; the checkpoint is in {SAVED}",
+        f"left the run; the checkpoint is in {SAVED}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "sentence"),
+    [(False, "before it began to train; nothing was changed"), (True, "the last checkpoint")],
+)
+def test_without_a_checkpoint_it_says_whether_the_node_had_trained(capsys, trained, sentence):
+    assert conclude(Output(as_json=False), None, signal.SIGTERM, trained) == 143
+    assert sentence in capsys.readouterr().err

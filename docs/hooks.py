@@ -1,0 +1,65 @@
+"""Additions to MkDocs: pages are listed by pattern, and a reader's browser fetches nothing from
+elsewhere.
+"""
+
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+MERMAID = "assets/mermaid.min.js"
+REMOTE = "https://unpkg.com/"  # from where the theme's script would load what we have here
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Replace the patterns in the navigation by the pages that no other entry names."""
+    folder = Path(config.docs_dir)
+    pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
+    named = set(_named(config.nav or []))
+    config.nav = _listed(config.nav or [], pages, named)
+    return config
+
+
+def _named(nav: Any) -> list[str]:  # noqa: ANN401 - lists, tables and texts
+    if isinstance(nav, str):
+        return [nav] if "*" not in nav else [nav.removesuffix("*")]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return [name for entry in entries for name in _named(entry)]
+
+
+def _listed(nav: list[Any], pages: list[str], named: set[str]) -> list[Any]:
+    found: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, inner),) = entry.items()
+            inner = inner if isinstance(inner, str) else _listed(inner, pages, named)
+            found += [{title: inner}] if inner else []
+        elif "*" in entry:
+            found += [page for page in pages if _fits(page, entry, named)]
+        else:
+            found.append(entry)
+    return found
+
+
+def _fits(page: str, pattern: str, named: set[str]) -> bool:
+    if pattern.endswith(".md*"):
+        return page == pattern.removesuffix("*")
+    same_folder = page.count("/") == pattern.count("/")
+    return same_folder and page not in named and fnmatch.fnmatch(page, pattern)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Add the script that draws diagrams to the pages that have some."""
+    if 'class="mermaid"' not in output:
+        return output
+    script = f'<script src="{get_relative_url(MERMAID, page.url)}"></script>'
+    return output.replace("</head>", f"{script}</head>", 1)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Take the addresses of other hosts out of the theme's script."""
+    for path in Path(config.site_dir).glob("assets/javascripts/bundle.*.js"):
+        path.write_text(path.read_text().replace(REMOTE, "about:blank#"))

@@ -1,0 +1,57 @@
+"""docs/reference/ is what the code says, and the words for it are complete both ways."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "make_reference.py"
+
+
+def made(*arguments, script=SCRIPT):
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100
+    )
+
+
+def copy_of_the_script(target):
+    """A copy of docs/ with the generator and its pages, to spoil."""
+    for path in (SCRIPT, *SCRIPT.parent.glob("generate/*.*"), *SCRIPT.parent.glob("reference/*")):
+        copy = target / "docs" / path.relative_to(SCRIPT.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (target / "node").symlink_to(ROOT / "node")
+    return target / "docs" / SCRIPT.name
+
+
+def test_the_reference_is_what_the_code_says():
+    done = made("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_page_is_shown_as_a_diff(tmp_path):
+    script = copy_of_the_script(tmp_path)
+    page = script.parent / "reference" / "codecs.md"
+    page.write_text(page.read_text().replace("| `int8` | 8.12", "| `int8` | 1.12"))
+    done = made("--check", script=script)
+    assert done.returncode == 1
+    assert "-| `int8` | 1.12" in done.stderr
+    assert "+| `int8` | 8.12" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"run.seed"', '"run.sead"', "no description of run.seed"),
+        ("[partner]", '[partner]\n"smell" = "Unpleasant."', "does not have: smell"),
+    ],
+)
+def test_words_that_do_not_fit_the_code_are_refused(tmp_path, before, after, said):
+    script = copy_of_the_script(tmp_path)
+    words = script.parent / "generate" / "words.toml"
+    words.write_text(words.read_text().replace(before, after))
+    done = made(script=script)
+    assert done.returncode == 1
+    assert said in done.stderr
