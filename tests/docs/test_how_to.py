@@ -1,6 +1,7 @@
-"""The pages of docs/how-to/ are followed from top to bottom in an empty folder: files are written, diffs are applied, commands
-are run in fresh processes, and what they print is what the page says. Files with a folder in their name are a checkout's, of
-which there is a copy.
+"""Follow the pages of docs/how-to/ from top to bottom in an empty folder.
+
+Files are written, diffs are applied, and commands run in fresh processes; each must print what
+the page says. A file with a folder in its name belongs to a checkout, so the test copies one.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""An asynchronous pipeline of real processes: passes of several rounds are on their way, a server is killed and another one
-comes, and each microbatch counts once, no later than it may."""
+"""An asynchronous pipeline of real processes, with passes of several rounds in flight.
+
+A server is killed and another one comes; each microbatch counts once, and no later than it may.
+"""
 
 import collections
 import runpy
@@ -25,7 +27,7 @@ def run(nursery, tmp_path):
 
 
 def delays(node):
-    """By stage and round, the greatest delay of a gradient in it and their mean, as one server measured them."""
+    """The greatest and the mean delay of the gradients by stage and round, as a server measured."""
     found = {
         (entry["stage"], entry["round"]): (entry["most"], entry["mean"])
         for entry in node.events("delay")

@@ -1,4 +1,4 @@
-"""What goes wrong around a node ends it with one sentence, the exit code that was promised, and nothing overwritten."""
+"""What goes wrong around a node ends it with one sentence and its exit code; files stay whole."""
 
 import json
 import os
@@ -72,7 +72,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def farflock(capfd, monkeypatch, tmp_path):
-    """A function that runs a command in this process -> exit code, its result or its one sentence."""
+    """A function that runs a command in this process: exit code, and its result or its sentence."""
     monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(process, "LINGER_S", 0.0)
 
@@ -132,7 +132,7 @@ class Founder:
 
 @pytest.fixture(scope="module")
 def founder(nursery, tmp_path_factory):
-    """A founder whose text is a file, and whose snapshots are damaged while a file `corrupt` is in its folder."""
+    """A founder with a text file; its snapshots are damaged while its folder holds `corrupt`."""
     folder = tmp_path_factory.mktemp("founder")
     corpus = folder / "text.txt"
     corpus.write_text("All the world's a stage.\n" * 2000)
@@ -201,7 +201,8 @@ def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
         later.end()
     assert (code, sentence) == (
         3,
-        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; update farflock",
+        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; "
+        "update farflock",
     )
     assert took_s < 30  # and not after the time that members have for an answer
 

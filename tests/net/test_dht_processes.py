@@ -26,11 +26,13 @@ TIMEOUT_S = 60
 
 STRANGER = """
 import json, sys, hivemind
-dht = hivemind.DHT(initial_peers=sys.argv[1:2], start=True, client_mode=sys.argv[2] == "client", use_relay=False,
-                   use_auto_relay=False, auto_nat=False, nat_port_map=False)
+dht = hivemind.DHT(initial_peers=sys.argv[1:2], start=True, client_mode=sys.argv[2] == "client",
+                   use_relay=False, use_auto_relay=False, auto_nat=False, nat_port_map=False)
 try:
     read = [dht.get(key, latest=True) for key in sys.argv[3:]]
-    print(json.dumps([{subkey.hex(): entry.value.hex() for subkey, entry in each.value.items()} for each in read]))
+    print(json.dumps([
+        {subkey.hex(): entry.value.hex() for subkey, entry in each.value.items()} for each in read
+    ]))
 finally:
     dht.shutdown()
 """

@@ -1,4 +1,4 @@
-"""The example that newcomers copy, as two processes; and one peer's real links, which must leave nothing behind."""
+"""The example that newcomers copy, as two processes; a peer's real links leave nothing behind."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a node and the demo end in good order within seconds, and leave no process, port or file behind."""
+"""Ctrl-C and SIGTERM end a node and the demo within seconds, and no process, port or file stays."""
 
 import contextlib
 import json
@@ -98,7 +98,7 @@ class Started:
         ) else None
 
     def traces(self):
-        """What must be gone afterwards: processes, sockets in the file system, ports that somebody listens on."""
+        """Processes, socket files and listening ports; all of them must be gone afterwards."""
         family = [
             psutil.Process(self.process.pid),
             *psutil.Process(self.process.pid).children(recursive=True),
@@ -147,7 +147,7 @@ def assert_gone(traces, limit_s=3):
 
 @pytest.fixture
 def start(nursery, tmp_path):
-    """A function that starts a command; all that are left at the end are killed with their groups."""
+    """A function that starts a command; at the end each one left is killed with its group."""
     started = []
 
     def begin(name, *arguments, **options):

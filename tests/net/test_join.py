@@ -1,4 +1,4 @@
-"""Founding and joining as people see it: the view on a terminal, plain lines elsewhere, and what is left on the disk."""
+"""Start and join a run as people see it: the view on a terminal, plain lines elsewhere, files."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS":
 
 
 def on_a_terminal(popen, command, out):
-    """Run a command whose standard error is a terminal, and its output a file; what the terminal showed, and the process."""
+    """Run a command whose standard error is a terminal: what that showed, and the process."""
     ours, theirs = pty.openpty()
     process = popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT

@@ -1,5 +1,7 @@
-"""A full replica and a pipeline of small nodes in real processes train one model, and whoever of them is killed, its part is
-with the others."""
+"""A full replica and a pipeline of small nodes train one model in real processes.
+
+Whichever of them is killed, the others take over its part.
+"""
 
 import runpy
 from pathlib import Path
@@ -44,7 +46,7 @@ def all_counted_once(*nodes):
         assert work["microbatches"] > 0
 
 
-def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(
+def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     run,
 ):
     total, replica, servers, trainer = begun(run, 120)

@@ -1,4 +1,4 @@
-"""Two peers in network namespaces that cannot see each other, and a relay in a third that both see."""
+"""Two peers in network namespaces that cannot see each other, and a relay that both see."""
 
 import asyncio
 import os

@@ -1,5 +1,7 @@
-"""A pipeline of real processes: it trains as the unsplit model does, and what is killed, refused or stopped costs nobody's
-microbatch."""
+"""A pipeline of real processes trains as the unsplit model does.
+
+A process that is killed, refused or stopped costs no other node a microbatch.
+"""
 
 import collections
 import contextlib
@@ -55,7 +57,7 @@ def described(peers, steps, stages=3, **terms):
                 "lr": 5e-3,
                 "warmup_tokens": 2 * STEP,
                 "clip": 0.0,  # a stage's norm is not the whole model's
-                "joiner_steps": 0,  # DDP sets the rate by the run's tokens, and so must the unsplit model
+                "joiner_steps": 0,  # DDP sets the rate by the run's tokens; the unsplit model too
             },
             "pipeline": {
                 "stages": stages,
@@ -281,7 +283,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
 
 
 def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
-    """E11: servers that held some of their room while they waited for others' would stop each other."""
+    """E11: servers that hold some of their room while they wait for others' stop each other."""
     manifest = described(4, 15, stages=2, places=1, queue=1, window=24)
     founder = run.found(manifest)
     run.servers(2, first=2)
@@ -337,9 +339,7 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
-def test_a_role_that_there_is_not_is_refused_and_who_leaves_in_order_comes_back_to_its_checkpoint(
-    run, number
-):
+def test_an_unknown_role_is_refused_and_a_node_that_left_resumes_from_its_checkpoint(run, number):
     founder = run.found(described(3, FOREVER, stages=2))
     server, trainer = (
         run.join("server", "--role", "stage:1"),

@@ -1,5 +1,8 @@
-"""E14: who computes what is a matter of the policy and the member list alone. The same small pipeline walks its microbatches
-over real sockets in real time, and in the simulator: each pass of each microbatch is computed by the same server."""
+"""E14: routing depends on the policy and the member list alone.
+
+The same small pipeline sends its microbatches over real sockets in real time, and through the
+simulator: each pass of each microbatch is computed by the same server.
+"""
 
 import asyncio
 import collections
@@ -38,8 +41,11 @@ def quiet():
 
 
 class Traced(PipelineSimulation):
-    """A pipeline whose peers come one by one, so that all see one member list; its trainer sets out when they are there.
-    `trace` has the servers that computed each pass, by microbatch, stage and direction."""
+    """A pipeline whose peers come one by one, so that all of them see one member list.
+
+    Its trainer starts when they are there. `trace` has the servers that computed each pass, by
+    microbatch, stage and direction.
+    """
 
     def __init__(self, cut):
         parts = (*(PeerRole(stage, forward_s=0.0) for stage in STAGES), PeerRole(trains=True))
@@ -75,7 +81,7 @@ class Traced(PipelineSimulation):
         )
 
     def _are_there(self, node):
-        """Whether all are members, and this node hears from each: a partner on a busy machine may seem gone at first."""
+        """Whether all are members and this node hears each; on a busy machine one may seem gone."""
         port = node.peer.context
         there = self._are_members(len(self.world.parts))
         return there and not any(

@@ -79,7 +79,7 @@ async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microb
 
 
 @trained()
-async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(world):
+async def test_a_server_that_refused_is_asked_again_where_the_policy_names_no_other(world):
     """As while the others are banned."""
     next_hop = world.next_hop
     world.next_hop = lambda microbatch, stage, *rest: (
@@ -95,7 +95,7 @@ async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(wor
 
 
 @trained()
-async def test_who_is_passed_by_is_asked_again_after_a_while(world):
+async def test_a_server_that_was_skipped_is_asked_again_after_a_while(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
     await world.merged()

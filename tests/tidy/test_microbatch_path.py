@@ -105,7 +105,7 @@ def server_of(stage, span):
 
 
 async def one_microbatch():
-    """Train until one microbatch is over, with a round of each stage as soon as its server has merged it."""
+    """Train until a microbatch is done; a stage has a round as soon as its server has merged."""
     world, streams = (
         Switchboard(),
         {stage: StreamName(f"s/{stage}", 0, 1) for stage in range(STAGES)},

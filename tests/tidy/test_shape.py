@@ -13,10 +13,18 @@ MAX_METHODS, MAX_ATTRIBUTES = _MEASURE["MAX_METHODS"], _MEASURE["MAX_ATTRIBUTES"
 MAX_EXCEPTIONS = 5
 # Classes that may be larger, each with its reason.
 EXCEPTIONS = {
-    "node.library.swarm_optimizer:SwarmOptimizer": "public: the members of torch's Optimizer, and the swarm's options",
-    "node.process.status:Status": "a Struct: its attributes are the fields of the status file's JSON",
-    "node.run.pipeline_section:PipelineSection": "a Struct: its attributes are the keys of the manifest's [pipeline]",
-    "optimizers.contrib.asynchronous:Async": "contrib: its options are attributes, as a method's are",
+    "node.library.swarm_optimizer:SwarmOptimizer": (
+        "public: the members of torch's Optimizer, and the swarm's options"
+    ),
+    "node.process.status:Status": (
+        "a Struct: its attributes are the fields of the status file's JSON"
+    ),
+    "node.run.pipeline_section:PipelineSection": (
+        "a Struct: its attributes are the keys of the manifest's [pipeline]"
+    ),
+    "optimizers.contrib.asynchronous:Async": (
+        "contrib: its options are attributes, as a method's are"
+    ),
     "optimizers.contrib.edit:EDiT": "contrib: its options are attributes, as a method's are",
 }
 CLASSES = {

@@ -1,4 +1,4 @@
-"""The command line starts fast, says each error in one sentence, and ends with the exit code that was promised."""
+"""The command line starts fast, prints each error as one sentence, and ends with its exit code."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TINY = PRESETS["tiny"]
 
 @pytest.fixture
 def farflock(capfd):
-    """A function that runs a command in this process -> (exit code, standard output, standard error)."""
+    """A function that runs a command in this process: (exit code, standard output and error)."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:

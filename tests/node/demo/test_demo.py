@@ -1,4 +1,4 @@
-"""Who counts in a demo: a newcomer that came in, and an end with an error of anybody but one who came too late."""
+"""Success of a demo: a newcomer came in, and no peer failed except one that came too late."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ STATUS = Status(
 
 @pytest.fixture
 def demo(tmp_path):
-    """A function that makes a demo of one peer and a newcomer: who ended with which code, having trained how many tokens."""
+    """A function that makes a demo of one peer and a newcomer from exit codes and token counts."""
 
     def made(newcomer_code, *, tokens=100, came_in):
         demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None)

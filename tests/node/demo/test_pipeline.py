@@ -1,4 +1,4 @@
-"""The demo of a pipeline without its processes: what it trains, whom it kills when, and what it makes of what is left."""
+"""The pipeline demo without its processes: its training, its kills, and its final verdict."""
 
 import signal
 from types import SimpleNamespace
@@ -148,8 +148,10 @@ def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
 
 @pytest.fixture
 def left(tmp_path):
-    """A function that writes the checkpoint of a stage by a child, as if it had trained so many tokens, and returns the
-    child."""
+    """A function that writes a stage's checkpoint as a child that trained `tokens` would.
+
+    It returns the child.
+    """
     plan, pipeline = pipeline_manifest(20).plan(), pipeline_manifest(20).pipeline_plan()
 
     def write(name, *stages, tokens=100, filled=None, killed=False):

@@ -1,4 +1,4 @@
-"""A loop in a thread of its own: what is called there, what ends it, and how errors and Ctrl-C come through."""
+"""A loop in its own thread: calls into it, what ends it, and how errors and Ctrl-C come through."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A torch optimizer in every respect, and a peer: alone it is what it is built from, to the last bit."""
+"""A torch optimizer in every respect, and a peer: alone it equals its inner one to the last bit."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
-"""One of the processes of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`. They meet in a file of FOLDER.
+"""One process of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`.
 
-Rank 0 runs the law and the cases below, and writes what became of each to FOLDER/results.json; the others follow it.
+The processes meet in a file of FOLDER. Rank 0 runs the law and the cases below, and writes the
+result of each to FOLDER/results.json; the others follow it.
 """
 
 import importlib.util
@@ -34,7 +35,7 @@ def load_law():
 law = load_law()
 
 
-class Sharded(law.World):
+class Sharded(law.Subject):
     """Each process computes its part of every batch; FSDP takes the mean of the gradients."""
 
     exact = False
@@ -92,8 +93,8 @@ def shards_are_really_apart(world):
 
 
 def a_method_trains_as_on_a_plain_replica(world, name="diloco"):
-    """The same method over the same batches, once on two processes and once on one; alone, so both must agree."""
-    plain = law.World()
+    """The same method over the same batches, on two processes and on one: both must agree."""
+    plain = law.Subject()
     ended = []
     for each in (world, plain):
         options = {"codec": "fp32", "deadline_s": 5.0}
@@ -154,7 +155,7 @@ def run_case(case, inner):
 
 
 def spmd_reads():
-    """Called side by side instead of through `follow`: the leader gets the tensors, the others nothing."""
+    """Called on each side instead of through `follow`: the leader alone gets the tensors."""
     world = Sharded()
     read = world.replica.read(world.replica.names, "param")
     world.replica.write(read, "param")

@@ -25,12 +25,12 @@ law = load_law()
 
 @pytest.mark.parametrize("rule", law.LAW, ids=lambda rule: rule.__name__)
 def test_law(rule):
-    rule(law.World())
+    rule(law.Subject())
 
 
 @pytest.mark.parametrize("rule", law.SGD_LAW, ids=lambda rule: rule.__name__)
 def test_law_under_sgd(rule):
-    rule(law.World("sgd"))
+    rule(law.Subject("sgd"))
 
 
 def test_every_rule_of_the_law_is_in_its_list():

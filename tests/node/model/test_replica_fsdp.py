@@ -1,4 +1,7 @@
-"""The law of `Replica` on a module that two processes share (FSDP2, gloo, loopback), and what only a sharded one has."""
+"""The law of `Replica` on a module that two processes share, and the rules of a sharded one alone.
+
+FSDP2 over gloo on the loopback interface.
+"""
 
 import importlib.util
 import json

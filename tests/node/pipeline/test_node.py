@@ -1,4 +1,4 @@
-"""A node's part in a pipeline on the simulated network: what its process sees of it, each kind of method, lives that end."""
+"""A node's part in a pipeline on the simulated network: its process's view, each method, deaths."""
 
 import asyncio
 import collections
@@ -77,8 +77,11 @@ def audit(who, plan, stages, limit_s=600.0, **options):
 
 
 class Accounts(Audit):
-    """The audit for methods whose servers step on their own: a contribution is made of its own microbatches, each counts once,
-    and the group agrees on its state after every round."""
+    """The audit for methods whose servers step on their own.
+
+    A contribution is made of its own microbatches, each counts once, and the group agrees on its
+    state after every round.
+    """
 
     def __init__(self, *world):
         super().__init__(*world)
@@ -214,8 +217,8 @@ def test_a_server_that_fails_ends_its_nodes_run():
         one.run()
 
 
-def test_who_is_a_member_before_it_runs_lets_calls_wait():
-    """A founder waits for others; they need not wait an hour for it because their first call failed."""
+def test_a_member_that_does_not_run_yet_lets_calls_wait():
+    """A founder waits for others; the others must not wait an hour because a first call failed."""
     steps = 3
     one = audit((PeerRole(0), PeerRole(1), PeerRole(trains=True)), plan(steps * BATCH * TOKENS), 2)
     began = []
@@ -385,7 +388,7 @@ def test_a_life_that_is_over_says_why_and_where_to():
 # the run's end
 
 
-def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_stage_ends_with_one_state():
+def test_a_peer_that_knows_of_the_end_stays_until_all_know_so_a_stage_ends_with_one_state():
     total, over_s, stage_directory = 6 * BATCH * TOKENS, [], []
     one = audit((PeerRole(EVERY, trains=True), PeerRole(0), PeerRole(1)), plan(total, rate=1e-3), 2)
 
@@ -459,7 +462,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
 
-def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(
+def test_a_full_replica_resumes_from_checkpoints_of_its_stages_made_at_different_times(
     tmp_path,
 ):
     steps = 5
@@ -602,7 +605,7 @@ def test_all_agree_on_what_goes_over_an_edge():
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "skip:4"])
-def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
+def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_equal_questions(name):
     layers = [1, 2, 2, 1]
     serving = StageServers(
         1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4))

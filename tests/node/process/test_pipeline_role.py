@@ -1,4 +1,4 @@
-"""Which stage a machine serves and whether it trains: by its option, or by what the members lack; and the node that does so."""
+"""A machine's stage and whether it trains: by its option or by the members' need; and its node."""
 
 import asyncio
 import collections
@@ -103,7 +103,7 @@ def test_a_founder_serves_the_first_stage_and_trains_unless_told_otherwise(role,
         ("replica", (EVERY, True)),
     ],
 )
-def test_who_is_told_what_to_do_asks_nobody(role, found):
+def test_a_machine_with_a_given_role_asks_no_peer(role, found):
     members = Members(0, 0, 0)
     assert joined(role, members) == found
     assert not members.asked
@@ -145,15 +145,17 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
         ((1, 2, EVERY), (), 0),  # a whole replica has a part in each
     ],
 )
-def test_who_joins_serves_the_stage_that_fewest_living_members_serve(role, stages, gone, stage):
+def test_a_newcomer_serves_the_stage_that_the_fewest_living_members_serve(
+    role, stages, gone, stage
+):
     assert joined(role, Members(*stages, gone=gone)) == (stage, False)
 
 
-def test_who_was_a_member_before_does_not_count_itself():
+def test_a_former_member_does_not_count_itself():
     assert joined("auto", Members(0, 0, 1, 2, me="m2")) == (1, False)
 
 
-def test_members_who_do_not_answer_are_said_so():
+def test_members_that_do_not_answer_are_named():
     with pytest.raises(TimeoutError):
         joined("auto", Members(0, answers=False))
 
@@ -167,7 +169,7 @@ def test_the_emptiest_stage_has_none_that_is_emptier_and_is_one_peers_choice(ser
     assert emptiest(servers, me) == stage
 
 
-def test_many_who_come_at_once_go_to_different_stages():
+def test_newcomers_at_the_same_time_go_to_different_stages():
     peers = [hashlib.sha256(bytes([number])).hexdigest() for number in range(60)]
     chosen = collections.Counter(emptiest((2, 1, 1, 1), peer) for peer in peers)
     assert chosen.keys() == {1, 2, 3}

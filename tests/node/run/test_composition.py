@@ -126,7 +126,7 @@ def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction
         )
 
 
-def test_a_codec_that_remembers_fits_pinned_routes_samples_that_come_again_and_room_for_a_microbatch():
+def test_a_codec_with_a_memory_needs_pinned_routes_samples_that_return_and_room_for_a_microbatch():
     require_composable(parts(**SEEN))
     require_composable(
         parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512})

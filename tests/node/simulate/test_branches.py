@@ -1,4 +1,4 @@
-"""Runs of whole nodes that lose a majority, for good or for a while: they go on to their end, as one run."""
+"""Whole nodes that lose a majority, for good or for a while, reach their end as one run."""
 
 import asyncio
 
@@ -121,7 +121,7 @@ def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_e
 
 
 @pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
-def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_and_the_run_ends_as_one(
+def test_when_a_branch_meets_the_majority_the_one_with_fewer_tokens_gives_up_and_one_run_ends(
     bench, text, method
 ):
     async def main(made):

@@ -1,4 +1,4 @@
-"""How a disaster is made: every fault meets every phase in turn, only what hit something counts, and hangs are found."""
+"""A disaster: every fault meets every phase in turn, only hits count, and hangs are found."""
 
 import asyncio
 import collections

@@ -1,4 +1,4 @@
-"""The watch is told what no correct swarm does, one thing at a time, and must say so; what is correct it lets pass."""
+"""The watch is told what no correct swarm does and must say so; it lets pass what is correct."""
 
 import asyncio
 from dataclasses import replace
@@ -234,7 +234,7 @@ def test_means_that_differ_in_one_bit_are_found():
     the_only(violations(main), "peer 2 has another mean in round 0")
 
 
-def test_who_sent_nothing_does_not_count():
+def test_a_member_that_sent_nothing_does_not_count():
     async def main(scene):
         scene.results["one"] = scene.result(1, ["one", "two"], 60)
         await scene.offer(0, 1)

@@ -1,4 +1,4 @@
-"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and come back."""
+"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and return."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run's history can be read while it is written, survives SIGKILL, and stays within its bounds."""
+"""A run's history can be read while it is written, survives SIGKILL, and stays in its bounds."""
 
 import contextlib
 import errno
@@ -233,8 +233,10 @@ def test_a_number_that_is_none_stays_one_in_the_mean_of_its_stretch(tmp_path, cl
 def test_a_database_of_the_version_before_is_taken_over(tmp_path, clock):
     database = sqlite3.connect(tmp_path / "run.db")
     database.executescript(
-        "CREATE TABLE metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL,"
-        " value REAL); INSERT INTO metrics (name, step, time_s, value) VALUES ('loss', 1, 5.0, 3.5);"
+        "CREATE TABLE metrics ("
+        "id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL,"
+        " value REAL);"
+        "INSERT INTO metrics (name, step, time_s, value) VALUES ('loss', 1, 5.0, 3.5);"
         "PRAGMA user_version = 1"
     )
     database.close()

@@ -1,4 +1,7 @@
-"""The driver: what starts, what is applied, what training waits for, and in which order; on a method that only takes notes."""
+"""The driver: what starts, what is applied, and what training waits for, in order.
+
+The method under it only takes notes.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A method's exchange over two real peers and back: the mean, everybody's tensors, and what cannot be carried."""
+"""A method's exchange over two real peers and back: the mean, all tensors, and what is refused."""
 
 import asyncio
 
@@ -143,7 +143,7 @@ def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, 
 
 
 def means_of_rounds(bench, text, rounds, *, compensate):
-    """What comes of the same two contributions, round after round, with a return codec of two magnitudes."""
+    """Results of two constant contributions round after round; the return has two magnitudes."""
 
     async def work(clients, first):
         moved = torch.zeros(4)
@@ -188,7 +188,7 @@ MINE, YOURS = [("t", 1), ("t", 3)], [("t", 2), ("u", 1)]
 
 
 def noted(bench, text, one, other, kind="mean", number=0):
-    """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
+    """The results of two contributions (values, notes) to stage 2; None only brings replays."""
 
     async def work(clients, first):
         clients = [ExchangeClient(client._peer, 3, 2) for client in clients]
@@ -221,7 +221,7 @@ def test_what_contributions_are_made_of_is_agreed_upon_with_their_mean(bench, te
 
 
 @pytest.mark.parametrize("kind", ["mean", "gather"])
-def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind):
+def test_a_member_without_a_contribution_hears_what_the_round_was_made_of(bench, text, kind):
     one, missed = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), None, kind=kind)
     assert notes.read(missed.notes) == notes.read(one.notes) == MINE
     assert torch.equal(missed.mean["a"], torch.tensor([1.0, 2.0]))
@@ -248,7 +248,7 @@ def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
 
 
 @pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
-def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
+def test_a_member_that_watches_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
     async def work(clients, first):
         client = ExchangeClient(clients[0]._peer, 3, 5)
         name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)

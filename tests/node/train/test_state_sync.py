@@ -89,7 +89,7 @@ def serve(node, snapshots):
 
 
 def joined(bench, text, broken):
-    """A newcomer to a founder that first serves what `broken(state)` makes of its state, then the truth."""
+    """A newcomer to a founder that first serves `broken(state)` of its state, then the truth."""
     made = bench(text, "diloco", peers=2)
 
     async def main():

@@ -1,4 +1,4 @@
-"""How the tests of commands run one: in this process, with what it wrote and how it ended; and with folders of their own."""
+"""Run a command in this process: what it wrote, how it ended, and data folders of its own."""
 
 import pytest
 
@@ -7,7 +7,10 @@ from farflock.node.cli import main as cli
 
 @pytest.fixture
 def farflock(capfd, monkeypatch, tmp_path):
-    """A function that runs a command -> (exit code, standard output, standard error); the user's data are elsewhere."""
+    """A function that runs a command: (exit code, standard output, standard error).
+
+    The user's data are elsewhere.
+    """
     monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
 
     def run(*arguments):

@@ -76,7 +76,7 @@ def test_the_held_out_loss_comes_with_its_error(farflock):
 
 @pytest.fixture
 def reports(monkeypatch):
-    """Reports that stand in for disasters that have been run: a violation in seed 8, the rest as the test says."""
+    """Reports that stand in for disasters: a violation in seed 8, the rest as the test says."""
     made, asked = {}, []
 
     def run_seeds(first, count, workers, name):

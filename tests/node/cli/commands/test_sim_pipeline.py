@@ -54,7 +54,7 @@ def test_it_trains_and_the_same_seed_gives_the_same_state(farflock, manifest):
     assert first["kills"] == 0
 
 
-def test_a_dry_run_says_who_does_what(farflock, manifest):
+def test_a_dry_run_shows_the_role_of_each_process(farflock, manifest):
     described = facts(farflock, manifest(1280), "--peers", "5", "--dry-run")
     assert [part["stage"] for part in described["world"]["parts"]] == [0, 1, 0, 1, -2]
     assert [part["trains"] for part in described["world"]["parts"]] == [False] * 4 + [True]

@@ -1,4 +1,7 @@
-"""An end stage that loses all its servers has its embedding, or its norm and head, again: bit for bit, from its neighbour."""
+"""An end stage that loses all its servers gets its tables back, bit for bit, from its neighbour.
+
+The tables are the embedding, or the norm and the head.
+"""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""When a server moves: not at the first look at a stage without servers, one at a time, and for load only now and then."""
+"""A server moves after a second look, one server at a time, and for load only now and then."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where a stage's state comes from when nobody has it: the ladder, and what strangers may send of the stages beside it."""
+"""Where a stage's state comes from when no peer has it: the ladder, and what strangers may send."""
 
 import asyncio
 import logging
@@ -72,7 +72,7 @@ class Swarm:
 
 
 def trained(plan, span, seed):
-    """A stage's replica and method some steps after the beginning, and nothing like the initial weights."""
+    """A stage's replica and method some steps after the start, far from the initial weights."""
     model = build(plan.model, plan.run_seed, span)
     driver = Driver(
         method(plan.method, **plan.options), PlainReplica(model, plan.inner.build(model))
@@ -138,7 +138,7 @@ def layer(driver, stage):
 # who is there
 
 
-def test_those_who_serve_a_stage_and_are_not_known_to_be_gone_are_counted_without_oneself():
+def test_the_other_servers_of_a_stage_that_are_not_known_to_be_gone_are_counted():
     swarm = Swarm(0, 0, 1, 2, 2, NOTHING, EVERY, gone=("m1",), me="m3")
     assert living(swarm, 3) == (2, 2, 2)  # the whole replica has a part in each
     assert living(Swarm(0, 2), 3) == (1, 0, 1)

@@ -1,4 +1,4 @@
-"""The table of gradients that wait for their confirmation, and of the replies that belong to them."""
+"""The table of gradients that wait for their confirmation, and of the replies that go with them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A stage server, asked directly: what it refuses, computes once, keeps aside, merges and brings into rounds."""
+"""A stage server, asked directly: what it refuses, computes once, keeps, merges and contributes."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,10 @@ PASS_S = 0.5
 
 
 class Bench:
-    """A server of one of three stages in fp64, and what is sent to it. A forward pass takes half a virtual second."""
+    """A server of one of three stages in fp64, and what is sent to it.
+
+    A forward pass takes half a virtual second.
+    """
 
     def __init__(self, index=1, codec="raw", versions=None, others=(), **terms):
         self.marks = {}
@@ -316,7 +319,7 @@ def test_where_the_queue_is_full_both_kinds_are_busy_each_for_itself():
     run_virtual(main())
 
 
-def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come_again():
+def test_an_admitted_call_that_others_overtake_is_answered_busy_and_may_come_again():
     async def main():
         bench = Bench(queue=1, places=9)
         requests = [bench.backward(1), bench.backward(2), bench.forward(3), bench.forward(4)]
@@ -343,7 +346,7 @@ SAMPLE = 3
 
 
 def remembered(bench, values, there=bytes(8), back=False):
-    """A request for a pass with this m, float16 (L, D), at a server that is thought to hold the tag `there`."""
+    """A request for a pass with this m, float16 (L, D); its server may hold `there`."""
     part = Row(values, tag_of(values), bytes(8), b"", True).part(there)
     request, payloads = bench.backward(1) if back else bench.forward(1)
     payloads[1] = written([part])
@@ -673,7 +676,7 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
 
 
 @served(2)
-async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(
+async def test_a_nodes_own_training_counts_next_to_what_others_ask_for_and_takes_no_place(
     bench,
 ):
     server, wanted = bench.server, GradientAccumulator()
@@ -727,7 +730,7 @@ async def test_two_steps_of_one_round_are_named_together(bench):
 
 
 @served()
-async def test_who_waits_for_a_merge_is_woken(bench):
+async def test_a_caller_that_waits_for_a_merge_is_woken(bench):
     waiting = asyncio.create_task(bench.server.accounts.merged.wait())
     await bench.put_aside(1)
     assert not waiting.done()

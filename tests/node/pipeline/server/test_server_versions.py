@@ -140,7 +140,7 @@ TABLES = {
 
 
 def versioned_bench(index=1):
-    """A server that reads versions 2 and 3 of a subspace codec, whose outputs lie in the subspace."""
+    """A server that reads versions 2 and 3 of a subspace codec; its outputs lie in the subspace."""
     bench = Bench(index)
     codec = SubspaceVersions(Subspace(TABLES[2], None, None))
     codec.hold(TABLES[3])

@@ -46,7 +46,7 @@ def test_for_what_the_trainer_made_nobody_is_to_blame():
     assert origins.to_blame((0, "input")) is None
 
 
-def test_who_refused_it_is_known_until_it_is_made_anew():
+def test_refusals_of_a_message_are_remembered_until_it_is_made_again():
     origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     origins.refused(INPUT, "a", 3)

@@ -1,4 +1,4 @@
-"""Which of a trainer's microbatches count, by what rounds name, name twice, leave out or never say."""
+"""Whether a trainer's microbatches count: rounds name them, name them twice, or leave them out."""
 
 from farflock.node.pipeline.trainer.commits import REMEMBERED, CommitTracker, DuplicateDetector
 

@@ -1,4 +1,4 @@
-"""A trainer among scripted servers: whom it asks for what, and what it does about silence, lateness and loss."""
+"""A trainer among scripted servers: what it asks of each, and how it meets silence and loss."""
 
 import asyncio
 import runpy
@@ -220,7 +220,7 @@ async def test_what_a_round_named_before_its_server_left_is_not_asked_again(worl
 
 
 @trained()
-async def test_who_is_gone_is_not_asked_to_confirm_but_waited_for_until_its_last_rounds_are_known(
+async def test_a_gone_server_confirms_nothing_and_its_last_rounds_are_waited_for(
     world,
 ):
     world.script("1a", Confirm, silence)

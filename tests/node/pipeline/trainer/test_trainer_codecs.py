@@ -42,7 +42,7 @@ async def test_without_an_older_release_the_preferred_codec_is_taken(world):
 
 
 @trained()
-async def test_who_cannot_read_it_is_not_asked(world):
+async def test_a_server_that_cannot_read_a_codec_is_not_asked(world):
     world.reads = {"1a": (INT8,), "1b": (RAW,), "2a": (INT8,), "2b": (RAW,)}
     await world.merged()
     assert {entry.peer for entry in world.asked(Forward, Backward)} == {"0a", "1b", "2b"}

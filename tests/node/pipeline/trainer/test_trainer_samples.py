@@ -82,7 +82,7 @@ def test_a_server_that_lacks_what_is_meant_gets_it_whole_at_once_and_later_the_c
     main()
 
 
-def test_who_lacks_what_was_sent_whole_is_not_asked_again_at_once():
+def test_a_server_that_lacks_a_row_sent_whole_is_not_asked_again_at_once():
     @trained(**AQSGD)
     async def main(world):
         lacking = saying(Lacks((0,)))
