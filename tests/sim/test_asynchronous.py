@@ -5,12 +5,11 @@ import asyncio
 import collections
 import dataclasses
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
+from worlds.pipeline_audit import CLOSE, Audit, pipeline, plan
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
@@ -23,8 +22,6 @@ pytestmark = (
     pytest.mark.long
 )  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, CLOSE = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "CLOSE"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends

@@ -2,17 +2,14 @@
 
 import asyncio
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.sim.network import LinkModel
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STEPS, STALENESS = 8, 2, 3
 TOTAL = 8 * BATCH * STEPS  # tokens
 SLOW = LinkModel(latency_s=0.5)  # of each of the two lines between peers

@@ -4,19 +4,16 @@ those who are left go on with the state that all had."""
 import asyncio
 import collections
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends

@@ -4,12 +4,11 @@ gradient that the unsplit model has for it; nothing hangs, nobody's memory grows
 import asyncio
 import collections
 import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
@@ -26,8 +25,6 @@ from farflock.node.simulate.pipeline import (
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, TEXT = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "TEXT"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends

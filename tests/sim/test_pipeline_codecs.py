@@ -4,17 +4,14 @@ microbatch counts once with its gradient, also while those come and go who know 
 import asyncio
 import collections
 import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.pipeline.passes.requests import Forward, decode_request
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STAGES, SERVERS = 8, 3, 2
 RUN, OLD = "raw | fp32", "fp32"
 

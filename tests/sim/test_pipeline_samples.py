@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
 from farflock.node.pipeline.contrib.sample_memory import ServerMemory, _names
@@ -28,8 +29,6 @@ pytestmark = (
     pytest.mark.long
 )  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
 _DEATHS = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
 Murders, POINTS = _DEATHS["Murders"], _DEATHS["POINTS"]
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step

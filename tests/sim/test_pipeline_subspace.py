@@ -8,12 +8,11 @@ and gradients by autograd: it shares with the stages' own projections nothing bu
 import asyncio
 import dataclasses
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
+from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.compression.subspace import outside
 from farflock.node.pipeline.passes.constraint import EMBEDDING
@@ -23,8 +22,6 @@ from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.parts.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
 EXACT = f"subspace:{RANK}+raw,raw"

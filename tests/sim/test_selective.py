@@ -8,12 +8,11 @@ weights as they were along its way, or the free ones of a replica.
 import asyncio
 import dataclasses
 import logging
-import runpy
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from worlds.pipeline_audit import Audit, Whole, pipeline, plan
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME
 from farflock.node.pipeline.passes.constraint import EMBEDDING
@@ -23,8 +22,6 @@ from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
 PERIOD = 2

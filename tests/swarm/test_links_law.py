@@ -3,19 +3,15 @@
 import asyncio
 import collections
 import functools
-import runpy
 import time
-from pathlib import Path
 
 import pytest
+from worlds.fleet import FRAME, Fleet, identity
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "fleet.py"))
-Fleet, FRAME, identity = _FLEET["Fleet"], _FLEET["FRAME"], _FLEET["identity"]
 
 STRANGER = identity(9).peer
 

@@ -3,22 +3,15 @@
 import asyncio
 import collections
 import random
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.switchboard import RTT_S, Echo, World, backwards, data_of, in_a_world, now
 
 from farflock.swarm.messages import Answer, Call, Heard, Piece, Want
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.calls import KEEP_S, RESEND_S, CallFailed
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
-RTT_S, data_of, backwards, Echo, World, in_a_world, now = (
-    _BOARD[name] for name in ("RTT_S", "data_of", "backwards", "Echo", "World", "in_a_world", "now")
-)
-
 
 # Losses, copies, disorder.
 

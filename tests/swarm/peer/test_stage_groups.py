@@ -4,11 +4,10 @@ comes, goes or dies, each contribution counts once and each stage goes on."""
 import asyncio
 import collections
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from worlds.herd import identity, reduce, until
 
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Piece, Prepare
@@ -25,8 +24,6 @@ from farflock.swarm.roles import NOTHING, role_of
 from farflock.swarm.sim.network import Faults, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-reduce, identity, until, now = (_HERD[name] for name in ("reduce", "identity", "until", "now"))
 SHARDS, TOKENS, VIEW_S = 2, 10, 2.0
 
 
