@@ -1,6 +1,5 @@
 """Pipelines one of whose servers makes what nobody can read, for as long as it lives: the others go on without it."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -9,14 +8,10 @@ from worlds.pipeline_audit import Audit, pipeline, plan
 from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, STAGES, SERVERS = 8, 3, 2
 NONSENSE = b"\xff"  # of which no number is made
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 class Spoiling(Audit):

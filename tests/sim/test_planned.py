@@ -2,7 +2,6 @@
 path in their order, and where a planned server dies its stage mates take over."""
 
 import collections
-import logging
 
 import pytest
 from worlds.pipeline_audit import STILL, Audit, pipeline, plan
@@ -12,17 +11,14 @@ from farflock.node.run.policies import PLANNED, lane_of
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.paths.policy import Microbatch
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 LAYERS = (1, 1, 1, 1)
 
 SKIPPING = [["0:0 1:1 3:0", "0:1 2:0 3:1", "0:1 1:0 3:1", "0:0 2:1 3:0"]]
 SWAPPING = [["0:0 2:1 1:0 3:0", "0:1 1:1 2:0 3:1"], ["0:1 1:0 2:1 3:1", "0:0 2:0 1:1 3:0"]]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 class Followed(Audit):

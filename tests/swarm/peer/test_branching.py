@@ -9,7 +9,8 @@ import random
 
 import msgspec
 import pytest
-from worlds.herd import STREAM, TOKENS, Herd, Node, grown, now, until
+from worlds.herd import STREAM, TOKENS, Herd, Node, grown
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 
 import pytest
-from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world, now
+from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity

@@ -5,7 +5,8 @@ import collections
 import random
 
 import pytest
-from worlds.switchboard import RTT_S, Echo, World, backwards, data_of, in_a_world, now
+from worlds.switchboard import RTT_S, Echo, Switchboard, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.messages import Answer, Call, Heard, Piece, Want
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
@@ -90,7 +91,7 @@ async def test_a_call_whose_answer_is_gone_fails_before_its_deadline(world):
 @pytest.mark.parametrize("seed", range(8))
 def test_on_bad_links_every_call_is_answered_rightly_and_served_once(seed):
     async def main():
-        world = World(seed)
+        world = Switchboard(seed)
         world.network.faults = Faults(loss=0.15, duplicate=0.2, reorder=0.3, delay_s=2.0)
         server = world.peer("server", Echo(slow_s=0.3))
         callers = [world.peer(name) for name in ("one", "two")]
@@ -120,7 +121,7 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
     """Two servers and two callers, each of which dies and comes back; some callers' patience is short."""
 
     async def main():
-        world, chance = World(seed), random.Random(seed)
+        world, chance = Switchboard(seed), random.Random(seed)
         world.network.faults = Faults(loss=0.1, duplicate=0.1, reorder=0.2, delay_s=1.0)
         lives, echoes, ends = {}, [], collections.Counter()
 

@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from worlds.switchboard import RTT_S, Echo, backwards, data_of, in_a_world, now
+from worlds.switchboard import RTT_S, Echo, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Answer, Call, Heard

@@ -4,7 +4,8 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from worlds.herd import VIEW_S, identity, in_virtual_time, now, until
+from worlds.herd import VIEW_S, identity, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import (

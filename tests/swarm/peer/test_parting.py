@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from worlds.herd import VIEW_S, in_virtual_time, now, until
+from worlds.herd import VIEW_S, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.peer.peer import GOODBYE_S, PART_S, TICK_S
 from farflock.swarm.sim.network import Faults

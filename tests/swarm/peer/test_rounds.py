@@ -7,7 +7,8 @@ import json
 
 import msgspec
 import pytest
-from worlds.herd import SHARDS, STREAM, identity, in_virtual_time, now, until
+from worlds.herd import SHARDS, STREAM, identity, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import (

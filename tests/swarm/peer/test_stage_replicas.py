@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from worlds.herd import identity, reduce, until
+from worlds.herd import identity, reduce
+from worlds.waiting import until
 
 from farflock.swarm.messages import Prepare
 from farflock.swarm.peer.peer import Peer, RunTerms
