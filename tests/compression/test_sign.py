@@ -5,22 +5,11 @@ import struct
 
 import pytest
 import torch
+from worlds.codecs import decoded, encoded
 
 from farflock.compression.blocks import mean_magnitudes
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.sign import Sign
-
-
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.empty(count)
-    c.decode(payload, Context(), out)
-    return out
 
 
 def test_bits_say_who_is_below_zero_the_first_value_in_the_lowest():

@@ -439,13 +439,13 @@ def test_a_sender_one_step_ahead_is_understood_and_two_agree_by_version():
     _, after, _, new, c = moved_run()
     tokens, _ = batch()
     x, ctx = after["embedding"][tokens] + new.fixed_VD[tokens], context(tokens, epoch=4)
-    assert distance(c.decode(encoded(exact(new), x, ctx), ctx), x) < 1e-5
+    assert distance(c.decode(payload_of(exact(new), x, ctx), ctx), x) < 1e-5
     assert agree(exact(new).offers(4)[:1], c.offers(4)).version == 2
     with pytest.raises(Incompatible, match=r"is at version 2 here and \[1\] there"):
         agree(exact(new).offers(4)[:1], exact(c.old).offers(4))
 
 
-def encoded(c, x, ctx):
+def payload_of(c, x, ctx):
     out = bytearray()
     c.encode(x, ctx, out)
     return out
@@ -455,7 +455,7 @@ def test_another_basis_of_the_same_version_or_with_another_embedding_is_never_de
     theta, basis = constrained()
     tokens, _ = batch()
     ctx = context(tokens)
-    payload = encoded(exact(basis), theta["embedding"][tokens] + basis.fixed_VD[tokens], ctx)
+    payload = payload_of(exact(basis), theta["embedding"][tokens] + basis.fixed_VD[tokens], ctx)
     grad = bytearray()
     exact(basis).encode_grad(normal(*SHAPE), dataclasses.replace(ctx, direction="backward"), grad)
     for other in (

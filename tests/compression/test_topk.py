@@ -4,23 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded
 
-from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.topk import TopK
 
 pytestmark = pytest.mark.usefixtures("version")
-
-
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.full((count,), float("nan"))
-    c.decode(payload, Context(), out)
-    return out
 
 
 def largest(numbers, k, chunk):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from worlds.codecs import round_trip
 
 from farflock.compression.catalog import codec
-from farflock.compression.codec import Context
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.lean import Lean, rate_of
 from farflock.optimizers.method import Progress, Result
@@ -26,14 +26,6 @@ def integers(seed, count=24):
     return torch.randint(-999, 999, (count,), generator=torch.Generator().manual_seed(seed)) / 997
 
 
-def through(spec, x):
-    """A tensor as others decode it."""
-    payload, decoded = bytearray(), torch.empty_like(x)
-    codec(spec).encode(x, Context(), payload)
-    codec(spec).decode(payload, Context(), decoded)
-    return decoded
-
-
 def work(made, replica, *gradients):
     """Local steps; the exchange they lead to, if any."""
     for number, gradient in enumerate(gradients):
@@ -44,9 +36,9 @@ def work(made, replica, *gradients):
 
 def answer(made, exchange, *others, taken=((0, COUNT),), **more):
     """What a group says to this message and the others' decoded ones."""
-    mine = through(made.codec, exchange.tensors["x"])
+    mine = round_trip(codec(made.codec), exchange.tensors["x"])
     every = [mine, *others] if taken else list(others)
-    mean = {"x": through(made.return_codec, torch.stack(every).mean(dim=0))}
+    mean = {"x": round_trip(codec(made.return_codec), torch.stack(every).mean(dim=0))}
     peers = tuple(f"p{number}" for number in range(len(every)))
     number, ranges = exchange.key.round + 1, {"x": taken} if taken else {}
     return Result("ok", number, peers, (1.0,) * len(peers), mean, None, {"x": mine}, ranges, **more)
@@ -339,10 +331,10 @@ def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):
             for who, (made, replica) in enumerate(peers)
         ]
         sent = [
-            through(made.codec, one.tensors["x"])
+            round_trip(codec(made.codec), one.tensors["x"])
             for (made, _), one in zip(peers, asked, strict=True)
         ]
-        mean = {"x": through("ecsq:100", (sent[0] + sent[1] + sent[2]) / 3)}
+        mean = {"x": round_trip(codec("ecsq:100"), (sent[0] + sent[1] + sent[2]) / 3)}
         for (made, replica), one, mine in zip(peers, asked, sent, strict=True):
             result = Result(
                 "ok",
@@ -367,9 +359,12 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     replica = vectors(x=integers(0))
     for number in range(3):
         exchange = work(made, replica, integers(10 + number))
-        sent = through(made.codec, exchange.tensors["x"])
+        sent = round_trip(codec(made.codec), exchange.tensors["x"])
         mean = {
-            "x": through(made.return_codec, (sent + through(made.codec, integers(20 + number))) / 2)
+            "x": round_trip(
+                codec(made.return_codec),
+                (sent + round_trip(codec(made.codec), integers(20 + number))) / 2,
+            )
         }
         result = Result(
             "ok", number + 1, ("a", "b"), (1, 1), mean, None, {"x": sent}, {"x": [(0, 24)]}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from worlds.codecs import round_trip
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
@@ -15,14 +16,6 @@ def normal(seed, scale=1.0):
     return scale * torch.randn(COUNT, generator=torch.Generator().manual_seed(seed))
 
 
-def through(spec, x):
-    """A tensor as others decode it."""
-    payload, decoded = bytearray(), torch.empty_like(x)
-    codec(spec).encode(x, Context(), payload)
-    codec(spec).decode(payload, Context(), decoded)
-    return decoded
-
-
 def work(made, replica, *gradients):
     """Local steps; the exchange they lead to, if any."""
     for number, gradient in enumerate(gradients):
@@ -33,7 +26,7 @@ def work(made, replica, *gradients):
 
 def answer(made, exchange, *others, inside=True, **more):
     """What a group says to this message and the others' decoded ones."""
-    mine = through(made.codec, exchange.tensors["x"])
+    mine = round_trip(codec(made.codec), exchange.tensors["x"])
     gathered = {
         f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))
     }
@@ -198,7 +191,7 @@ def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(v
     first = work(made, replica, normal(1))
     made.apply(replica, first, answer(made, first))
     kept = residual(made, replica)
-    start, others = phi(made, replica), through("topk:4/32", normal(7))
+    start, others = phi(made, replica), round_trip(codec("topk:4/32"), normal(7))
     second = work(made, replica, normal(2))
     made.apply(replica, second, answer(made, second, others, inside=False))
     assert torch.equal(phi(made, replica), start - others)
@@ -234,7 +227,7 @@ def test_steps_made_while_the_result_was_on_its_way_stay_on_top(vectors, inside)
 def test_a_round_that_this_peer_slept_through_moves_phi_and_the_replica_alike(vectors):
     made, replica = SparseLoCo(period=2, codec="topk:4/32"), vectors(x=normal(0))
     work(made, replica, normal(1))
-    others = through("topk:4/32", normal(7))
+    others = round_trip(codec("topk:4/32"), normal(7))
     replayed = Result("ok", 1, ("b",), (1.0,), {"x": others}, {"b": {"x": others}})
     made.apply(
         replica,
@@ -278,9 +271,9 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     )
     for number in range(3):
         exchange = work(made, replica, values(10 + number))
-        sent = {"x": through(made.codec, exchange.tensors["x"])}
+        sent = {"x": round_trip(codec(made.codec), exchange.tensors["x"])}
         taken = {"x": [(0, 24)]}
-        gathered = {"a": sent, "b": {"x": through(made.codec, values(20 + number))}}
+        gathered = {"a": sent, "b": {"x": round_trip(codec(made.codec), values(20 + number))}}
         mean = {"x": (gathered["a"]["x"] + gathered["b"]["x"]) / 2}
         made.apply(
             replica,

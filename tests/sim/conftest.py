@@ -1,6 +1,7 @@
 """Whole runs by command; and planted bugs: mistakes that real systems of this kind have made, which the watch must find."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,13 @@ def planted_bug(request, monkeypatch):
     """One planted bug after the other."""
     PLANTED[request.param](monkeypatch)
     return request.param
+
+
+@pytest.fixture
+def quiet_log():
+    """No messages of calls that fail because a test killed a peer; the level is set back by
+    `own_log_level`."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 @pytest.fixture

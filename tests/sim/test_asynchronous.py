@@ -4,13 +4,11 @@ late it is is measured, agreed upon and bounded; and over slow links more gets d
 import asyncio
 import collections
 import dataclasses
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
+from worlds.pipeline_audit import CLOSE, Audit, pipeline, plan
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
@@ -19,12 +17,9 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
-pytestmark = (
-    pytest.mark.long
-)  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+# contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quiet_log")]
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, CLOSE = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "CLOSE"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
@@ -32,11 +27,6 @@ RATE = 0.3
 SLOW = LinkModel(
     latency_s=0.1
 )  # of each of the two lines between peers: a call takes 0.4 s and more
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 def late(
@@ -378,7 +368,7 @@ def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
     one.begun_anew = True
 
     async def die_out(sim):
-        while not (sim.settled and len(one.named[1]) >= 2):  # noqa: ASYNC110 - the product's own has no event for it
+        while not (sim.settled and len(one.named[1]) >= 2):
             await asyncio.sleep(0.05)
         for number, part in enumerate(one.world.parts):
             if part.stage == 1:

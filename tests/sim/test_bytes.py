@@ -204,7 +204,7 @@ class Counted(Chaos):
             not task.done()
             for life in self.population.lives.values()
             for task in life.loop.under_way.values()
-        ):  # noqa: ASYNC110
+        ):
             await asyncio.sleep(0.01)
         self.going.clear()
         await asyncio.sleep(3.0)

@@ -7,16 +7,13 @@ disasters takes its turn.
 """
 
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trial import MISFORTUNES, tried
 
 from farflock.node.simulate.chaos_methods import ARMS
 from farflock.optimizers.catalog import METHODS
 
-_TRIAL = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trial.py"))
-MISFORTUNES, tried = _TRIAL["MISFORTUNES"], _TRIAL["tried"]
 SIZES = (1, 2, 4, 7)
 SEEDS = 3
 LONG = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -98,7 +98,7 @@ class Endings:
             self.nodes.append(node)
             await node.run(self.terms.total)
             lingers_s = self._now() + LINGER_S
-            while not peer.alone and self._now() < lingers_s:  # noqa: ASYNC110 - two parts' conditions
+            while not peer.alone and self._now() < lingers_s:
                 await asyncio.sleep(0.1)
             driver = node.loop.driver
             state = state_hash(driver.method.snapshot(driver.replica))

@@ -1,27 +1,20 @@
 """Pipelines over lines of half a second: a message is a second on its way, an agreement four and more."""
 
 import asyncio
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.sim.network import LinkModel
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, STEPS, STALENESS = 8, 2, 3
 TOTAL = 8 * BATCH * STEPS  # tokens
 SLOW = LinkModel(latency_s=0.5)  # of each of the two lines between peers
 PATIENCE_S = 150.0  # for a microbatch: a call takes four seconds and more, its passes six of them, a round as long again
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 def audit(seed, asynchronous, limit_s=400.0):
@@ -44,7 +37,7 @@ def test_all_are_let_in_and_train_and_each_gradient_counts_once(seed, asynchrono
     one, admitted_s = audit(seed, asynchronous), []
 
     async def watch(sim):
-        while not sim.settled:  # noqa: ASYNC110 - the product's own has no event for it
+        while not sim.settled:
             await asyncio.sleep(0.5)
         admitted_s.append(asyncio.get_running_loop().time())
 

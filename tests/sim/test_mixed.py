@@ -3,30 +3,23 @@ those who are left go on with the state that all had."""
 
 import asyncio
 import collections
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 MANY = 50
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
@@ -258,9 +251,3 @@ def view_of(sim):
         (node.peer.context.views.newest for node in sim.nodes.values()),
         key=lambda view: view.number,
     )
-
-
-async def until(holds):
-    """Look on until it does."""
-    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
-        await asyncio.sleep(0.05)

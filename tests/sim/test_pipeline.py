@@ -3,13 +3,13 @@ gradient that the unsplit model has for it; nothing hangs, nobody's memory grows
 
 import asyncio
 import collections
-import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.kills import POINTS, ScheduledKills
+from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
@@ -26,19 +26,12 @@ from farflock.node.simulate.pipeline import (
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, TEXT = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "TEXT"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 MANY = 200
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
@@ -136,72 +129,13 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
 # deaths
 
 
-class Murders:
-    """Kills the server that comes to a point, so many seconds later; then waits until everybody is back for the next one, with
-    the state of its stage: whose last round one server alone has, dies with that one."""
-
-    def __init__(self, audit, points, rest_s=2.0):
-        self.audit, self.points, self.rest_s = audit, list(points), rest_s
-        self.done, self.calm_s, self.turn = [], 0.0, 0
-        audit.on_event = self.see
-
-    def see(self, what, number):
-        if not self.points or what != self.points[0][0] or not self.is_calm():
-            return
-        self.turn += 1
-        if self.turn % 3:  # not always the first that comes by
-            return
-        self.done.append((self.points.pop(0), number))
-        self.calm_s = now() + self.done[-1][0][1] + self.rest_s
-        delay_s = self.done[-1][0][1]
-        if delay_s:
-            asyncio.get_running_loop().call_later(delay_s, self.audit.sim.kill, number, 2.0)
-        else:
-            self.audit.sim.kill(number, 2.0)
-
-    def is_calm(self):
-        return now() > self.calm_s and self.audit.sim.settled and self.are_level()
-
-    def are_level(self):
-        """Whether no server lacks a round that another one of its stage has applied."""
-        applied = collections.defaultdict(set)
-        for node in self.audit.sim.nodes.values():
-            for serving in node.servings:
-                applied[serving.index].add(serving.state_sync.applied_round)
-        return all(len(rounds) == 1 for rounds in applied.values())
-
-    async def until_all(self, sim):
-        """Ends the run some time after the last of them."""
-        await until(lambda: not self.points and self.is_calm())
-        sim.end()
-
-
-POINTS = [
-    ("forward computed", 0.0),  # before its reply
-    ("forward answered", 0.06),  # after
-    ("backward begins", 0.05),
-    ("backward computed", 0.0),
-    ("backward computed", 0.03),  # the trainer does not have it
-    ("backward computed", 0.12),  # the trainer has it
-    ("confirm came", 0.0),
-    ("confirm answered", 0.0),  # merged, and the trainer does not know
-    ("confirm answered", 0.5),  # and the trainer knows
-    ("offered", 0.0),
-    ("offered", 0.05),
-    ("offered", 0.1),
-    ("offered", 0.2),
-    ("closed", 0.0),
-    ("closed", 0.1),
-]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
     one = audit(stages=2, servers=2, seed=seed)
-    murders = Murders(one, POINTS[seed::2])
-    one.run(murders.until_all).check().check_finished()
-    assert one.tale.kills == len(murders.done)
-    assert not murders.points
+    kills = ScheduledKills(one, POINTS[seed::2])
+    one.run(kills.until_all).check().check_finished()
+    assert one.tale.kills == len(kills.done)
+    assert not kills.points
     assert len(one.finished()) > 20
 
 
@@ -392,13 +326,3 @@ def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
     swarm, fixed = pace("swarm", measured_s=100.0), pace("fixed", measured_s=15.0)
     assert 0.95 * ideal <= swarm <= 1.01 * ideal
     assert swarm > fixed
-
-
-async def until(holds):
-    """Look on until it does."""
-    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
-        await asyncio.sleep(0.05)
-
-
-def now():
-    return asyncio.get_running_loop().time()

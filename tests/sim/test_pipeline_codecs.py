@@ -3,27 +3,18 @@ microbatch counts once with its gradient, also while those come and go who know 
 
 import asyncio
 import collections
-import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.pipeline.passes.requests import Forward, decode_request
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, STAGES, SERVERS = 8, 3, 2
 RUN, OLD = "raw | fp32", "fp32"
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 class Codecs(Audit):
@@ -104,12 +95,12 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
     seen = []
 
     async def during(sim):
-        while len(one.named[0]) < 3:  # noqa: ASYNC110 - virtual time
+        while len(one.named[0]) < 3:
             await asyncio.sleep(0.5)
         seen.append(one.codecs_of(1))
         sim.kill(2 + STAGES, None)
         done = len(one.named[0])
-        while len(one.named[0]) < done + 4:  # noqa: ASYNC110 - virtual time
+        while len(one.named[0]) < done + 4:
             await asyncio.sleep(0.5)
         sim.end()
 

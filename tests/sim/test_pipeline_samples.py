@@ -9,12 +9,11 @@ server, is checked where they are decoded; and that they are close to what was c
 import asyncio
 import collections
 import dataclasses
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.kills import POINTS, ScheduledKills
+from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
 from farflock.node.pipeline.contrib.sample_memory import ServerMemory, _names
@@ -24,26 +23,14 @@ from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults
 
-pytestmark = (
-    pytest.mark.long
-)  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+# contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quiet_log")]
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
-_DEATHS = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Murders, POINTS = _DEATHS["Murders"], _DEATHS["POINTS"]
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 FOREVER = 10**9
 SINGLE = {"rtol": 1e-5, "atol": 1e-6}  # gradients travel in fp32
 HALF = 2.0**-10  # of a value: twice what fp16 rounds it by
 SAMPLES = 16
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 class Remembered(Audit):
@@ -210,10 +197,10 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_leads_to_whole_samples_
     seed,
 ):
     one = audit(stages=3, servers=2, seed=seed)
-    murders = Murders(one, POINTS[seed::2])
-    one.run(murders.until_all).check().check_finished()
-    assert one.tale.kills == len(murders.done)
-    assert not murders.points
+    kills = ScheduledKills(one, POINTS[seed::2])
+    one.run(kills.until_all).check().check_finished()
+    assert one.tale.kills == len(kills.done)
+    assert not kills.points
     assert one.farthest <= HALF
     assert one.share("forward", KEPT) > 2 * SAMPLES / (3 * len(one.finished())), (
         "its successors got what they lacked whole"
@@ -231,7 +218,7 @@ def test_frames_that_are_lost_doubled_late_or_altered_cost_bytes_alone():
     one = audit(stages=3, servers=1, steps=6, seed=5)
 
     async def hinder(sim):
-        while not sim.settled:  # noqa: ASYNC110 - virtual time
+        while not sim.settled:
             await asyncio.sleep(0.1)
         sim.network.faults = Faults(
             loss=0.03, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.0
@@ -268,11 +255,11 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
     lives = []
 
     async def kill_one(sim):
-        while one.events["confirm answered"] < 80:  # noqa: ASYNC110
+        while one.events["confirm answered"] < 80:
             await asyncio.sleep(0.1)
         lives.append(sim.nodes[3].trainer)
         sim.kill(3, 3.0)
-        while sum(key[0] == me for keys in one.named[0].values() for key in keys) < 60:  # noqa: ASYNC110
+        while sum(key[0] == me for keys in one.named[0].values() for key in keys) < 60:
             await asyncio.sleep(0.1)
         lives.append(sim.nodes[3].trainer)
         sim.end()

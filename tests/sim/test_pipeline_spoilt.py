@@ -1,25 +1,17 @@
 """Pipelines one of whose servers makes what nobody can read, for as long as it lives: the others go on without it."""
 
-import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import Audit, pipeline, plan
 
 from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, STAGES, SERVERS = 8, 3, 2
 NONSENSE = b"\xff"  # of which no number is made
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 class Spoiling(Audit):

@@ -7,13 +7,11 @@ and gradients by autograd: it shares with the stages' own projections nothing bu
 
 import asyncio
 import dataclasses
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
+from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.compression.subspace import outside
 from farflock.node.pipeline.passes.constraint import EMBEDDING
@@ -23,21 +21,14 @@ from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.parts.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
 EXACT = f"subspace:{RANK}+raw,raw"
 FOREVER = 10**9
 DOUBLE = {"rtol": 1e-10, "atol": 1e-11}
 SINGLE = {"rtol": 2e-4, "atol": 2e-5}  # of fp32 stages, 8 microbatches of 8 tokens summed
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 class Subspaced(Audit):
@@ -287,7 +278,7 @@ def test_a_stage_made_from_its_neighbours_of_which_one_is_free_begins_in_the_sub
     one.begun_anew = True
 
     async def die_out(sim):
-        while not sim.settled or len(one.named[2]) < 2:  # noqa: ASYNC110 - virtual time
+        while not sim.settled or len(one.named[2]) < 2:
             await asyncio.sleep(0.1)
         for number, part in enumerate(one.world.parts):
             if part.stage == 2:

@@ -5,15 +5,13 @@ effect; replicas begin with the average itself. Each gradient that counts is tha
 weights as they were along its way, or the free ones of a replica.
 """
 
-import asyncio
 import dataclasses
-import logging
-import runpy
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from worlds.pipeline_audit import Audit, Whole, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME
 from farflock.node.pipeline.passes.constraint import EMBEDDING
@@ -23,19 +21,13 @@ from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
 PERIOD = 2
 FOREVER = 10**9
 SGD = InnerConfig("sgd", 0.05, (0.9, 0.95), 0.0)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 class Selective(Audit):
@@ -238,12 +230,6 @@ def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round
 
 def rounds_of(one, stage=0):
     return max(one.named[stage], default=-1)
-
-
-async def until(holds):
-    """Look on until it does."""
-    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
-        await asyncio.sleep(0.05)
 
 
 def settled(one, sim, rounds):

@@ -5,6 +5,7 @@ import collections
 import random
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm import chunks as module
 from farflock.swarm.chunks import (
@@ -84,10 +85,6 @@ class Carrier:
 
     def life(self, peer):
         return self.network.lives.get(peer, "alive")
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 def fetch(chunks, data, holders, *, pin="pin", timeout_s=30.0):

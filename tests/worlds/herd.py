@@ -9,6 +9,8 @@ import collections
 import hashlib
 import json
 
+from worlds.waiting import now, until
+
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
@@ -242,19 +244,6 @@ class Herd:
                 raise result
         for node in self.nodes.values():
             assert not node.peer._tasks
-
-
-def now():
-    return asyncio.get_running_loop().time()
-
-
-async def until(condition, within_s, what="it"):
-    """Wait for a condition in virtual time."""
-    start_s = now()
-    while not condition():
-        assert now() - start_s < within_s, f"{what} did not happen within {within_s} s"
-        await asyncio.sleep(0.1)
-    return now() - start_s
 
 
 async def grown(herd, count):

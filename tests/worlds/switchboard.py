@@ -5,6 +5,8 @@ import collections
 import random
 
 import pytest
+from worlds.tasks import Spawner
+from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
@@ -54,28 +56,18 @@ class Echo:
         return self.answer or CallReply(request, backwards(*payloads))
 
 
-class Life:
+class Life(Spawner):
     """One life of one peer: its calls on the network, with the loops that feed them; keeps no chunk that nobody pins."""
 
     def __init__(self, world, name, incarnation, handler, options):
+        super().__init__(world.failures)
         self.world, self.name = world, name
         links, self.store = world.network.links(name), Store(0)
-        self.tasks = set()
         self.context = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
         self.calls = Calls(self.context, **options)
         self.calls.handler = handler
         self.spawn(self.receive(links))
         self.spawn(self.tick())
-
-    def spawn(self, work):
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.ended)
-
-    def ended(self, task):
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.world.failures.append(task.exception())
 
     async def receive(self, links):
         while True:
@@ -120,7 +112,7 @@ class Life:
             task.cancel()
 
 
-class World:
+class Switchboard:
     """Peers by name; the first tap that returns something decides what becomes of a message."""
 
     def __init__(self, seed=1, link=LINK):
@@ -177,7 +169,7 @@ def in_a_world(main):
 
     def test():
         async def whole():
-            world = World()
+            world = Switchboard()
             await main(world)
             await world.empty()
             assert not world.failures
@@ -186,7 +178,3 @@ def in_a_world(main):
 
     test.__doc__ = main.__doc__
     return test
-
-
-def now():
-    return asyncio.get_running_loop().time()

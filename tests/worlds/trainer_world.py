@@ -170,7 +170,7 @@ class World:
 
     async def until(self, condition, within_s=60.0):
         async with asyncio.timeout(within_s):
-            while not condition():  # noqa: ASYNC110 - virtual time
+            while not condition():
                 await asyncio.sleep(0.05)
 
     def asked(self, *kinds, stage=None):

@@ -69,7 +69,7 @@ class Trial(Chaos):
     async def until(self, shown):
         """Whether something comes to pass in time."""
         end_s = asyncio.get_running_loop().time() + MOST_S
-        while not (there := shown()) and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - anything
+        while not (there := shown()) and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(0.1)
         return there
 

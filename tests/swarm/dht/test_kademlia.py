@@ -22,6 +22,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
+from worlds.waiting import until
 
 from farflock.swarm.dht import kademlia as dht
 from farflock.swarm.dht.daemon import BoundDaemon
@@ -135,20 +136,12 @@ async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20
     return evil
 
 
-async def until(reached):
-    loop = asyncio.get_running_loop()
-    ends_s = loop.time() + 5
-    while not reached():
-        await asyncio.sleep(0.01)
-        assert loop.time() < ends_s
-
-
 @contextlib.asynccontextmanager
 async def stopped(directory):
     """The directory's daemon neither answers nor ends, as after SIGSTOP or on a cut link."""
     daemon = psutil.Process(directory.daemon_pid)
     daemon.suspend()
-    await until(lambda: daemon.status() == psutil.STATUS_STOPPED)
+    await until(lambda: daemon.status() == psutil.STATUS_STOPPED, 5.0, every_s=0.01)
     try:
         yield
     finally:
@@ -639,7 +632,7 @@ async def test_the_end_of_the_daemon_is_noticed(stack, folder):
     a, b = await swarm(stack, folder, 2)
     assert a.alive
     psutil.Process(a.daemon_pid).kill()
-    await until(lambda: not a.alive)
+    await until(lambda: not a.alive, 5.0, every_s=0.01)
     assert not await a.announce(RUN, record(1), timeout_s=0.5)
     assert b.alive
 

@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.flock import SHARDS, flock, name_of
+from worlds.waiting import until
 
 from farflock.swarm.messages import Forgotten, Key
 from farflock.swarm.peer import round_log
 from farflock.swarm.peer.catch_up import HOPELESS_S
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import NOTHING
-
-_GROUPS = runpy.run_path(str(Path(__file__).with_name("test_stage_groups.py")))
-flock, name_of, until, SHARDS = (_GROUPS[name] for name in ("flock", "name_of", "until", "SHARDS"))
 
 
 class Ears:

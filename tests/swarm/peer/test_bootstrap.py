@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm.chunks import PIECE_BYTES, Store, digest_of
 from farflock.swarm.frame import Frame, pack, unpack
@@ -17,7 +18,7 @@ MANIFEST = b"the run's manifest " * 10_000  # three pieces
 DIGEST, SIZE = digest_of(MANIFEST), len(MANIFEST)
 
 
-class World:
+class BootstrapWorld:
     """A newcomer's links and some holders of chunks."""
 
     def __init__(self, link=None):
@@ -69,17 +70,13 @@ def in_a_world(main):
 
     def test():
         async def whole():
-            world = World()
+            world = BootstrapWorld()
             await main(world)
             assert asyncio.all_tasks() - world.tasks == {asyncio.current_task()}
 
         run_virtual(whole())
 
     return test
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 @in_a_world

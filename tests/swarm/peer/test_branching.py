@@ -6,11 +6,11 @@ import contextlib
 import functools
 import json
 import random
-import runpy
-from pathlib import Path
 
 import msgspec
 import pytest
+from worlds.herd import STREAM, TOKENS, Herd, Node, grown
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity
@@ -21,9 +21,6 @@ from farflock.swarm.protocol.branches import branch_of, fork_of, trail
 from farflock.swarm.protocol.views import Certified, Chain, encode
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-Herd, grown, until, now = (_HERD[name] for name in ("Herd", "grown", "until", "now"))
-TOKENS, STREAM = _HERD["TOKENS"], _HERD["STREAM"]
 AFTER_S = 20.0
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]
 
@@ -313,7 +310,7 @@ async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_ba
     herd.kill(0)
     await asyncio.sleep(1)
     herd.incarnation += 1
-    herd.nodes[0] = _HERD["Node"](herd, 0, herd.incarnation, founds=True)
+    herd.nodes[0] = Node(herd, 0, herd.incarnation, founds=True)
     for number in (1, 2, 3):
         herd.nodes[0].peer.membership.book.learn(herd.nodes[number].record)
     await until(

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
@@ -25,13 +25,6 @@ from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
-RTT_S, LINK, STALE_S, data_of, backwards, Echo, in_a_world, now = (
-    _BOARD[name]
-    for name in ("RTT_S", "LINK", "STALE_S", "data_of", "backwards", "Echo", "in_a_world", "now")
-)
-
 
 # In the quiet.
 

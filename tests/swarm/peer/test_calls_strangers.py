@@ -1,10 +1,10 @@
 """Whoever lies about calls ends none of others, and whoever asks for too much waits, so that what is kept stays bounded."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.switchboard import RTT_S, Echo, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Answer, Call, Heard
@@ -18,12 +18,6 @@ from farflock.swarm.peer.call_server import (
     MAX_OVER,
 )
 from farflock.swarm.peer.calls import RESEND_S, CallFailed
-
-_BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
-RTT_S, data_of, backwards, Echo, in_a_world, now = (
-    _BOARD[name] for name in ("RTT_S", "data_of", "backwards", "Echo", "in_a_world", "now")
-)
-
 
 # Strangers and liars.
 

@@ -1,11 +1,11 @@
 """Who is in the run: joins, deaths, restarts and partitions become views that all members share."""
 
 import asyncio
-import runpy
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from worlds.herd import VIEW_S, identity, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import (
@@ -25,12 +25,6 @@ from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import Member, View, view_key
 from farflock.swarm.sim.network import LinkModel
-
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-Herd, in_virtual_time, until, identity, now = (
-    _HERD[name] for name in ("Herd", "in_virtual_time", "until", "identity", "now")
-)
-VIEW_S = _HERD["VIEW_S"]
 
 
 def ids(herd, *numbers):

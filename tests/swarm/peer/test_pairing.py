@@ -4,6 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
+from worlds.tasks import Spawner
+from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
@@ -84,24 +86,15 @@ class Peer:
         return await self.pairing.exchange(NAME, self.offer(number, **fields))
 
 
-class World:
+class PairingWorld(Spawner):
     """Members of one view."""
 
     def __init__(self, count=2):
-        self.network, self.tasks, self.failures = SimNetwork(1), set(), []
+        super().__init__()
+        self.network = SimNetwork(1)
         self.names = "abcde"[:count]
         self.view = View(0, bytes(32), 0, tuple(Member(name, 1) for name in self.names))
         self.peers = {name: Peer(self, name, self.view, 1) for name in self.names}
-
-    def spawn(self, work):
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.ended)
-
-    def ended(self, task):
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failures.append(task.exception())
 
     def roles(self, number=0):
         """Leader and follower of a round of two."""
@@ -121,7 +114,7 @@ def in_a_world(count=2):
     def decorate(main):
         def test():
             async def whole():
-                world = World(count)
+                world = PairingWorld(count)
                 await main(world)
                 await asyncio.sleep(2 * DEADLINE_S)
                 assert not world.failures
@@ -135,10 +128,6 @@ def in_a_world(count=2):
         return test
 
     return decorate
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 # A swap.
@@ -215,7 +204,7 @@ async def test_a_partner_that_is_dead_or_suspect_costs_no_time(world):
 @pytest.mark.parametrize("role", [0, 1], ids=["leader", "follower"])
 def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline_and_no_longer(role):
     async def main():
-        world = World()
+        world = PairingWorld()
         waiting, partner = world.roles()[role], world.roles()[1 - role]
         task = asyncio.create_task(waiting.swap(0))
         await asyncio.sleep(1.0)
@@ -282,7 +271,7 @@ async def test_a_corrupt_payload_fails_on_both_sides_and_is_counted(world):
 )
 def test_an_offer_that_is_not_of_this_stream_fails_and_nothing_is_fetched(digests, sizes):
     async def main():
-        world = World()
+        world = PairingWorld()
         leader, follower = world.roles()
         leader.keeps = lambda message: False
         said = []

@@ -1,17 +1,14 @@
 """Who leaves stays until the others can decide without it: where two of two, or the last that a quorum needs, would be gone."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.herd import VIEW_S, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.peer.peer import GOODBYE_S, PART_S, TICK_S
 from farflock.swarm.sim.network import Faults
 
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-in_virtual_time, until, now = (_HERD[name] for name in ("in_virtual_time", "until", "now"))
-VIEW_S = _HERD["VIEW_S"]
 AT_ONCE_S = GOODBYE_S + TICK_S + 1e-6
 SOON_S = 2.5
 

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
@@ -34,7 +35,7 @@ def stream(name=MEAN, group=0):
     return Stream(name, terms, 1000, reduce, lambda number, shard, data: True)
 
 
-class World:
+class PeerWorld:
     """Peers on one network; they run until the test's end."""
 
     def __init__(self, stack):
@@ -71,7 +72,8 @@ class World:
             else:
                 await peer.join([self.record(0)], 20.0)
         await until(
-            lambda: all(len(peer.context.views.newest.members) == count for peer in self.peers)
+            lambda: all(len(peer.context.views.newest.members) == count for peer in self.peers),
+            60.0,
         )
         for peer in self.peers:
             for opened in (stream(), stream(PAIRS, group=2)):
@@ -85,24 +87,13 @@ def in_a_world(main):
     def test():
         async def whole():
             async with contextlib.AsyncExitStack() as stack:
-                await main(World(stack))
+                await main(PeerWorld(stack))
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         run_virtual(whole())
 
     test.__doc__ = main.__doc__
     return test
-
-
-def now():
-    return asyncio.get_running_loop().time()
-
-
-async def until(condition, within_s=60.0):
-    begun_s = now()
-    while not condition():
-        assert now() - begun_s < within_s, "it never came to hold"
-        await asyncio.sleep(0.1)
 
 
 # Joining and leaving.
@@ -129,7 +120,7 @@ async def test_who_meets_the_run_knows_the_views_and_is_let_in_only_when_it_asks
         newcomer.context.views.newest.peers == founder.context.views.newest.peers == (founder.me,)
     )
     newcomer.ask_in()
-    await until(lambda: newcomer.membership.is_member)
+    await until(lambda: newcomer.membership.is_member, 60.0)
     assert founder.context.views.newest.peers == (founder.me, newcomer.me)
 
 
@@ -157,7 +148,7 @@ async def test_who_is_alone_knows_it_soon_after_the_last_other_member_has_died(w
     assert founder.alone
     other = await world.begin()
     await other.join([world.record(0)], 20.0)
-    await until(lambda: len(founder.context.views.newest.members) == 2)
+    await until(lambda: len(founder.context.views.newest.members) == 2, 60.0)
     assert not founder.alone
     world.network.kill(other.me)
     await until(lambda: founder.alone, within_s=2.0)
@@ -360,7 +351,7 @@ async def test_frames_that_come_before_the_views_are_known_are_ignored(world):
 def test_no_bytes_of_a_stranger_end_a_peer(frames, number):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
-            world = World(stack)
+            world = PeerWorld(stack)
             peer = await world.begin()
             peer.found()
             peer.open(stream())

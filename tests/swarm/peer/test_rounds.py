@@ -4,11 +4,11 @@ import asyncio
 import collections
 import dataclasses
 import json
-import runpy
-from pathlib import Path
 
 import msgspec
 import pytest
+from worlds.herd import SHARDS, STREAM, identity, in_virtual_time
+from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import (
@@ -32,12 +32,6 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.protocol.views import Certified, View, signature_domain, view_key
 from farflock.swarm.sim.network import Faults, LinkModel
-
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-in_virtual_time, until, identity, now = (
-    _HERD[name] for name in ("in_virtual_time", "until", "identity", "now")
-)
-STREAM, SHARDS = _HERD["STREAM"], _HERD["SHARDS"]
 
 KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
 

@@ -4,6 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
+from worlds.tasks import Spawner
+from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
@@ -71,21 +73,12 @@ class Peer:
         return await self.snapshots.fetch(NAME, timeout_s, **options)
 
 
-class World:
+class SnapshotWorld(Spawner):
     def __init__(self):
-        self.network, self.tasks, self.failures = SimNetwork(1), set(), []
+        super().__init__()
+        self.network = SimNetwork(1)
         self.members = MEMBERS
         self.joiner = Peer(self, "joiner")
-
-    def spawn(self, work):
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.ended)
-
-    def ended(self, task):
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failures.append(task.exception())
 
     def peer(self, name):
         return Peer(self, name)
@@ -96,17 +89,13 @@ def in_a_world(main):
 
     def test():
         async def whole():
-            world = World()
+            world = SnapshotWorld()
             await main(world)
             assert not world.failures
 
         run_virtual(whole())
 
     return test
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 # Which state.
@@ -142,7 +131,7 @@ async def test_the_snapshot_that_all_announce_comes_whole_and_in_order(world):
 )
 def test_the_joiner_takes(offers, taken):
     async def main():
-        world = World()
+        world = SnapshotWorld()
         for name, offered in offers.items():
             world.peer(name).serve(offered)
         assert await world.joiner.fetch() == taken
@@ -299,7 +288,7 @@ async def test_a_member_that_comes_later_is_asked_again(world):
 @pytest.mark.parametrize("listing", [b"", b"nonsense", msgspec.msgpack.encode([[[b"short", 5]]])])
 def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when_they_come(listing):
     async def main():
-        world = World()
+        world = SnapshotWorld()
         liar = world.peer("a")
         digest = liar.store.put(listing, "lie")
 

@@ -1,10 +1,10 @@
 """Peers that have a part in each stage of a model: their rounds of each, and views of nobody else."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.herd import identity, reduce
+from worlds.waiting import until
 
 from farflock.swarm.messages import Prepare
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -16,8 +16,6 @@ from farflock.swarm.roles import EVERY
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-reduce, identity, until = (_HERD[name] for name in ("reduce", "identity", "until"))
 STAGES, SHARDS = (0, 1), 2
 
 

@@ -27,7 +27,7 @@ class Server:
             self.offered[number] = self.staging.offer(number)
 
 
-class World:
+class LedgerWorld:
     """All of it, driven by one seed; `named` is what the close lists of each stage say, round by round."""
 
     def __init__(self, seed):
@@ -241,7 +241,7 @@ class World:
 )
 def test_every_gradient_counts_exactly_once_whatever_happens(first):
     for seed in range(first, first + (50 if first < 200 else 200)):
-        world = World(seed)
+        world = LedgerWorld(seed)
         assert world.run() == EVERYTHING, (
             f"seed {seed}: {sorted(EVERYTHING - world.committed)} never counted"
         )
@@ -252,7 +252,7 @@ def violations(seeds):
     found = 0
     for seed in seeds:
         try:
-            World(seed).run()
+            LedgerWorld(seed).run()
         except AssertionError as error:
             assert "counts twice" in str(error) or "brought the same key" in str(error)
             found += 1
@@ -261,14 +261,14 @@ def violations(seeds):
 
 def test_a_trainer_that_asks_again_too_early_is_caught(monkeypatch):
     """A planted bug: a server that dies is given up before its last round is known."""
-    hear = World.hear
+    hear = LedgerWorld.hear
 
     def hasty(self, trainer):
         for server, _ in self.gone:
             self.trainers[trainer].lost(server.stage, server.name)
         hear(self, trainer)
 
-    monkeypatch.setattr(World, "hear", hasty)
+    monkeypatch.setattr(LedgerWorld, "hear", hasty)
     assert violations(range(100)) > 0
 
 

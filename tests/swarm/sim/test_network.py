@@ -4,6 +4,7 @@ import asyncio
 import collections
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.sim.network import (
@@ -20,10 +21,6 @@ from farflock.swarm.sim.network import (
 from farflock.swarm.sim.virtual_time import run_virtual
 
 QUIET = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e9, latency_s=0.05, jitter_s=0.0)
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 class Net:

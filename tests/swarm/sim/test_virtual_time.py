@@ -4,12 +4,9 @@ import asyncio
 import time
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm.sim.virtual_time import STANDSTILL, Deadlock, run_virtual
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 def test_a_month_of_sleep_costs_nothing_and_the_clock_shows_it():

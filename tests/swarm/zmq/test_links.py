@@ -2,14 +2,13 @@
 
 import asyncio
 import os
-import runpy
 import signal
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
+from worlds.fleet import FRAME, got, identity, meet, port_of, rss_bytes, run, silent, until
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
@@ -17,24 +16,6 @@ from farflock.swarm.zmq import outbox
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import sending as zmq_sending
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
-Fleet, FRAME, identity, run, until, meet, got, silent, rss_bytes, port_of = (
-    _FLEET[name]
-    for name in (
-        "Fleet",
-        "FRAME",
-        "identity",
-        "run",
-        "until",
-        "meet",
-        "got",
-        "silent",
-        "rss_bytes",
-        "port_of",
-    )
-)
-
 
 # The law.
 

@@ -1,22 +1,16 @@
 """Real sockets on loopback: two peers that cannot dial each other, and a third that forwards for them."""
 
 import asyncio
-import runpy
 import time
-from pathlib import Path
 
 import pytest
+from worlds.fleet import FRAME, got, identity, run, silent, until
 
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import sending as zmq_sending
 from farflock.swarm.zmq import upkeep as zmq_upkeep
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
-FRAME, identity, run, until, got, silent = (
-    _FLEET[name] for name in ("FRAME", "identity", "run", "until", "got", "silent")
-)
 
 
 async def hidden_pair(fleet, *relays):

@@ -1,12 +1,11 @@
 """Real sockets on loopback: clients that lie, flood, dawdle, or speak nonsense."""
 
 import asyncio
-import runpy
 import socket
 import sys
-from pathlib import Path
 
 import pytest
+from worlds.fleet import FRAME, got, identity, port_of, rss_bytes, run, silent, until
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
@@ -14,13 +13,6 @@ from farflock.swarm.zmq import handshake as zmq_handshake
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import socket as zmq_port
 from farflock.swarm.zmq import upkeep as zmq_upkeep
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
-FRAME, identity, run, until, got, silent, rss_bytes, port_of = (
-    _FLEET[name]
-    for name in ("FRAME", "identity", "run", "until", "got", "silent", "rss_bytes", "port_of")
-)
-
 
 # Strangers.
 
