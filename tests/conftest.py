@@ -5,13 +5,15 @@
 
 import json
 import logging
-import runpy
 import signal
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+from nursery import Nursery
+
+pytest.register_assert_rewrite("worlds")
 
 # A shell without job control starts background processes with Ctrl-C ignored, and their children
 # inherit that. The tests send Ctrl-C, so it is switched on again.
@@ -22,9 +24,7 @@ hypothesis.settings.register_profile("everyday", max_examples=40, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("everyday")
 
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden"
-Nursery = runpy.run_path(str(HERE / "nursery.py"))["Nursery"]
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser):

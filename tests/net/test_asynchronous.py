@@ -4,26 +4,14 @@ A server is killed and another one comes; each microbatch counts once, and no la
 """
 
 import collections
-import runpy
 import signal
-from pathlib import Path
 
 import pytest
+from worlds.node_processes import BATCH, described, fallen
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
-_PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, described, fallen, BATCH = (
-    _PIPELINE[name] for name in ("Run", "described", "fallen", "BATCH")
-)
 STALENESS, STEPS = 5, 200
-
-
-@pytest.fixture
-def run(nursery, tmp_path):
-    made = Run(nursery.popen, tmp_path)
-    yield made
-    made.end()
 
 
 def delays(node):

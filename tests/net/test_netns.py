@@ -2,15 +2,11 @@
 
 import asyncio
 import os
-import runpy
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "fleet.py"))
-run = _FLEET["run"]
+from worlds.fleet import run
 
 pytestmark = pytest.mark.net
 

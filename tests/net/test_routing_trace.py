@@ -7,10 +7,9 @@ simulator: each pass of each microbatch is computed by the same server.
 import asyncio
 import collections
 import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import TEXT, pipeline, plan
 
 from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.run.terms import RebalanceTerms
@@ -22,8 +21,6 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-plan, pipeline, TEXT = (_AUDIT[name] for name in ("plan", "pipeline", "TEXT"))
 BATCH = 8  # microbatches
 WALKED = 24  # microbatches that are compared, at least
 FOREVER = 10**9  # tokens

@@ -1,10 +1,9 @@
 """A trainer some of whose servers make what nobody can read, or say so of others."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import LIFE, STAGES, honest, saying, stages_of, trained
 
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -16,10 +15,6 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.trainer.blame import QUARANTINE_S
 
-_WORLD = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trainer_world.py"))
-LIFE, STAGES, honest, saying, stages_of, trained = (
-    _WORLD[name] for name in ("LIFE", "STAGES", "honest", "saying", "stages_of", "trained")
-)
 INPUT, GRADIENT = (saying(Refused("nonsense", made)) for made in ("input", "gradient"))
 
 

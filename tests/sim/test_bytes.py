@@ -213,7 +213,7 @@ class Counted(Chaos):
         self.going.set()
         for index in range(PEERS):
             self.population.begin(index)
-        await self._progress(3, "the start")
+        await self.progress(3, "the start")
         await self.still()
         self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
         before = self.network.bytes["sent"]

@@ -5,14 +5,13 @@ if it is a name and its function or class binds it to sets alone.
 """
 
 import ast
-import runpy
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
-_MEASURE = runpy.run_path(str(Path(__file__).with_name("measure.py")))
-TREES = _MEASURE["read"](Path(__file__).parents[2], *_MEASURE["PACKAGES"])
+TREES = measure.read(Path(__file__).parents[2], *measure.PACKAGES)
 TYPES = {"set", "frozenset", "Set", "AbstractSet"}
 MERGES = {"union", "intersection", "difference", "symmetric_difference"}
 READS = {"get", "pop", "setdefault"}  # of a mapping, with what is returned where nothing is
@@ -34,7 +33,7 @@ IN_NO_ORDER = {"sorted", "set", "frozenset", "any", "all", "sum", "min", "max", 
 
 
 def last_word(node):
-    return _MEASURE["last_word"](node.func if isinstance(node, ast.Call) else node)
+    return measure.last_word(node.func if isinstance(node, ast.Call) else node)
 
 
 def is_set(node, known):

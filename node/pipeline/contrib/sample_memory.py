@@ -52,12 +52,12 @@ class ServerMemory(EdgeEnds):
     together. Samples are kept apart by trainer, and inputs by the stage that they come from."""
 
     def __init__(self, edges: Edges) -> None:
-        self.edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
+        self.edges, self.sent, self.received = edges, fresh(edges), fresh(edges)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of remembered values."""
-        return self._sent.held_bytes + self._got.held_bytes
+        return self.sent.held_bytes + self.received.held_bytes
 
     def misfit(self, request: Forward | Backward) -> str | None:
         """As `EdgeEnds.misfit`: each sequence needs a sample id, in a `Forward` also a tag."""
@@ -79,11 +79,11 @@ class ServerMemory(EdgeEnds):
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
-        self._sent.forget(
-            name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag
+        self.sent.forget(
+            name for name, tag in zip(names, held, strict=True) if self.sent.tag(name) != tag
         )
         out = bytearray()
-        self._sent.encode(y_BLD, _context(self.edges, request, names), out)
+        self.sent.encode(y_BLD, _context(self.edges, request, names), out)
         return bytes(out)
 
     def input(
@@ -96,7 +96,7 @@ class ServerMemory(EdgeEnds):
         """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit."""
         names = _names(caller, request.source, _visit(request))
         try:
-            return self._got.decode(payload, _context(self.edges, request, names))
+            return self.received.decode(payload, _context(self.edges, request, names))
         except ResyncNeeded as needed:
             lost = set(needed.samples)
             raise NotHeld(tuple(row for row, name in enumerate(names) if name in lost)) from None

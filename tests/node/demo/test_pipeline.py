@@ -51,7 +51,7 @@ class Process:
 class Watched(PipelineDemo):
     """A demo whose processes are none."""
 
-    def _start(self, name, command):
+    def start(self, name, command):
         self.children.append(Child(name, self.folder / name, Process()))
         self.commands = {**getattr(self, "commands", {}), name: command}
         return self.children[-1]
@@ -60,9 +60,9 @@ class Watched(PipelineDemo):
 @pytest.fixture
 def demo(tmp_path):
     made = Watched(tmp_path, tmp_path / "run.toml", STAGES * SERVERS, lambda moment: None)
-    made._start("founder", ["run", "run.toml"])
-    for name, arguments in made._others():
-        made._start(name, ["join", "invite", *arguments])
+    made.start("founder", ["run", "run.toml"])
+    for name, arguments in made.others():
+        made.start(name, ["join", "invite", *arguments])
     return made
 
 
@@ -110,18 +110,18 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
     demo,
 ):
     for share in (0.0, 0.1, 0.24):
-        demo._happen(share, "invite")
+        demo.let_happen(share, "invite")
     assert not demo.news
     for _ in range(3):
-        demo._happen(0.26, "invite")
+        demo.let_happen(0.26, "invite")
     assert killed(demo) == ["server 2b"]
     assert not demo.newcomers()
     for _ in range(3):
-        demo._happen(0.46, "invite")
+        demo.let_happen(0.46, "invite")
     assert sorted(killed(demo)) == ["server 1", "server 1b", "server 2b"]
     assert [child.name for child in demo.newcomers()] == ["newcomer"]
     for share in (0.56, 0.8, 1.0):
-        demo._happen(share, "invite")
+        demo.let_happen(share, "invite")
     assert [child.name for child in demo.newcomers()] == ["newcomer", "newcomer b"]
     assert [demo.commands[child.name] for child in demo.newcomers()] == [["join", "invite"]] * 2
     assert demo.killed == 3
@@ -135,7 +135,7 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
 
 def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
     for _ in range(4):
-        demo._happen(1.0, "invite")
+        demo.let_happen(1.0, "invite")
     assert (demo.killed, len(demo.newcomers())) == (3, 2)
     stages = [
         demo.commands[child.name][-1] for child in demo.survivors() if child not in demo.newcomers()

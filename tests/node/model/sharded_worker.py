@@ -1,10 +1,10 @@
 """One process of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`.
 
-The processes meet in a file of FOLDER. Rank 0 runs the law and the cases below, and writes the
-result of each to FOLDER/results.json; the others follow it.
+The folder `tests` must be on the path. The processes meet in a file of FOLDER. Rank 0 runs the
+law and the cases below, and writes the result of each to FOLDER/results.json; the others follow
+it.
 """
 
-import importlib.util
 import json
 import sys
 import traceback
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from worlds import node_replica_law as law
 
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.catalog import method
@@ -21,18 +22,6 @@ from farflock.optimizers.method import Progress, Result
 
 TIMEOUT_S = 40.0
 END, BACKWARD, LOSS = range(3)
-
-
-def load_law():
-    spec = importlib.util.spec_from_file_location(
-        "replica_law", Path(__file__).with_name("replica_law.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-law = load_law()
 
 
 class Sharded(law.Subject):

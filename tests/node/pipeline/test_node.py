@@ -4,15 +4,15 @@ import asyncio
 import collections
 import logging
 import math
-import runpy
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec import structs
+from worlds import pipeline_audit
+from worlds.pipeline_audit import MODEL, TEXT, TOKENS, Audit
 
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.llama import build
@@ -36,8 +36,6 @@ from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "pipeline_audit.py"))
-Audit, MODEL, TOKENS, TEXT = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS", "TEXT"))
 BATCH = 8
 METHODS = {
     "diloco": {"period": 2},
@@ -62,7 +60,7 @@ def quiet():
 
 
 def plan(total=10**9, seed=0, rate=0.3, model=MODEL, **options):
-    made = _AUDIT["plan"](seed, total, rate=rate, **options)
+    made = pipeline_audit.plan(seed, total, rate=rate, **options)
     return replace(made, model=model)
 
 
@@ -71,7 +69,7 @@ def audit(who, plan, stages, limit_s=600.0, **options):
         who, plan.schedule.total_tokens, view_s=2.0, away_s=(3.0, 8.0), limit_s=limit_s
     )
     cut = replace(
-        _AUDIT["pipeline"](stages, BATCH, **options), stages=tuple(even(plan.model, stages))
+        pipeline_audit.pipeline(stages, BATCH, **options), stages=tuple(even(plan.model, stages))
     )
     return Accounts(plan, cut, around)
 
@@ -338,7 +336,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
 
 
 def stride_of(one):
-    return one.sim.nodes[0].stage_directory._streams[1].stride
+    return one.sim.nodes[0].stage_directory.streams[1].stride
 
 
 def parameters(node):
@@ -350,7 +348,7 @@ def parameters(node):
 
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
     still = plan(
-        rate=_AUDIT["STILL"]
+        rate=pipeline_audit.STILL
     )  # who adopts a state has fp32 weights, which steps would move apart from doubles
     one = audit(parts(2, 3, 1), still, 2)
 
@@ -511,7 +509,7 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(
     bench, staleness, batch, window, expected
 ):
     made = plan()
-    base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
+    base = pipeline_audit.pipeline(2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
     node = node_of(bench, made, cut, NOTHING, tokens=TEXT)
     assert node.trainer._terms.window == expected
@@ -529,9 +527,9 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
 
 
 def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
-    cut = _AUDIT["pipeline"](3, BATCH)
+    cut = pipeline_audit.pipeline(3, BATCH)
     node = node_of(bench, plan(), cut, EVERY, tokens=TEXT)
-    assert (node.role, list(node.stage_directory._streams)) == ("replica", [0, 1, 2])
+    assert (node.role, list(node.stage_directory.streams)) == ("replica", [0, 1, 2])
     assert [serving.model.span for serving in node.servings] == list(cut.stages)
     together = joined(serving.model.state_dict() for serving in node.servings)
     whole = build(MODEL, plan().run_seed).double().state_dict()
@@ -550,7 +548,7 @@ def test_a_full_replicas_rounds_say_of_which_stage_they_are_and_one_stage_notes_
     node = node_of(
         bench,
         plan(),
-        _AUDIT["pipeline"](3, BATCH),
+        pipeline_audit.pipeline(3, BATCH),
         EVERY,
         report=lambda kind, fields: said.append((kind, fields)),
     )
@@ -575,10 +573,10 @@ def test_several_downloads_are_told_as_one():
 
 @pytest.mark.parametrize("stage", [0, 2, NOTHING])
 def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
-    cut = _AUDIT["pipeline"](3, BATCH)
+    cut = pipeline_audit.pipeline(3, BATCH)
     node = node_of(bench, plan(), cut, stage, tokens=TEXT if stage == NOTHING else None)
     assert node.role == role_of(stage)
-    assert list(node.stage_directory._streams) == [0, 1, 2]
+    assert list(node.stage_directory.streams) == [0, 1, 2]
     assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)
     if stage != NOTHING:
         assert node.serving.model.span == cut.stages[stage]
@@ -587,7 +585,7 @@ def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
 
 def test_a_server_counts_its_steps_on_from_its_checkpoint_and_learns_as_a_newcomer_does(bench):
     saved = {1: SimpleNamespace(step=500)}
-    serving = node_of(bench, plan(), _AUDIT["pipeline"](2, BATCH), 1, saved=saved).serving
+    serving = node_of(bench, plan(), pipeline_audit.pipeline(2, BATCH), 1, saved=saved).serving
     assert (serving.loop.step, serving.training_task.joined_at) == (500, 500)
 
 
@@ -599,7 +597,7 @@ def test_the_stages_tensors_together_are_the_models():
 
 
 def test_all_agree_on_what_goes_over_an_edge():
-    made, cut = plan(), _AUDIT["pipeline"](2, BATCH, codec="int8")
+    made, cut = plan(), pipeline_audit.pipeline(2, BATCH, codec="int8")
     edges = edges_of(made, cut)
     assert (edges.batch, edges.seq, edges.tokens, edges.dtype) == (1, TOKENS, TOKENS, torch.float64)
 
@@ -632,7 +630,7 @@ def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_equal_que
 def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(bench, name):
     """The whole model's size is what no node has room for."""
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
-    node = node_of(bench, plan(method=name, options=options), _AUDIT["pipeline"](3, BATCH), 1)
+    node = node_of(bench, plan(method=name, options=options), pipeline_audit.pipeline(3, BATCH), 1)
     assert set(node._exchanges._specimens) == {0, 1, 2}, (
         "its own ones too are asked for shapes alone"
     )

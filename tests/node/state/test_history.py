@@ -197,14 +197,15 @@ def short(monkeypatch):
 
 
 def test_old_steps_become_means_of_stretches_and_the_table_stays_small(tmp_path, clock, short):
-    with History.open(tmp_path, clock) as run:
+    with (
+        History.open(tmp_path, clock) as run,
+        contextlib.closing(sqlite3.connect(tmp_path / "run.db")) as reader,
+    ):
         sizes = []
         for step in range(20_000):
             run.metrics(step, loss=float(step))
             if step % 1000 == 999:
-                rows = run._database.execute(
-                    "SELECT span, COUNT(*) FROM metrics GROUP BY span"
-                ).fetchall()
+                rows = reader.execute("SELECT span, COUNT(*) FROM metrics GROUP BY span").fetchall()
                 sizes.append(sum(count for _, count in rows))
         assert max(sizes) < 4 * 310
         assert max(count for _, count in rows) <= 210

@@ -191,7 +191,7 @@ def noted(bench, text, one, other, kind="mean", number=0):
     """The results of two contributions (values, notes) to stage 2; None only brings replays."""
 
     async def work(clients, first):
-        clients = [ExchangeClient(client._peer, 3, 2) for client in clients]
+        clients = [ExchangeClient(client.peer, 3, 2) for client in clients]
         jobs = []
         for client, part in zip(clients, (one, other), strict=True):
             client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
@@ -250,9 +250,9 @@ def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
 @pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
 def test_a_member_that_watches_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
     async def work(clients, first):
-        client = ExchangeClient(clients[0]._peer, 3, 5)
+        client = ExchangeClient(clients[0].peer, 3, 5)
         name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, client._peer.rounds._streams[name].stream
+        return name, client.peer.rounds._streams[name].stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

@@ -183,7 +183,7 @@ def test_an_end_that_restarts_gets_samples_whole(who):
 def test_only_the_rows_that_are_lacking_are_sent_again():
     edge = Edge(batch=2)
     edge.hand((4, 5), edge.bring((4, 5), normal(0, 2))[0])
-    edge.behind["b/1"]._got.forget(_names(edge.caller, 0, Visit((5,))))
+    edge.behind["b/1"].received.forget(_names(edge.caller, 0, Visit((5,))))
     rows, _ = edge.bring((4, 5), normal(1, 2))
     payload, lacking = edge.hand((4, 5), rows)
     assert (kinds(payload, 2), lacking) == ((DIFFERENCE, DIFFERENCE), (1,))
@@ -218,7 +218,7 @@ def test_trainers_and_sources_have_samples_of_their_own():
     request = Forward(1, 2, 1, 5, Visit((4,)))
     payload = TrainerMemory(edge.edges).handed(2, "b/1", (4,), (row,))
     assert torch.equal(edge.behind["b/1"].input("u", payload, request)[0], row.values.float())
-    assert len(edge.behind["b/1"]._got._cache) == 3
+    assert len(edge.behind["b/1"].received._cache) == 3
 
 
 def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_not_kept():
@@ -240,7 +240,7 @@ def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_n
         == edge.behind["b/1"].held_bytes
         == 2 * 2 * EACH
     )
-    assert edge.before._got.held_bytes == 0
+    assert edge.before.received.held_bytes == 0
 
 
 def test_what_the_server_before_does_not_keep_the_trainer_forgets():

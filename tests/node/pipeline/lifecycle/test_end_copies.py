@@ -6,13 +6,13 @@ The tables are the embedding, or the norm and the head.
 import asyncio
 import itertools
 import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
+from worlds import pipeline_audit
+from worlds.pipeline_audit import MODEL, TOKENS, Audit
 
 from farflock.node.pipeline.lifecycle.end_copies import KEEPERS, EndCopies, _Wanted, ends_beside
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP, end_tensors
@@ -20,8 +20,6 @@ from farflock.node.run.split import even
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import CorruptSnapshot, encode_state
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "pipeline_audit.py"))
-Audit, MODEL, TOKENS = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS"))
 BATCH = 8
 EMBEDDING = "model.embed_tokens.weight"
 EQUAL = structs.replace(MODEL, layers=6)
@@ -36,7 +34,7 @@ def quiet():
 @pytest.fixture
 def kept(monkeypatch):
     """Every copy that was kept: (peer, end, round, tensors)."""
-    found, keep = [], EndCopies._keep
+    found, keep = [], EndCopies.keep
 
     async def keeping(self, end):
         await keep(self, end)
@@ -44,13 +42,13 @@ def kept(monkeypatch):
             copy = self._copies[end]
             found.append((self._peer.me, end, copy.round, copy.tensors))
 
-    monkeypatch.setattr(EndCopies, "_keep", keeping)
+    monkeypatch.setattr(EndCopies, "keep", keeping)
     return found
 
 
 def run(stages, servers, every, during, batches=14, model=EQUAL, **options):
-    made = replace(_AUDIT["plan"](0, batches * BATCH * TOKENS, rate=0.05), model=model)
-    cut = _AUDIT["pipeline"](stages, BATCH, end_copies=every, **options)
+    made = replace(pipeline_audit.plan(0, batches * BATCH * TOKENS, rate=0.05), model=model)
+    cut = pipeline_audit.pipeline(stages, BATCH, end_copies=every, **options)
     world = PipelineWorld(
         parts(stages, servers, 1),
         batches * BATCH * TOKENS,

@@ -56,13 +56,13 @@ class Swarm:
     """A peer that sees these members, and is given what a test serves."""
 
     def __init__(self, *stages, gone=(), me="nobody"):
-        self.me, self._gone, self.served, self.asked = me, gone, {}, []
+        self.me, self.departed, self.served, self.asked = me, gone, {}, []
         members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
         self.context = self.snapshots = self
 
     def gone(self, view, peer):
-        return peer in self._gone
+        return peer in self.departed
 
     async def fetch(self, name, timeout_s, *, stage, most_bytes):
         self.asked.append((name, stage))
@@ -196,7 +196,7 @@ def test_of_unequal_stages_none_is_made_from_the_others():
 
 def test_neighbours_that_are_only_listed_are_not_asked():
     swarm, _ = beside(plan_of())
-    swarm._gone = ("m1",)
+    swarm.departed = ("m1",)
     found = begun(swarm, plan_of())
     assert found.kind == "initial"
     assert not swarm.asked

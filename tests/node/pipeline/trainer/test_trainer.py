@@ -1,10 +1,19 @@
 """A trainer among scripted servers: what it asks of each, and how it meets silence and loss."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import (
+    EPOCH,
+    LIFE,
+    STAGES,
+    TOKENS,
+    World,
+    saying,
+    silence,
+    stages_of,
+    trained,
+)
 
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -23,22 +32,6 @@ from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-World, saying, silence, trained, stages_of, STAGES, TOKENS, EPOCH, LIFE = (
-    _WORLD[name]
-    for name in (
-        "World",
-        "saying",
-        "silence",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "TOKENS",
-        "EPOCH",
-        "LIFE",
-    )
-)
 
 
 @trained()

@@ -1,21 +1,10 @@
 """A trainer whose servers do not all read the same codecs."""
 
-import runpy
-from pathlib import Path
+from worlds.trainer_world import saying, trained
 
 from farflock.node.pipeline.passes.requests import Backward, Foreign, Forward, encode
 from farflock.node.pipeline.trainer.walker import ATTEMPTS_PER_SERVER
 from farflock.swarm.messages import CodecId
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-saying, trained = (
-    _WORLD[name]
-    for name in (
-        "saying",
-        "trained",
-    )
-)
-
 
 RAW, INT8 = CodecId("raw,raw", 1), CodecId("int8,int8", 1)
 

@@ -1,30 +1,13 @@
 """A trainer whose codec remembers samples."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import CALL_S, LIFE, STAGES, Order, saying, silence, stages_of, trained
 
 from farflock.compression.aqsgd import DIFFERENCE, HELD, KEPT
 from farflock.node.pipeline.passes.requests import Backward, Busy, Done, Forward, Lacks, Refused
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-saying, silence, trained, stages_of, STAGES, Order, LIFE, CALL_S = (
-    _WORLD[name]
-    for name in (
-        "saying",
-        "silence",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "Order",
-        "LIFE",
-        "CALL_S",
-    )
-)
-
 
 AQSGD = {"codec": "aqsgd8,fp32", "kept": 9}
 

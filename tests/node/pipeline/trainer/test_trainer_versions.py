@@ -1,24 +1,8 @@
 """A trainer whose servers keep versions of their weights."""
 
-import runpy
-from pathlib import Path
+from worlds.trainer_world import EPOCH, LIFE, STAGES, honest, saying, stages_of, trained
 
 from farflock.node.pipeline.passes.requests import Backward, Done, Forward, Gone, Version, encode
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-honest, saying, trained, stages_of, STAGES, EPOCH, LIFE = (
-    _WORLD[name]
-    for name in (
-        "honest",
-        "saying",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "EPOCH",
-        "LIFE",
-    )
-)
-
 
 NEW, OLD = Version(EPOCH + 2), Version(EPOCH, 7)
 

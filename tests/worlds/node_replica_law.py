@@ -1,7 +1,8 @@
 """The law of `Replica` (optimizers/method.py) as functions.
 
-The plain replica runs them in the test's own process, the sharded one in two others
-(sharded_worker.py). Each takes a `Subject`; its `backward` and `loss` are collective there.
+The plain replica runs them in the test's own process, the sharded one in two others (see
+tests/node/model/sharded_worker.py). Each takes a `Subject`, whose `backward` and `loss` are
+collective there.
 """
 
 import torch
