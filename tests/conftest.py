@@ -44,6 +44,12 @@ def own_log_level():
     logger.setLevel(level)
 
 
+@pytest.fixture
+def quiet_log():
+    """No messages of calls that fail because a test killed a peer; `own_log_level` undoes it."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory):
     """A process that forks itself for each command that a test starts: see nursery.py."""

@@ -56,7 +56,7 @@ def copy_of_the_checkout(target):
     return target
 
 
-def run(command, home, folder):
+def in_a_shell(command, home, folder):
     """A line of a shell, in a fresh process."""
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {
@@ -91,7 +91,7 @@ def follow(page, home):
         else:
             assert language == "console"
             command, _, said = text.removeprefix("$ ").partition("\n")
-            shown = run(command, home, scratch)
+            shown = in_a_shell(command, home, scratch)
             assert re.search(pattern(said), shown), f"{command} printed: {shown}"
             assert bool(said.strip()) == bool(shown)
             commands.append(command)

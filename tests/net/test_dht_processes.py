@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from worlds.node_liveness import alive
 
 pytest.importorskip("hivemind")
 
@@ -116,12 +116,6 @@ def test_a_plain_hivemind_client_reads_the_head_and_the_records(tmp_path, mode):
         assert unseal(records[alice.public][64:], RUN).peer == alice.peer
 
     asyncio.run(main())
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def gone_within(pid, limit_s):

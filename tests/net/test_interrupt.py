@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds.node_liveness import alive
 
 from farflock.node.run.invite import Invite, mint
 
@@ -115,12 +116,6 @@ class Started:
         assert len(family) > 1
         assert ports
         return [each.pid for each in family], {path for path in paths if path.is_absolute()}, ports
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def listens(port):

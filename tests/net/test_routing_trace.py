@@ -6,7 +6,6 @@ simulator: each pass of each microbatch is computed by the same server.
 
 import asyncio
 import collections
-import logging
 
 import pytest
 from worlds.pipeline_audit import TEXT, pipeline, plan
@@ -19,7 +18,11 @@ from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("quiet_log"),
+]
 
 BATCH = 8  # microbatches
 WALKED = 24  # microbatches that are compared, at least
@@ -30,11 +33,6 @@ PATHS = plan_of_texts(
 )
 NAMES = ("fixed", "noloco", "planned")
 PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 class Traced(PipelineSimulation):

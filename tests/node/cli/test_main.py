@@ -22,18 +22,6 @@ TINY = PRESETS["tiny"]
 
 
 @pytest.fixture
-def farflock(capfd):
-    """A function that runs a command in this process: (exit code, standard output and error)."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        return (ended.value.code, *capfd.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def failing(monkeypatch):
     """A function that puts a command `fail` in the table, which raises what it is given."""
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import logging
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -36,6 +35,7 @@ from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8
 METHODS = {
     "diloco": {"period": 2},
@@ -51,12 +51,6 @@ def often(names, *everyday):
     return [
         name if name in everyday else pytest.param(name, marks=pytest.mark.long) for name in names
     ]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 def plan(total=10**9, seed=0, rate=0.3, model=MODEL, **options):

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from worlds.waiting import until
 
 from farflock.node.train.ending import drain
 from farflock.optimizers.parts.state import state_hash
@@ -10,11 +11,6 @@ from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 
 AFTER_S = 15.0
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110 - virtual time
-        await asyncio.sleep(0.1)
 
 
 class Crowd:

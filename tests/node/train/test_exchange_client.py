@@ -30,7 +30,7 @@ def exchange(values, number=0, kind="mean", group=None, **options):
     )
 
 
-async def run(client, asked, state=b"", notes=b""):
+async def exchanged(client, asked, state=b"", notes=b""):
     """Encode, exchange and decode, as the loop does."""
     offer = client.encode(asked, Claim(10, state, notes))
     return client.decode(asked.key, await client.exchange(offer), offer.payloads)
@@ -59,7 +59,7 @@ def carried(bench, text, *exchanges, states=(b"", b"")):
         for client, make, state in zip(clients, exchanges, states, strict=True):
             asked = make(first)
             client.open(asked, first - 1)
-            jobs.append(run(client, asked, state))
+            jobs.append(exchanged(client, asked, state))
         return await asyncio.gather(*jobs)
 
     return between(bench, text, work)
@@ -114,7 +114,7 @@ def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
         for client, state in zip(clients, (b"x" * 32, b"y" * 32), strict=True):
             asked = exchange([1.0, 2.0], first)
             client.open(asked, first - 1)
-            jobs.append(run(client, asked, state))
+            jobs.append(exchanged(client, asked, state))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     answers = between(bench, text, work)
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
         asked = exchange([float("nan"), 1.0], first)
         clients[0].open(asked, first - 1)
         with pytest.raises(UnencodableTensor):
-            await run(clients[0], asked)
+            await exchanged(clients[0], asked)
 
     between(bench, text, work)
 
@@ -162,7 +162,7 @@ def means_of_rounds(bench, text, rounds, *, compensate):
                 )
                 if number == first:
                     client.open(asked, first - 1)
-                jobs.append(run(client, asked))
+                jobs.append(exchanged(client, asked))
             one, other = await asyncio.gather(*jobs)
             assert torch.equal(one.mean["x"], other.mean["x"])
             moved += one.mean["x"]
@@ -196,7 +196,7 @@ def noted(bench, text, one, other, kind="mean", number=0):
         for client, part in zip(clients, (one, other), strict=True):
             client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
             if part is not None:
-                jobs.append(run(client, exchange(part[0], number, kind), notes=part[1]))
+                jobs.append(exchanged(client, exchange(part[0], number, kind), notes=part[1]))
         results = await asyncio.gather(*jobs)
         if other is None:
             while (missed := clients[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time

@@ -5,7 +5,6 @@ The tables are the embedding, or the norm and the head.
 
 import asyncio
 import itertools
-import logging
 from dataclasses import replace
 
 import pytest
@@ -20,15 +19,10 @@ from farflock.node.run.split import even
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import CorruptSnapshot, encode_state
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8
 EMBEDDING = "model.embed_tokens.weight"
 EQUAL = structs.replace(MODEL, layers=6)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def kept(monkeypatch):
     return found
 
 
-def run(stages, servers, every, during, batches=14, model=EQUAL, **options):
+def audited(stages, servers, every, during, batches=14, model=EQUAL, **options):
     made = replace(pipeline_audit.plan(0, batches * BATCH * TOKENS, rate=0.05), model=model)
     cut = pipeline_audit.pipeline(stages, BATCH, end_copies=every, **options)
     world = PipelineWorld(
@@ -79,7 +73,7 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
         for number in (lost, lost + 3):
             sim.kill(number, 2.0 + number)
 
-    one = run(3, 2, 1, die_out)
+    one = audited(3, 2, 1, die_out)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(lost, "copy")}, begun
     after = begun[0]["round"]
@@ -104,7 +98,7 @@ def test_a_few_servers_of_the_stage_beside_keep_what_the_end_had_after_every_so_
             await asyncio.sleep(0.2)
         sim.end()
 
-    one = run(3, 3, 3, end_soon, batches=10**6)
+    one = audited(3, 3, 3, end_soon, batches=10**6)
     assert {end for _, end, _, _ in kept} == {0, 2}
     assert len({peer for peer, _, _, _ in kept}) == KEEPERS, "all of them did"
     for peer, end, number, tensors in kept:
@@ -122,7 +116,7 @@ def test_without_copies_nothing_is_kept_and_a_lost_end_begins_with_initial_weigh
         for number in (0, 3):
             sim.kill(number, 2.0 + number)
 
-    one = run(3, 2, 0, die_out, batches=8)
+    one = audited(3, 2, 0, die_out, batches=8)
     assert kept == []
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {entry["from"] for entry in begun} == {"initial"}
@@ -136,7 +130,7 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
         for number in (1, 5):
             sim.kill(number, 2.0 + number)
 
-    one = run(4, 2, 0, die_out, policy="swap", model=MODEL)
+    one = audited(4, 2, 0, die_out, policy="swap", model=MODEL)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "copy")}, begun
     assert "copy of stage 2, which was trained to stand in for it" in begun[0]["why"]
