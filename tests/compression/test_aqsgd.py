@@ -47,7 +47,7 @@ def message_of(sender, x, ctx):
 
 def held(one, sample):
     """What an end remembers of a sample, as float32; None if nothing."""
-    entry = one._cache.get(sample)
+    entry = one.cache.get(sample)
     return None if entry is None else entry.values.float()
 
 
@@ -87,7 +87,7 @@ def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_wha
         for row, sample in zip(used, ctx.samples, strict=True):
             assert torch.equal(held(sender, sample), row)
             assert torch.equal(held(receiver, sample), row)
-    assert len(sender._cache) == 2
+    assert len(sender.cache) == 2
 
 
 def test_the_error_is_that_of_the_difference_and_shrinks_as_the_model_comes_to_rest():
@@ -174,7 +174,7 @@ def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_send
         assert torch.equal(
             receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float()
         )
-        assert len(receiver._cache) == kept
+        assert len(receiver.cache) == kept
 
 
 def test_a_message_that_was_overtaken_is_refused_and_harms_nothing():
@@ -263,10 +263,10 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
                         "a whole sample was asked for again"
                     )
         for one in (sender, receiver):
-            assert len(one._cache) <= room
+            assert len(one.cache) <= room
             assert (
                 one.held_bytes
-                == sum(entry.values.nbytes for entry in one._cache._held.values())
+                == sum(one.cache.get(sample).values.nbytes for sample in one.cache)
                 <= 10 * EACH
             )
 
@@ -278,9 +278,9 @@ def meaning(sender, x, ctx):
     shadow = end(max_samples=99)
     for sample, values in before.items():
         if values is not None:
-            entry = sender._cache.get(sample)
+            entry = sender.cache.get(sample)
             half = values.half()
-            shadow._cache.put(
+            shadow.cache.put(
                 sample,
                 half,
                 entry.tag if entry and torch.equal(entry.values, half) else tag_of(half),
@@ -332,7 +332,7 @@ def test_what_has_no_room_is_sent_whole_each_time_and_never_asked_for():
             whole = len(message) == 17 + 2 * EACH
             assert whole == (visit == 0 or sample >= 2)
             receiver.decode(message, ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [0, 1]
+    assert sorted(receiver.cache) == sorted(sender.cache) == [0, 1]
 
 
 def test_samples_that_stay_away_make_room():
@@ -340,7 +340,7 @@ def test_samples_that_stay_away_make_room():
     for step in range(12):
         ctx = context(*((0, 1) if step == 0 else (8, 9)))
         receiver.decode(message_of(sender, normal(step, *ctx.samples), ctx), ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [8, 9]
+    assert sorted(receiver.cache) == sorted(sender.cache) == [8, 9]
 
 
 def test_a_cache_for_half_of_the_samples_serves_half_of_the_visits_in_shuffled_epochs():
@@ -394,7 +394,7 @@ def test_values_that_are_not_finite_are_not_sent_and_nothing_is_remembered_of_th
     x[1, 2, 3] = float("nan")
     with pytest.raises(UnencodableTensor, match="1 of 96"):
         sender.encode(x, ctx, out)
-    assert (out, len(sender._cache)) == (b"before", 0)
+    assert (out, len(sender.cache)) == (b"before", 0)
 
 
 def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
@@ -436,7 +436,7 @@ def test_gradients_are_sent_directly_and_remembered_nowhere():
         assert len(out) == codec("int8").max_bytes(EACH) == receiver.max_bytes(ctx)
         back = sender.decode_grad(out, ctx)
         assert float((back - grad).abs().amax()) <= float(grad.abs().amax()) / 253
-    assert len(sender._cache) == len(receiver._cache) == 0
+    assert len(sender.cache) == len(receiver.cache) == 0
 
 
 GOOD = message_of(end(), normal(0, 1), context(1))
@@ -458,7 +458,7 @@ def test_what_no_sender_writes_is_refused_and_remembered_nowhere(payload, words)
     receiver = end()
     with pytest.raises(CorruptPayload, match=words):
         receiver.decode(payload, context(1))
-    assert len(receiver._cache) == 0
+    assert len(receiver.cache) == 0
 
 
 def test_the_page_of_formats_says_where_everything_is():

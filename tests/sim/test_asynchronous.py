@@ -66,10 +66,10 @@ class Ways:
     def of(self, back):
         backs = {back.stage: back}
         for stage in range(back.stage, self.last):
-            backs[stage + 1] = self.audit._made[backs[stage].outside]
+            backs[stage + 1] = self.audit.made_by[backs[stage].outside]
         forwards, x = {}, backs[self.last].x
         for stage in range(self.last - 1, -1, -1):
-            forwards[stage] = self.audit._made[x]
+            forwards[stage] = self.audit.made_by[x]
             x = forwards[stage].x
         return forwards, backs
 
@@ -134,7 +134,7 @@ def test_gradients_of_moving_weights_are_those_of_the_unsplit_model_at_one_versi
 def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_who_has_its_weights():
     one = late(servers=3, steps=7)
     by, dead = {}, []
-    make = one._pass
+    make = one.pass_of
 
     def made_by(life, *given, **named):
         found = make(life, *given, **named)
@@ -153,7 +153,7 @@ def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_wh
             dead.append(number)
             one.sim.kill(number, None)
 
-    one._pass, one.on_event = made_by, die
+    one.pass_of, one.on_event = made_by, die
     one.run().check().check_finished()
     assert len(dead) == 2
     Ways(one).check()
@@ -228,13 +228,13 @@ CORRECTED = [
 
 def in_lockstep(one):
     """Run with a trainer that begins a batch when all servers have applied the round before."""
-    look = one._look
+    look = one.watch
 
     def waiting(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -245,7 +245,7 @@ def in_lockstep(one):
             if node.serving is not None
         )
 
-    one._look = waiting
+    one.watch = waiting
     return one.run().check().check_finished()
 
 

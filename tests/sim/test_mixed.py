@@ -58,8 +58,8 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
     def in_lockstep(number, node):
         look(number, node)
         trainer = node.trainer
-        begins = trainer._may_begin
-        trainer._may_begin = lambda: (
+        begins = trainer.may_begin
+        trainer.may_begin = lambda: (
             begins()
             and all_at(node.stage_directory.epoch)
             and trainer.source.begun < half(node.stage_directory.epoch)
@@ -72,7 +72,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         servings = [serving for node in one.sim.nodes.values() for serving in node.servings]
         return all(serving.state_sync.applied_round == epoch for serving in servings)
 
-    look, one._look = one._look, in_lockstep
+    look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
     model = build(one.plan.model, one.plan.run_seed).double()
     optimizer, whole = one.plan.inner.build(model), Stage(model)
@@ -88,12 +88,12 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
         optimizer.step()
         for stage in range(3):
-            for weights in one._weights.get((stage, number), []):
+            for weights in one.versions.get((stage, number), []):
                 for name, x in weights.items():
                     torch.testing.assert_close(
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
-    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
     assert not one.events["forward computed"], "an activation went to somebody"
 
 
@@ -125,9 +125,7 @@ def test_replicas_and_pipelines_train_one_model():
     assert replica.role == "replica"
     assert replica.work["backward"] > 0, "trainers do not ask it"
     assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
-    telling = {
-        number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None
-    }
+    telling = {number for number, node in one.sim.nodes.items() if node.peer.loads.mine is not None}
     assert telling == set(range(6)), "who tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
     assert brought == {me(one, number) for number in (1, 4, 8)}

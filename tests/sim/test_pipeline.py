@@ -95,8 +95,8 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     def in_lockstep(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -104,7 +104,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
         return all(serving.state_sync.applied_round == epoch for serving in servers)
 
-    look, one._look = one._look, in_lockstep
+    look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
     me = identity_of(one.plan, 6).peer
     first = min(number for _, number in one.named[0][0])
@@ -118,12 +118,12 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
         optimizer.step()
         for stage in range(3):
-            for weights in one._weights.get((stage, number), []):
+            for weights in one.versions.get((stage, number), []):
                 for name, x in weights.items():
                     torch.testing.assert_close(
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
-    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
 
 
 # deaths
@@ -197,7 +197,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
         if node.serving is None or node.serving.index or late:
             return
         late.append(node.serving.server)
-        run_pass = late[0]._computing.run_pass
+        run_pass = late[0].computing.run_pass
 
         async def slow_pass(work, cost):
             found = await run_pass(work, cost)
@@ -205,9 +205,9 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
                 await asyncio.sleep(one.pipeline.trainer.backward_timeout_s + 1.0)
             return found
 
-        late[0]._computing = replace(late[0]._computing, run_pass=slow_pass)
+        late[0].computing = replace(late[0].computing, run_pass=slow_pass)
 
-    look, one._look = one._look, with_slow_ones
+    look, one.watch = one.watch, with_slow_ones
     one.run().check().check_finished()
     asked = collections.Counter(
         key for life in one.lives if life.stage == 0 for key in life.computed

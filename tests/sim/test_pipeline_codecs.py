@@ -25,8 +25,8 @@ class Codecs(Audit):
         self.close = {"rtol": 1e-4, "atol": 1e-6}  # fp32 on some of the edges
         self.answered = collections.Counter()
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         for serving in node.servings:
             self._count(number, serving.server)
 

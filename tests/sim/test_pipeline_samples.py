@@ -67,10 +67,10 @@ class Remembered(Audit):
         self.farthest = max(self.farthest, float((found - value).abs().amax() / value.abs().amax()))
         return found
 
-    def _watch_passes(self, life):
-        super()._watch_passes(life)
+    def watch_passes(self, life):
+        super().watch_passes(life)
         passes = life.serving.server.passes
-        read = passes._read
+        read = passes.read
 
         def reading(job):
             found = read(job)
@@ -80,7 +80,7 @@ class Remembered(Audit):
                 self._note(job, found[1])
             return found
 
-        passes._read = reading
+        passes.read = reading
 
     def _note(self, job, x):
         way = "forward" if isinstance(job.request, Forward) else "back"
@@ -240,9 +240,9 @@ def test_ends_that_forget_all_at_any_time_get_it_whole():
             ]
             for node in nodes[turn % 2 : turn % 2 + 1]:
                 if node.trainer is not None:
-                    node.trainer.inputs.memory._caches.clear()
+                    node.trainer.inputs.memory.caches.clear()
                 else:
-                    node.serving.server.passes.ends = ServerMemory(node._edges)
+                    node.serving.server.passes.ends = ServerMemory(node.edges)
 
     one.run(forget).check().check_finished()
     assert one.lacks > 3
@@ -266,9 +266,7 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
 
     one.run(kill_one).check()
     before, after = (trainer.inputs.memory for trainer in lives)
-    assert set(before._caches[0]._held) == set(after._caches[0]._held) == set(range(SAMPLES)), (
-        "the same ids"
-    )
+    assert set(before.caches[0]) == set(after.caches[0]) == set(range(SAMPLES)), "the same ids"
     assert after.counts["whole samples"] >= SAMPLES
 
 
@@ -282,7 +280,7 @@ def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeyp
         except NotHeld:
             (sample,) = request.visit.samples
             (name,) = _names(caller, request.source, Visit((sample,)))
-            entry = self._got._cache.get(name)
+            entry = self._got.cache.get(name)
             if entry is None:
                 raise
             return entry.values.double()[None]

@@ -91,15 +91,15 @@ class Subspaced(Audit):
             for name, parameter in self.reference.model.named_parameters():
                 parameter.copy_(self.projected(name, parameter))
 
-    def _call(self, stage, weights, x):
-        return super()._call(
+    def call_stage(self, stage, weights, x):
+        return super().call_stage(
             stage, {name: self.projected(name, w.double()) for name, w in weights.items()}, x
         )
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if node.serving is not None:
-            replica, basis = node.serving.loop.driver.replica, node._edges.codec.basis
+            replica, basis = node.serving.loop.driver.replica, node.edges.codec.basis
             self.digests.add(basis.digest)
             self._watch(replica, node.serving.model)
 
@@ -184,13 +184,13 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
     one = audit(stages=3, servers=1, steps=4, rate=config.lr, inner=config)
     one.pipeline = dataclasses.replace(one.pipeline, trainer=waits)
     one.optimizer = config.build(one.reference.model)
-    look = one._look
+    look = one.watch
 
     def in_lockstep(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -198,13 +198,13 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
         return all(serving.state_sync.applied_round == epoch for serving in servers)
 
-    one._look = in_lockstep
+    one.watch = in_lockstep
     one.run().check_inside()
     start = {name: x.detach().clone() for name, x in one.reference.model.named_parameters()}
     for number in range(3):
         assert one.named[0][number] == one.named[1][number] == one.named[2][number]
         one.train_unsplit(one.named[0][number])
-        seen = [weights for stage in range(3) for weights in one._weights.get((stage, number), [])]
+        seen = [weights for stage in range(3) for weights in one.versions.get((stage, number), [])]
         assert seen
         for weights in seen:
             for name, x in weights.items():
@@ -257,7 +257,7 @@ def test_outer_steps_on_weights_sent_in_four_bits_end_in_the_subspace():
     options = {"period": 2, "codec": "int4", "return_codec": "bf16"}
     given = {"method": "diloco", "options": options, "stages": 3, "servers": 2, "steps": 6}
     one = single(InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1), **given)
-    one._weights_of = lambda life: {}  # between rounds servers differ, as the method wants
+    one.weights_of = lambda life: {}  # between rounds servers differ, as the method wants
     one.run().check_inside().check_finished()
 
 
@@ -300,7 +300,7 @@ def test_what_passes_edges_is_a_stamp_and_so_many_coordinates_a_token_both_ways(
     ):
         one = audit(stages=3, servers=1, steps=1, codec=codec)
         one.run()
-        sizes = {len(payload) for payload in one._made if payload}
+        sizes = {len(payload) for payload in one.made_by if payload}
         assert sizes == {12 + 8 * each}, "8 tokens"
 
 
@@ -308,23 +308,23 @@ def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_ot
     """As a machine would whose arithmetic is another one, and that the manifest's digest did not stop."""
     one = single(InnerConfig("sgd", 0.02), stages=2, servers=2, steps=2)
     other = dataclasses.replace(one.basis, version=2)
-    look, refusals, computed = one._look, [], []
+    look, refusals, computed = one.watch, [], []
 
     def looking(number, node):
         look(number, node)
         if node.serving is not None and number == 3:
-            codec = dataclasses.replace(node._edges.codec, basis=other)
+            codec = dataclasses.replace(node.edges.codec, basis=other)
             passes = node.serving.server.passes
-            passes.ends = EdgeEnds(dataclasses.replace(node._edges, codec=codec))
-            read, stage = passes._read, passes.stage
+            passes.ends = EdgeEnds(dataclasses.replace(node.edges, codec=codec))
+            read, stage = passes.read, passes.stage
 
             def reading(job):
                 refusals.append(read(job))
                 return refusals[-1]
 
-            passes._read, stage.backward = reading, computed.append
+            passes.read, stage.backward = reading, computed.append
 
-    one._look = looking
+    one.watch = looking
     one.run().check().check_finished()
     assert refusals
     said = {refusal.why for refusal in refusals}

@@ -28,8 +28,8 @@ class Followed(Audit):
         super().__init__(*given)
         self.asked = {}
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if node.trainer is None:
             return
         trainer, me = node.trainer, node.peer.me

@@ -50,8 +50,8 @@ class Selective(Audit):
         self.looked = 0  # rounds after which a member's weights were held against the average
         self.nodes = []
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         self.nodes.append(node)
         for serving in node.servings:
             self._watch_average(number, node, serving)
@@ -62,14 +62,14 @@ class Selective(Audit):
 
         def after(action, progress):
             second_phase = apply(action, progress)
-            audit._after_round(
+            audit.after_round(
                 number, node, serving, driver, action.exchange.key.round, action.result
             )
             return second_phase
 
         driver.apply = after
 
-    def _after_round(self, number, node, serving, driver, rounds, result):
+    def after_round(self, number, node, serving, driver, rounds, result):
         average = driver.method.eval_params(driver.replica)
         if serving.index == 0:
             known = self.averages.setdefault(rounds, average[EMBEDDING])
@@ -77,7 +77,7 @@ class Selective(Audit):
                 "two members of the first stage have other averages"
             )
             if number not in self.free:
-                self.spoken.append((number, rounds, node._edges.codec.spoken))
+                self.spoken.append((number, rounds, node.edges.codec.spoken))
         if result.status != "ok" or not result.taken:
             return  # work that the round did not take is kept on top
         self.looked += 1
@@ -86,7 +86,7 @@ class Selective(Audit):
             expected = (
                 x.double()
                 if number in self.free
-                else self.projected(name, x.double(), node._edges.codec)
+                else self.projected(name, x.double(), node.edges.codec)
             )
             torch.testing.assert_close(held[name].detach().double(), expected, rtol=0, atol=1e-6)
             if number in self.free:
@@ -116,7 +116,7 @@ class Selective(Audit):
             else self.averages[(version - 1) * self.pipeline.table_every - 1]
         )
 
-    def _weights_of(self, life):
+    def weights_of(self, life):
         """As they are now."""
         return {
             name: x.detach().clone()
@@ -158,7 +158,7 @@ class Selective(Audit):
         """Whoever holds a version has the average that it is named after, to the bit."""
         seen = 0
         for node in self.nodes:
-            held = node._edges.codec.held
+            held = node.edges.codec.held
             assert len(held) <= self.pipeline.turns.most, (
                 f"a {node.role} holds versions {sorted(held)}"
             )
@@ -287,14 +287,14 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
 
 def late_at(one, number, has_it):
     """The server of this number gets no table of version 4 and later until `has_it`; returns what it refused meanwhile."""
-    look, seen = one._look, []
+    look, seen = one.watch, []
 
     def looking(number_now, node):
         look(number_now, node)
         if number_now != number:
             return
-        keeper, passes = node._embedding, node.serving.server.passes
-        fetch, read = keeper._fetch, passes._read
+        keeper, passes = node.embedding, node.serving.server.passes
+        fetch, read = keeper.fetch, passes.read
 
         async def late(version):
             return (version < 4 or has_it(seen)) and await fetch(version)
@@ -305,9 +305,9 @@ def late_at(one, number, has_it):
                 seen.append(found.why)
             return found
 
-        keeper._fetch, passes._read = late, reading
+        keeper.fetch, passes.read = late, reading
 
-    one._look = looking
+    one.watch = looking
     return seen
 
 
@@ -328,7 +328,7 @@ def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_go
 
     one.run(long_enough).check().check_finished()
     assert all(why.startswith("version") and "is not here yet" in why for why in seen)
-    assert max(one.sim.nodes[1]._edges.codec.held) > 6
+    assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
 def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
@@ -366,20 +366,20 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
 
 def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
     one = audit(servers=2, trainers=1, replicas=1, steps=14)
-    look, lied = one._look, []
+    look, lied = one.watch, []
 
     def looking(number, node):
         look(number, node)
         if number == 0:
 
             async def lying(slot):
-                version = node._embedding._in_slot(slot)
+                version = node.embedding.in_slot(slot)
                 lied.append(version)
                 return encode_state({NAME: torch.zeros_like(one.basis.fixed_VD)}, version, 0)
 
-            node._embedding._offered = lying
+            node.embedding.offered = lying
 
-    one._look = looking
+    one.watch = looking
     one.run().check().check_finished()
     assert max(lied) > 2
 

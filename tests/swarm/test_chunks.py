@@ -91,6 +91,11 @@ def fetch(chunks, data, holders, *, pin="pin", timeout_s=30.0):
     return chunks.fetch(digest_of(data), len(data), lambda: holders, pin, timeout_s)
 
 
+def pins_of(store, data):
+    """The users that keep this chunk."""
+    return {pin for pin in store.pins if digest_of(data) in store.pinned(pin)}
+
+
 def in_virtual_time(main):
     """A test that is a coroutine with a network of its own; afterwards nothing may be left running or taken."""
 
@@ -101,10 +106,7 @@ def in_virtual_time(main):
             await asyncio.sleep(60)
             assert not net.tasks
             for chunks in net.peers.values():
-                assert not chunks._incoming
-                assert not chunks._windows
-                assert not chunks._wants
-                assert chunks._inbound.idle
+                assert chunks.idle
 
         run_virtual(whole())
 
@@ -142,7 +144,7 @@ async def test_what_is_here_already_is_pinned_without_asking(net):
     reader = net.peer("reader", data)
     assert await fetch(reader, data, [])
     reader.store.release("mine")
-    reader.store._budget_bytes = 0
+    reader.store.budget_bytes = 0
     reader.store.put(b"other", "other")
     assert digest_of(data) in reader.store
 
@@ -469,7 +471,7 @@ async def test_no_holder_is_ever_asked_for_more_than_its_window(net):
             open_wants.pop((message.digest, message.start), None)
         most, most_wants = (
             max(most, sum(open_wants.values())),
-            max(most_wants, len(net.peers["holder"]._wants)),
+            max(most_wants, len(net.peers["holder"].wants)),
         )
         return message, body
 
@@ -494,7 +496,7 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
     ]
     for _ in range(18):
         await asyncio.sleep(0.5)
-        assert sum(len(fetching.data) for fetching in reader._incoming.values()) <= INBOUND_BYTES
+        assert reader.fetching_bytes <= INBOUND_BYTES
     assert not any(await asyncio.gather(*tasks))
 
 
@@ -518,7 +520,7 @@ async def test_two_fetches_of_one_chunk_take_it_over_the_wire_once_even_when_bot
     assert all(await asyncio.gather(*twins))
     await asyncio.gather(*blockers)
     assert net.sent_bytes["holder"] == len(data)
-    assert reader.store._pins[digest_of(data)] == {"a", "b"}
+    assert pins_of(reader.store, data) == {"a", "b"}
 
 
 @in_virtual_time
@@ -532,7 +534,7 @@ async def test_a_cancelled_fetch_gives_everything_back_and_another_waiter_goes_o
     await asyncio.sleep(0.03)
     first.cancel()
     assert await second
-    assert reader.store._pins[digest_of(data)] == {"second"}
+    assert pins_of(reader.store, data) == {"second"}
 
 
 @in_virtual_time
@@ -544,14 +546,14 @@ async def test_wants_of_one_asker_are_bounded_and_so_are_askers(net):
     for _ in range(500):
         for stop in (PIECE_BYTES, PIECE_BYTES - 1):
             holder.receive("greedy", Want(digest_of(data), 0, stop), b"")
-    assert len(holder._wants["greedy"]) == 1, "the same again is no new want"
+    assert holder.wants["greedy"] == 1, "the same again is no new want"
     for number in range(1000):
         holder.receive("greedy", Want(digest_of(data), 0, PIECE_BYTES + 1 + number), b"")
-    assert len(holder._wants["greedy"]) == MAX_WANTS
+    assert holder.wants["greedy"] == MAX_WANTS
     assert holder.dropped["too many wants"] == 1001 - MAX_WANTS
     for number in range(1000):
         holder.receive(f"stranger{number}", Want(digest_of(data), 0, PIECE_BYTES), b"")
-    assert len(holder._wants) == MAX_ASKERS
+    assert len(holder.wants) == MAX_ASKERS
     assert len(net.tasks) == MAX_ASKERS
     await asyncio.sleep(400)
 
@@ -603,7 +605,7 @@ def test_nothing_is_left_of_pins_that_are_released():
     for number in range(100):
         store.release(number)
         store.release(number)
-    assert (store.size_bytes, store._chunks, store._pins, store._pinned_by) == (0, {}, {}, {})
+    assert (store.size_bytes, len(store), store.pinned_chunks, store.pins) == (0, 0, 0, ())
 
 
 def test_the_same_content_is_kept_once():

@@ -84,10 +84,10 @@ def test_the_number_of_partners_is_bounded_and_the_oldest_goes_first():
     answered(clock, "first", 1e6)
     for number in range(MAX_PARTNERS):
         answered(clock, f"peer {number}", 10.0)
-    assert len(clock._samples) == MAX_PARTNERS
-    assert "first" not in clock._samples
+    assert len(clock.partners) == MAX_PARTNERS
+    assert "first" not in clock.partners
     answered(clock, "peer 0", 10.0)
-    assert len(clock._samples) == MAX_PARTNERS
+    assert len(clock.partners) == MAX_PARTNERS
 
 
 def test_on_a_lossy_uneven_network_the_estimate_is_within_a_few_milliseconds():

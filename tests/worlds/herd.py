@@ -243,7 +243,7 @@ class Herd:
             if isinstance(result, Exception):
                 raise result
         for node in self.nodes.values():
-            assert not node.peer._tasks
+            assert not node.peer.tasks
 
 
 async def grown(herd, count):

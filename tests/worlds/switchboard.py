@@ -96,14 +96,13 @@ class Life(Spawner):
     @property
     def kept(self):
         """Everything that is kept for any call."""
-        calls, serving = self.calls, self.calls._serving
-        busy = 0 if calls._sending.idle else 1
+        calls, serving = self.calls, self.calls.serving
         return (
-            len(calls._asked),
-            len(serving._served),
-            serving._held_bytes,
+            calls.asking,
+            len(serving),
+            serving.held_bytes,
             self.store.size_bytes,
-            busy,
+            calls.sending,
         )
 
     def kill(self):

@@ -80,9 +80,7 @@ async def test_a_call_whose_answer_is_gone_fails_before_its_deadline(world):
     world.lose(Answer, times=10**6)
     asking = asyncio.create_task(caller.fails("server", timeout_s=1000.0))
     await asyncio.sleep(1.0)
-    server.calls._serving._end(
-        ("caller", caller.context.incarnation, 0)
-    )  # as at the end of its lease
+    server.calls.receive("caller", caller.context.incarnation, Heard(0))  # though it did not
     world.taps.clear()
     assert await asking == "deadline"
     assert now() < 1.0 + RESEND_S + 2 * RTT_S

@@ -39,7 +39,7 @@ class PeerWorld:
     """Peers on one network; they run until the test's end."""
 
     def __init__(self, stack):
-        self.network, self._stack = SimNetwork(1), stack
+        self.network, self.stack = SimNetwork(1), stack
         self.peers = []
 
     def record(self, number):
@@ -61,7 +61,7 @@ class PeerWorld:
         return peer
 
     async def begin(self, directory=None):
-        return await self._stack.enter_async_context(self.make(directory).running())
+        return await self.stack.enter_async_context(self.make(directory).running())
 
     async def members(self, count):
         """So many members of one view, with both kinds of streams open from its first round on."""
@@ -219,7 +219,7 @@ async def back_in_another_life(world, number):
         incarnation=77,
         record=lambda: record,
     )
-    await world._stack.enter_async_context(born.running())
+    await world.stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]
     await until(
@@ -380,8 +380,8 @@ async def test_when_its_block_ends_nothing_of_a_peer_goes_on(world):
     async with peer.running():
         peer.found()
         await asyncio.sleep(1)
-        assert len(peer._tasks) == 2, "it receives and ticks"
-    assert not peer._tasks
+        assert peer.tasks == 2, "it receives and ticks"
+    assert not peer.tasks
     assert peer.failure is None
 
 
@@ -391,7 +391,7 @@ async def test_what_the_block_raises_comes_out_and_its_tasks_end_too(world):
     with pytest.raises(KeyError, match="of the node"):
         async with peer.running():
             raise KeyError("of the node")
-    assert not peer._tasks
+    assert not peer.tasks
 
 
 @in_a_world
@@ -409,7 +409,7 @@ async def test_cancelling_the_block_is_no_failure_of_the_peer(world):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert peer.failure is None
-    assert not peer._tasks
+    assert not peer.tasks
 
 
 @in_a_world
@@ -427,7 +427,7 @@ async def test_a_bug_in_a_task_of_the_peer_ends_its_block_with_that_very_error(w
             await asyncio.sleep(1e6)
     assert now() < 4.0
     assert isinstance(peer.failure, ZeroDivisionError)
-    assert not peer._tasks
+    assert not peer.tasks
     assert not asyncio.current_task().cancelling(), (
         "the owner goes on as if it had never been cancelled"
     )

@@ -148,7 +148,7 @@ def test_the_same_for_longer_with_deaths_and_returns(kind, seed):
 async def test_over_two_hundred_rounds_nothing_grows(herd):
     herd.padding = 20_000
     for node in herd.nodes.values():
-        node.peer.context.store._budget_bytes = 0  # only what is pinned stays
+        node.peer.context.store.budget_bytes = 0  # only what is pinned stays
     herd.pace_s = 0.2
 
     def sizes():
@@ -158,11 +158,11 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
             for store in [node.peer.context.store]
             for size in (
                 store.size_bytes,
-                len(store._pins),
-                len(store._pinned_by),
-                len(node.peer._tasks),
+                store.pinned_chunks,
+                len(store.pins),
+                node.peer.tasks,
                 len(node.peer.rounds.machines),
-                len(node.peer.rounds._streams[STREAM].log),
+                len(node.peer.rounds.stream(STREAM).log),
                 len(node.peer.context.counters),
             )
         ]
@@ -183,7 +183,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
     assert set(late[5::7]) == {LOG_ROUNDS}
     await calm(herd, 0, 1, 2, 3)
     for node in herd.nodes.values():
-        pins = set(node.peer.context.store._pinned_by)
+        pins = set(node.peer.context.store.pins)
         assert pins <= {
             Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)
         } | {("snapshot", "state")}, (
@@ -202,7 +202,7 @@ async def test_nothing_stays_pinned_for_a_round_that_was_decided_before_it_was_a
     outcome = await node.peer.exchange(STREAM, behind + 1, payload)
     assert outcome.participants
     assert outcome.taken == (False,) * SHARDS
-    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.context.store.pins
 
 
 @in_virtual_time(3)
@@ -212,10 +212,10 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     number = node.applied + 5
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
-    assert work_pin(Key(STREAM, number)) in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) in node.peer.context.store.pins
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store.pins
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
     for other in (herd.nodes[0], herd.nodes[1]):
@@ -225,7 +225,7 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
             Forgotten(Key(STREAM, node.applied + 1), number, number + 9),
         )
     assert (await task).status == "lost"
-    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store.pins
 
 
 @in_virtual_time(4)
@@ -269,7 +269,7 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
         return None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
 
     for other in herd.nodes.values():
-        other.peer.context.store._budget_bytes = 0
+        other.peer.context.store.budget_bytes = 0
     herd.network.tap = starve
     before = node.applied
     await until(
@@ -466,7 +466,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
         return Reduction(herd.stream.reduce(number, shard, good).data if good else None, rejected)
 
     for node in herd.nodes.values():
-        state = node.peer.rounds._streams[STREAM]
+        state = node.peer.rounds.stream(STREAM)
         state.stream = dataclasses.replace(state.stream, reduce=picky)
     number = herd.nodes[0].applied + 1
     offers = [

@@ -47,7 +47,7 @@ def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
     async def main(made):
         await made.go_on(0, 3)
         node, name = made.nodes[2], name_of(0)
-        entry = node.rounds._streams[name].log[number := node.rounds.newest(name) - 1]
+        entry = node.rounds.stream(name).log[number := node.rounds.newest(name) - 1]
         here = {item.index for item in entry.close.items if item.digest in node.peer.context.store}
         assert here == fetched
         assert entry.complete
@@ -152,14 +152,14 @@ async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_neve
     await asyncio.sleep(2.0)
     stuck = left.applied + 1
     assert made.newest(0) >= stuck
-    assert left.rounds._streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
+    assert left.rounds.stream(name_of(0)).log[stuck].taken == (True,) * SHARDS
     for number in range(2):
         made.kill(number)
     made.network.tap = None
     await until(lambda: left.peer.context.counters["forsaken rounds"], 90.0, "that it gives up")
     assert left.applied == stuck - 1
     await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
-    assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
+    assert not left.rounds.names or stuck not in left.rounds.stream(name_of(0)).log
 
 
 @flock(0, 1, NOTHING, NOTHING)

@@ -71,9 +71,9 @@ class LedgerWorld:
 
     def give_up(self, trainer):
         ledger = self.trainers[trainer]
-        for place, entry in list(ledger._entries.items()):
-            if entry.phase == "sent" and self.random.random() < 0.2:
-                ledger.silent(place, entry.attempt)
+        for place, attempt in ledger.unanswered():
+            if self.random.random() < 0.2:
+                ledger.silent(place, attempt)
 
     def hear(self, trainer):
         """The trainer learns of closed rounds, in order, and that a server is gone only after all of its rounds."""
@@ -226,7 +226,7 @@ class LedgerWorld:
     def done(self):
         for ledger in self.trainers:
             ledger.finish()
-        return all(not ledger._entries for ledger in self.trainers)
+        return all(not len(ledger) for ledger in self.trainers)
 
 
 @pytest.mark.parametrize(

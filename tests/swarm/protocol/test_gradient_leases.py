@@ -118,7 +118,7 @@ def test_what_is_remembered_is_bounded(book, monkeypatch):
         put_aside(book, key)
         book.confirm(key, 1)
         book.close(number, [book.offer(number)[0]])
-    assert len(book._committed) == 3
+    assert book.remembered == 3
 
 
 def test_what_was_refused_is_never_merged_also_if_its_request_comes_once_more(book):

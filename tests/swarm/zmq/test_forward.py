@@ -289,7 +289,7 @@ def test_a_meter_remembers_a_bounded_number_of_senders():
     meter = Meter(1e9)
     for number in range(3 * forward.MAX_SENDERS):
         meter.take(str(number), 1, 0.0)
-    assert len(meter._senders) == forward.MAX_SENDERS
+    assert len(meter) == forward.MAX_SENDERS
 
 
 def test_addresses_round_trip_and_wrong_lengths_are_refused():
