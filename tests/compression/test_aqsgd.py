@@ -1,4 +1,5 @@
-"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted, both ends hold the same m or say so."""
+"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted,
+both ends hold the same m or say so."""
 
 import dataclasses
 import hashlib
@@ -91,7 +92,8 @@ def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_wha
 
 
 def test_the_error_is_that_of_the_difference_and_shrinks_as_the_model_comes_to_rest():
-    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its own first error."""
+    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its
+    own first error."""
     sender, receiver, ctx = end(), end(), context(7)
     x, errors = normal(0, 7), []
     for visit in range(8):
@@ -159,7 +161,7 @@ def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_a
         receiver.decode(written([SampleDelta(HELD, bytes(8), sender.tag(1), b"")]), context(1))
 
 
-def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_sends_a_value_whole():
+def test_a_carrier_reads_a_messages_parts_by_what_was_held_and_sends_a_value_whole():
     sender, ctx = end(), context(1)
     (first,) = end().parts(message_of(sender, normal(0, 1), ctx), ctx)
     value = end().value(first, None, ctx)
@@ -237,7 +239,8 @@ events = st.lists(
 @settings(max_examples=60)
 @given(events, st.integers(1, 7), st.integers(0, 2**31))
 def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, seed):
-    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one that was meant."""
+    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one
+    that was meant."""
     more = {"max_samples": room, "max_cache_bytes": 5 * 2 * EACH}
     sender, receiver, late = end(**more), end(**more), []
     for step, (event, samples) in enumerate(script):

@@ -1,5 +1,5 @@
-"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at each stage, and whoever dies,
-those who are left go on with the state that all had."""
+"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at
+each stage, and whoever dies, those who are left go on with the state that all had."""
 
 import asyncio
 import collections
@@ -23,7 +23,8 @@ MANY = 50
 
 
 def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
-    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    """One to run: so many steps, or as long as the test wants. Of the peers,
+    replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
@@ -132,8 +133,8 @@ def test_replicas_and_pipelines_train_one_model():
 
 
 def mixed_with_churn(seed, steps=8):
-    """Two servers of each of three stages, two trainers, two full replicas; all but the trainers die now and then, and one
-    replica and one server for certain."""
+    """Two servers of each of three stages, two trainers, two full replicas;
+    all but the trainers die now and then, and one replica and one server for certain."""
     one = audit(
         3, 2, 2, replicas=2, steps=steps, seed=seed, world={"churn_s": 5.0, "away_s": (3.0, 8.0)}
     )
@@ -149,7 +150,7 @@ def mixed_with_churn(seed, steps=8):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_with_deaths_of_replicas_and_servers_nothing_is_lost_or_doubled_and_the_stages_stay_in_step(
+def test_when_replicas_and_servers_die_nothing_is_lost_or_doubled_and_stages_stay_in_step(
     seed,
 ):
     one = mixed_with_churn(seed)
@@ -212,7 +213,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
     assert lost - named, "it never had anything that was lost with it"
 
 
-def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcomers_have_its_state():
+def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_state():
     one = audit(3, 1, 1, replicas=2)
     seen = {}
 

@@ -1,5 +1,6 @@
-"""Pipelines on the simulated network: whatever dies and whatever gets lost, each microbatch counts once at each stage, with the
-gradient that the unsplit model has for it; nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
+"""Pipelines on the simulated network: whatever dies and whatever gets lost,
+each microbatch counts once at each stage, with the gradient that the unsplit model has for it;
+nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
 
 import asyncio
 import collections
@@ -139,7 +140,7 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothi
     assert len(one.finished()) > 20
 
 
-def test_a_stage_that_dies_out_is_taken_up_again_by_who_comes_back():
+def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
     one = audit(stages=3, servers=2, steps=8, rate=0.3)
     one.begun_anew = True
 
@@ -240,7 +241,8 @@ def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
 
 
 def swarm_of_24(seed, steps):
-    """Five servers of each of four stages, and four trainers; servers die all the time, one line is bad."""
+    """Five servers of each of four stages, and four trainers; servers die all the time,
+    one line is bad."""
     world = {"churn_s": 4.0, "away_s": (3.0, 10.0)}
     one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world)
 
@@ -289,7 +291,8 @@ def pace(policy, measured_s, seed=0):
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer.source.lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
+            # As lucky as can be: each has its own line of servers, where the policy has lines.
+            node.trainer.source.lane = number
 
     async def main():
         sim = PipelineSimulation(

@@ -1,4 +1,5 @@
-"""Pipelines one of whose servers makes what nobody can read, for as long as it lives: the others go on without it."""
+"""Pipelines one of whose servers makes what nobody can read, for as long as it lives:
+the others go on without it."""
 
 from dataclasses import replace
 

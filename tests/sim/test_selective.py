@@ -1,8 +1,10 @@
-"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo), on the simulated network.
+"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo),
+on the simulated network.
 
-All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in
-effect; replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained
-weights as they were along its way, or the free ones of a replica.
+All share an average. Pipelines begin each round with its projection, around the frozen embedding of
+the version that is in effect; replicas begin with the average itself. Each gradient that counts is
+that of the model which its passes had: constrained weights as they were along its way,
+or the free ones of a replica.
 """
 
 import dataclasses
@@ -31,8 +33,8 @@ SGD = InnerConfig("sgd", 0.05, (0.9, 0.95), 0.0)
 
 
 class Selective(Audit):
-    """An audit of a mixed run. Members part between rounds, so every pass is held against the weights that it saw; and after
-    each round what a member holds is held against the average."""
+    """An audit of a mixed run. Members part between rounds, so every pass is held against the
+    weights that it saw; and after each round what a member holds is held against the average."""
 
     close: ClassVar = {"rtol": 1e-9, "atol": 1e-10}
     check_means = False  # rounds are differences of weights
@@ -60,8 +62,8 @@ class Selective(Audit):
         driver, audit = serving.loop.driver, self
         apply = driver.apply
 
-        def after(action, progress):
-            second_phase = apply(action, progress)
+        def after(action, *given):
+            second_phase = apply(action, *given)
             audit.after_round(
                 number, node, serving, driver, action.exchange.key.round, action.result
             )
@@ -187,7 +189,8 @@ def audit(
     method=DILOCO,
     **given,
 ):
-    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    """One to run: so many steps, or as long as the test wants. Of the peers,
+    replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     name, options = method
@@ -204,7 +207,7 @@ def audit(
     )
 
 
-def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_and_each_gradient_is_of_its_model():
+def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
     one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
@@ -286,7 +289,8 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
 
 
 def late_at(one, number, has_it):
-    """The server of this number gets no table of version 4 and later until `has_it`; returns what it refused meanwhile."""
+    """The server of this number gets no table of version 4 and later until `has_it`;
+    returns what it refused meanwhile."""
     look, seen = one.watch, []
 
     def looking(number_now, node):
@@ -318,7 +322,7 @@ async def go_on(one, sim):
     sim.end()
 
 
-def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
+def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     one = audit(servers=1, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: len(seen) >= 20)
 
@@ -331,7 +335,7 @@ def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_go
     assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
-def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
+def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: rounds_of(one) >= 12)
     served = []
@@ -350,7 +354,7 @@ def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
     assert one.sim.nodes[1].work["forward"] > late, "it is asked again once it has the version"
 
 
-def test_a_replica_is_not_asked_and_refuses_who_asks_it():
+def test_a_replica_is_not_asked_and_refuses_any_request():
     one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
     replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
     assert replica.role == "replica"
@@ -364,7 +368,7 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     assert "free" in answer.why
 
 
-def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
+def test_a_holder_that_serves_a_false_table_is_outvoted_by_its_makers():
     one = audit(servers=2, trainers=1, replicas=1, steps=14)
     look, lied = one.watch, []
 

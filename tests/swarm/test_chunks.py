@@ -1,4 +1,5 @@
-"""Chunks come whole and true from whoever holds them, whatever holders do, and take no more memory than was agreed."""
+"""Chunks come whole and true from whoever holds them, whatever holders do,
+and take no more memory than was agreed."""
 
 import asyncio
 import collections
@@ -28,7 +29,8 @@ def data_of(size, seed=0):
 
 
 class Net:
-    """The smallest network on which `Chunks` runs: latency, a rate for each sender's bulk, loss, and lives."""
+    """The smallest network on which `Chunks` runs: latency, a rate for each sender's bulk, loss,
+    and lives."""
 
     def __init__(self, *, latency_s=0.02, rate=12.5e6, loss=0.0, seed=1):
         self.latency_s, self.rate, self.loss = latency_s, rate, loss
@@ -97,7 +99,8 @@ def pins_of(store, data):
 
 
 def in_virtual_time(main):
-    """A test that is a coroutine with a network of its own; afterwards nothing may be left running or taken."""
+    """A test that is a coroutine with a network of its own; afterwards nothing may be left running
+    or taken."""
 
     def test():
         async def whole():
@@ -254,7 +257,7 @@ async def test_a_holder_that_dies_half_way_is_left_at_once_and_only_the_rest_is_
 
 
 @in_virtual_time
-async def test_without_any_holder_it_gives_up_in_time_and_who_comes_to_hold_it_meanwhile_is_used(
+async def test_a_fetch_without_holders_gives_up_in_time_and_uses_a_holder_that_appears(
     net,
 ):
     data, holders = data_of(100), []
@@ -335,7 +338,7 @@ async def test_a_liar_is_found_out_and_not_asked_again(net):
 
 
 @in_virtual_time
-async def test_a_liar_that_spoils_one_piece_and_leaves_the_rest_to_an_honest_one_does_not_stop_the_chunk(
+async def test_a_liar_that_spoils_one_piece_does_not_stop_the_chunk(
     net,
 ):
     """A mixed copy convicts nobody: from then on each copy comes from one holder alone."""
@@ -416,13 +419,15 @@ async def test_a_strangers_miss_does_not_turn_the_reader_from_its_holder(net):
 
 
 def contributions(count):
-    """Chunks as shards are: 262,144 values of four bytes and a length, so that two do not quite fit a window."""
+    """Chunks as shards are: 262,144 values of four bytes and a length, so that two do not quite fit
+    a window."""
     return [data_of(2**20 + 4, seed) for seed in range(count)]
 
 
 @in_virtual_time
 async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(net):
-    """What is begun ends first: else all would be whole at the end, and whoever computes with them would wait till then."""
+    """What is begun ends first: else all would be whole at the end, and whoever computes with them
+    would wait till then."""
     parts = contributions(8)
     net.peer("holder", *parts)
     reader = net.peer("reader")
@@ -440,8 +445,8 @@ async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(
 
 @in_virtual_time
 async def test_a_far_holder_is_never_idle_while_something_is_missing(net):
-    """Each piece that comes makes room for the next question: the line stays full although the window is four times what
-    is on its way."""
+    """Each piece that comes makes room for the next question: the line stays full although the
+    window is four times what is on its way."""
     parts = contributions(20)
     net.peer("holder", *parts)
     reader = net.peer("reader")
@@ -501,7 +506,7 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
 
 
 @in_virtual_time
-async def test_two_fetches_of_one_chunk_take_it_over_the_wire_once_even_when_both_had_to_wait_for_room(
+async def test_two_fetches_of_one_chunk_that_wait_for_room_transfer_it_once(
     net,
 ):
     data = data_of(MAX_CHUNK_BYTES)

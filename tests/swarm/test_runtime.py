@@ -10,7 +10,8 @@ from farflock.swarm.runtime import KEPT_SAMPLES, MAX_PARTNERS, RunClock
 
 
 def answered(clock, partner, offset_s, rtt_s=0.1, there=0.5, at_s=100.0):
-    """One ping at `at_s` to a partner whose run time is the local one plus `offset_s`; `there` is the way's share."""
+    """One ping at `at_s` to a partner whose run time is the local one plus `offset_s`;
+    `there` is the way's share."""
     clock.answered(partner, at_s, at_s + rtt_s, at_s + rtt_s * there + offset_s)
 
 

@@ -1,12 +1,13 @@
-"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model; tests load it by path.
+"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model.
 
-Every pass is recorded with the weights that it saw, and every payload with the pass that made it. So the gradient that a
-microbatch is to have at a stage is known, whatever path it took, how often it was asked for, who died meanwhile and how far
-apart the weights were along its way: that of the unsplit model whose stages have these weights, with activations as the
-forward passes made them and derivatives by the weights of the backward passes.
+Every pass is recorded with the weights that it saw, and every payload with the pass that made it.
+So the gradient that a microbatch is to have at a stage is known, whatever path it took,
+how often it was asked for, who died meanwhile and how far apart the weights were along its way:
+that of the unsplit model whose stages have these weights, with activations as the forward passes
+made them and derivatives by the weights of the backward passes.
 
-Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and the unsplit model's gradient
-is computed once more without any of the records.
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights,
+and the unsplit model's gradient is computed once more without any of the records.
 """
 
 import asyncio
@@ -77,8 +78,8 @@ def pipeline(stages=3, batch=8, codec="raw", **options):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that was computed: at which stage, after which round, by which weights, of which input, forward or with which
-    outside."""
+    """A pass that was computed: at which stage, after which round, by which weights,
+    of which input, forward or with which outside."""
 
     stage: int
     round: int
@@ -89,8 +90,8 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A pass there and back through all stages of a full replica, by these weights of the unsplit model; `stage` is of whose
-    gradient it is asked."""
+    """A pass there and back through all stages of a full replica, by these weights of the unsplit
+    model; `stage` is of whose gradient it is asked."""
 
     stage: int
     weights: dict[str, torch.Tensor]
@@ -128,8 +129,8 @@ def counted(noted):
 
 
 class Audit:
-    """One simulated run with an eye on every node; `check` after it ended. `on_event(what, number)` is called with what a
-    server of this peer number just does: tests kill it there."""
+    """One simulated run with an eye on every node; `check` after it ended. `on_event(what,
+    number)` is called with what a server of this peer number just does: tests kill it there."""
 
     close = CLOSE  # of sums of gradients
     lossy = False  # whether activations arrive as others than they were computed: `arrived`
@@ -140,7 +141,8 @@ class Audit:
         self.lives = []  # of servers
         self.mixed_versions = 0  # gradients whose microbatch met weights of different rounds
         self.taken = []  # (life, sums, keys) of every step
-        self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
+        # by stage, round and peer, the backward passes of each key of its contribution
+        self.brought = {}
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
         self.ages = collections.defaultdict(
             dict
@@ -155,7 +157,9 @@ class Audit:
         self.sim = None
         self.reference = Stage(build(plan.model, plan.run_seed).double())
         self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
-        self.versions = {}  # by stage and round, what all servers of the stage have then: one version, unless begun anew
+        # by stage and round, the weights that all servers of the stage have then:
+        # one version, unless the stage was begun again
+        self.versions = {}
         self.made_by = {}  # by payload, the pass that made it
         self._gradients, self._expected, self._policies = {}, {}, {}
 
@@ -304,7 +308,8 @@ class Audit:
         )
 
     def weights_of(self, life):
-        """Of this server now: the same as every server's of the stage that has applied as many rounds."""
+        """Of this server now: the same as every server's of the stage that has applied as many
+        rounds."""
         key = life.stage, life.serving.state_sync.applied_round
         if key[1] not in life.weights:
             life.weights[key[1]] = self._seen_weights(
@@ -406,8 +411,8 @@ class Audit:
     # what must hold
 
     def gradient(self, key):
-        """Of one microbatch's summed loss, by the unsplit model with its initial weights, or by one that is made of the stages
-        that it visits, in that order."""
+        """Of one microbatch's summed loss, by the unsplit model with its initial weights,
+        or by one that is made of the stages that it visits, in that order."""
         if key not in self._gradients:
             whole = self.order(key) == tuple(range(len(self._stages)))
             found = (
@@ -449,8 +454,9 @@ class Audit:
         return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
-        """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
-        forward passes and whose derivatives those of the backward passes."""
+        """What the backward pass `back` is to give, by name: one graph through all stages,
+        whose activations are those of the forward passes and whose derivatives those of the
+        backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
             return self.gradient(key)
         if isinstance(back, Whole):
@@ -554,7 +560,8 @@ class Audit:
         return self
 
     def _check_round(self, stage, number, results):
-        """The keys of a round are those of its contributions, each of one of them; its mean is theirs."""
+        """The keys of a round are those of its contributions, each of one of them;
+        its mean is theirs."""
         passes, keys = {}, sorted(self.ages[stage][number])
         for peer in results[0].participants:
             mine = self.brought[stage, number, peer]
@@ -586,7 +593,8 @@ class Audit:
         return done
 
     def check_finished(self, patience_s=60.0):
-        """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
+        """What a trainer believes to count does count, at each stage; nothing is in doubt,
+        and nothing waits for ever."""
         assert not sum(
             node.trainer.commits.lost
             for node in self.sim.nodes.values()

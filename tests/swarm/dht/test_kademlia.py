@@ -92,7 +92,8 @@ async def swarm(stack, folder, count):
 
 
 def in_loop(test):
-    """Run a test's coroutine with an exit stack that closes whatever it opened, and look for what is left behind."""
+    """Run a test's coroutine with an exit stack that closes whatever it opened,
+    and look for what is left behind."""
 
     def run(tmp_path):
         async def main():
@@ -109,7 +110,8 @@ def in_loop(test):
 
 
 def daemons():
-    """My living children, but for what is kept once a test has used a pool of processes or a nursery."""
+    """My living children, but for what is kept once a test has used a pool of processes or a
+    nursery."""
     living = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ]
@@ -195,7 +197,7 @@ async def test_peers_find_each_others_records_and_heads(stack, folder):
 
 
 @in_loop
-async def test_what_a_lone_founder_announced_is_found_by_who_comes_later(stack, folder):
+async def test_what_a_lone_founder_announced_is_found_by_later_peers(stack, folder):
     founder = await opened(stack, folder, 1)
     assert not await founder.confirm_visible()
     assert not await founder.announce(RUN, record(1))
@@ -674,7 +676,10 @@ def test_only_the_directory_itself_imports_hivemind():
         {path.stem for path in Path(dht.__file__).parent.glob("*.py")}
         - {"__init__", "kademlia", "daemon"}
     )
-    script = f"import sys, importlib; [importlib.import_module('farflock.swarm.dht.' + m) for m in {modules}];"
+    script = (
+        "import sys, importlib; "
+        f"[importlib.import_module('farflock.swarm.dht.' + m) for m in {modules}];"
+    )
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"
     assert len(modules) >= 5
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -1,4 +1,5 @@
-"""What rounds were about is kept long after their content: who only looks on misses none, however far behind it is."""
+"""What rounds were about is kept long after their content: who only looks on misses none,
+however far behind it is."""
 
 import asyncio
 import json
@@ -15,7 +16,8 @@ from farflock.swarm.roles import NOTHING
 
 
 class Ears:
-    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order, as soon as it is there."""
+    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order,
+    as soon as it is there."""
 
     def __init__(self, looker):
         self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0
@@ -46,7 +48,7 @@ async def away(made, looker, rounds):
 
 
 @flock(0, 0, 1, NOTHING, witnessed=True)
-async def test_who_looks_on_and_was_away_for_longer_than_the_log_hears_of_every_round(made):
+async def test_an_onlooker_away_for_longer_than_the_log_hears_of_every_round(made):
     ears = Ears(made.nodes[3])
     await away(made, made.nodes[3], 3 * LOG_ROUNDS)
     await ears.all_of(made, made.newest(0))
@@ -89,7 +91,7 @@ async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
 
 
 @flock(0, 0, 0, 1, witnessed=True)
-async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_round_which_it_has_lost(
+async def test_a_server_that_contributes_nothing_and_fell_behind_hears_that_its_round_is_lost(
     made,
 ):
     idle, name = made.nodes[2], name_of(0)
@@ -144,7 +146,7 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(
+async def test_a_new_onlooker_goes_on_with_the_newest_round_that_most_know(
     made,
 ):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
@@ -161,8 +163,9 @@ async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_wh
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made):
-    """They cannot say that a round is gone of which they never heard: the few who can are enough."""
+async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
+    """They cannot say that a round is gone of which they never heard: the few who can are
+    enough."""
     lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     made.network.kill(made.nodes[1].id)
@@ -188,7 +191,7 @@ async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made)
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_away(made):
+async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to_say(made):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[0]
     await made.go_on(0, 3)
     for node in made.nodes.values():
@@ -208,7 +211,8 @@ async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_a
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
     witnessed, number, beyond
 ):
-    """Whoever knows decisions and has not their content may have to give up all rounds of its log, and noted ones."""
+    """Whoever knows decisions and has not their content may have to give up all rounds of its log,
+    and noted ones."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
     async def main(made):
@@ -234,7 +238,8 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
-    """As who takes a stage up anew does, once it has looked on for long enough to know where the stage is."""
+    """As who takes a stage up anew does, once it has looked on for long enough to know where the
+    stage is."""
 
     @flock(0, 0, 1, NOTHING, witnessed=True)
     async def main(made):

@@ -1,4 +1,5 @@
-"""Whoever lies about calls ends none of others, and whoever asks for too much waits, so that what is kept stays bounded."""
+"""Whoever lies about calls ends none of others, and whoever asks for too much waits,
+so that what is kept stays bounded."""
 
 import asyncio
 
@@ -23,7 +24,7 @@ from farflock.swarm.peer.calls import RESEND_S, CallFailed
 
 
 @in_a_world
-async def test_an_answer_counts_only_from_who_was_asked_and_for_the_call_and_the_life_that_asked(
+async def test_an_answer_counts_only_from_the_peer_asked_and_for_the_call_and_life_that_asked(
     world,
 ):
     caller, server = world.pair(Echo(slow_s=2.0))
@@ -79,7 +80,8 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
 
 @in_a_world
 async def test_payloads_that_never_come_are_waited_for_only_so_long(world):
-    """The caller holds the chunk, but says that it is larger: its pieces fit no buffer of that size."""
+    """The caller holds the chunk, but says that it is larger: its pieces fit no buffer of that
+    size."""
     liar, server = world.pair()
     digest = liar.store.put(b"held", "mine")
     world.say(liar, server, Call(0, b"do", (((digest, MAX_CHUNK_BYTES),),)))
@@ -119,7 +121,7 @@ def test_an_answer_whose_payloads_are_not_what_it_says_fails_the_call(payloads, 
 
 
 @in_a_world
-async def test_who_asks_too_much_at_once_is_served_when_there_is_room(world):
+async def test_a_caller_that_asks_too_much_at_once_is_served_when_there_is_room(world):
     caller, server = world.pair(Echo(slow_s=3.0))
     requests = [b"%d" % number for number in range(MAX_CALLS_EACH + 10)]
     replies = asyncio.gather(*(caller.ask("server", request) for request in requests))

@@ -1,4 +1,5 @@
-"""Pairs over the simulated network: who meets whom, what each side gets, and how strayed partners meet again."""
+"""Pairs over the simulated network: who meets whom, what each side gets,
+and how strayed partners meet again."""
 
 import asyncio
 
@@ -229,7 +230,7 @@ async def test_a_partner_that_dies_in_the_middle_ends_the_wait_when_it_is_suspec
 
 
 @in_a_world()
-async def test_who_is_no_member_is_alone(world):
+async def test_a_peer_that_is_not_a_member_is_alone(world):
     a, _ = world.peers.values()
     a.context.incarnation = 2  # a life that the view does not know
     assert (await a.swap(0)).status == "alone"

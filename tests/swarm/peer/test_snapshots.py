@@ -1,4 +1,5 @@
-"""A joiner gets the state that most members announce, whole, from all who hold it, or learns that it cannot."""
+"""A joiner gets the state that most members announce, whole, from all who hold it,
+or learns that it cannot."""
 
 import asyncio
 
@@ -195,7 +196,8 @@ async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
 
 @in_a_world
 async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
-    """It would bring one line's state into another, and all that the other one had done would be lost."""
+    """It would bring one line's state into another, and all that the other one had done would be
+    lost."""
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":
@@ -224,7 +226,7 @@ async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_man
 
 
 @in_a_world
-async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
+async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(world):
     host = world.peer("a").serve(snapshot(9, b"old"))
 
     async def change():
@@ -348,7 +350,7 @@ async def test_progress_counts_up_to_all_chunks(world):
 
 
 @in_a_world
-async def test_what_is_built_for_many_who_ask_meanwhile_is_built_once_and_answers_all_of_them(
+async def test_a_snapshot_is_built_once_for_all_that_ask_meanwhile(
     world,
 ):
     host = world.peer("a").serve(snapshot(), build_s=3.0)
@@ -369,7 +371,7 @@ async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
 
 
 @in_a_world
-async def test_who_withdraws_serves_nobody_any_more_until_it_serves_again(world):
+async def test_a_peer_that_withdraws_serves_no_peer_until_it_serves_again(world):
     host = world.peer("a").serve(snapshot())
     host.snapshots.withdraw()
     with pytest.raises(SnapshotUnavailable):
@@ -407,7 +409,7 @@ async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
 
 
 @in_a_world
-async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(
+async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_old(
     world,
 ):
     host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
@@ -461,7 +463,7 @@ async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
 
 
 @in_a_world
-async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
+async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(world):
     host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
     while not world.joiner.context.chunks.fetching_bytes:  # noqa: ASYNC110 - until it has begun

@@ -1,4 +1,5 @@
-"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter; the window."""
+"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter;
+the window."""
 
 import contextlib
 import random

@@ -33,7 +33,7 @@ def test_frames_of_all_sizes_arrive_whole_with_their_sender():
     run(main)
 
 
-def test_nobody_is_reached_who_is_unknown_and_no_frame_is_too_long():
+def test_an_unknown_peer_is_not_reached_and_no_frame_is_too_long():
     async def main(fleet):
         a, b = await fleet.pair()
         assert not a.send(identity(5).peer, b"x")

@@ -1,4 +1,5 @@
-"""Real sockets on loopback: two peers that cannot dial each other, and a third that forwards for them."""
+"""Real sockets on loopback: two peers that cannot dial each other, and a third that forwards for
+them."""
 
 import asyncio
 import time

@@ -17,7 +17,7 @@ from farflock.swarm.zmq import upkeep as zmq_upkeep
 # Strangers.
 
 
-def test_who_brings_its_own_record_is_let_in_and_may_send():
+def test_a_stranger_that_brings_its_own_record_is_let_in_and_may_send():
     async def main(fleet):
         a = await fleet.peer(1)
         guest = fleet.stranger(a)
@@ -251,7 +251,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
     run(main)
 
 
-def test_who_is_connected_and_says_nothing_for_long_is_cut_off(monkeypatch):
+def test_a_stranger_that_says_nothing_for_long_is_cut_off(monkeypatch):
     monkeypatch.setattr(zmq_port, "SILENT_S", 0.5)
     monkeypatch.setattr(zmq_upkeep, "PING_EVERY_S", 0.1)
 
