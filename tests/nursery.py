@@ -154,7 +154,7 @@ class Nursed(subprocess.Popen):
 
 def serve(path):
     """Fork a keeper for each connection; return only in the children, with their request."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".partial")
         server.listen()
@@ -228,5 +228,5 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # who ends need not look through all of it
+    gc.freeze()  # a fork that ends need not look through all of it
     become(serve(sys.argv[1]))

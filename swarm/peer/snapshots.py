@@ -126,6 +126,11 @@ class Snapshots:
         self._distrusted.append(self._taken.pop(name))
 
     @property
+    def served(self) -> tuple[str, ...]:
+        """The names of the snapshots that this peer serves."""
+        return tuple(self._providers)
+
+    @property
     def distrusted(self) -> int:
         """The number of snapshots that are never accepted again."""
         return len(self._distrusted)

@@ -219,7 +219,7 @@ def test_a_taken_port_is_named_with_its_remedy(outcome, manifest, tmp_path, opti
 
 @pytest.fixture
 def disk(tmp_path):
-    """A function that mounts a disk of so many kilobytes, or a read-only one of none."""
+    """A function that mounts a disk of this many kilobytes, or a read-only one for 0."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("only root can mount a small disk")
     place = tmp_path / "disk"

@@ -1,4 +1,4 @@
-"""The directory between real processes: strangers that read it, and ends that nobody planned."""
+"""The directory between real processes: strangers that read it, and unplanned ends."""
 
 import asyncio
 import contextlib

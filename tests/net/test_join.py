@@ -47,7 +47,9 @@ def on_a_terminal(popen, command, out):
     shown = b""
     ends_s = time.monotonic() + 100
     try:
-        with contextlib.suppress(OSError):  # a terminal that nobody holds any more cannot be read
+        with contextlib.suppress(
+            OSError
+        ):  # a terminal that no process holds any more cannot be read
             while time.monotonic() < ends_s:
                 if select.select([ours], [], [], 0.1)[0]:
                     shown += os.read(ours, 65536)
@@ -89,7 +91,7 @@ def invite_of(process, folder):
 
 
 def from_outside(run, invite, folder):
-    """A run looked at by its invite: who is in it and answers; nothing is joined or left behind."""
+    """A run looked at by its invite: its members and their answers; it is not joined."""
     looked = run(
         [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"],
         cwd=ROOT,

@@ -89,7 +89,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     assert abs(whole - best) < 0.05 * (untrained - best)
 
 
-def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
+def test_where_servers_have_hardly_any_room_no_node_waits_for_ever(run):
     """E11: servers that hold some of their room while they wait for others' stop each other."""
     manifest = described(4, 15, stages=2, places=1, queue=1, window=24)
     founder = run.found(manifest)
@@ -107,7 +107,7 @@ def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
 def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_stage_up(run):
     """The run has no end of its own: on a busy machine it could come before the newcomer."""
     founder = run.found(described(6, FOREVER))
-    run.servers(3)  # not of the first stage: nobody could leave another stage for the lost one
+    run.servers(3)  # not of the first stage: no server could leave another stage for the lost one
     trainer = run.join("trainer", "--role", "trainer")
     founder.reaches(lambda status: status["tokens"] >= 10 * STEP)
     run.serving(2)[-1].kill()

@@ -32,7 +32,7 @@ PATHS = plan_of_texts(
     [["0:0 1:1 2:0 3:0", "0:0 2:1 1:0 3:0", "0:0 1:0 2:1 3:0", "0:0 2:0 1:1 3:0"]]
 )
 NAMES = ("fixed", "noloco", "planned")
-PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
+SUSPECT_AFTER_S = 20.0  # a machine under load is slow to answer, and a suspect is not asked
 
 
 class Traced(PipelineSimulation):
@@ -47,7 +47,7 @@ class Traced(PipelineSimulation):
         self.world = PipelineWorld(parts, FOREVER, view_s=0.1)
         super().__init__(plan(total=FOREVER), cut, self.world, TEXT, self._look)
         self.trace = collections.defaultdict(set)
-        self.seen = set()  # member lists that the trainer went by, with who was there
+        self.seen = set()  # the member lists that the trainer used, with the peers that were there
 
     async def walk(self):
         """Until enough microbatches count; ends all nodes."""
@@ -139,7 +139,9 @@ class OverSockets(Traced):
         links = ZmqLinks(
             identity,
             run,
-            LinkOptions(incarnation=incarnation, sequence=incarnation, suspect_after_s=PATIENT_S),
+            LinkOptions(
+                incarnation=incarnation, sequence=incarnation, suspect_after_s=SUSPECT_AFTER_S
+            ),
         )
         self.sockets.append(links)
         return Peer(

@@ -1,4 +1,4 @@
-"""A trainer some of whose servers make what nobody can read, or say so of others."""
+"""A trainer with servers that write unreadable messages, or that say so of others."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def peers_of(entries):
 
 
 @trained()
-async def test_an_input_that_two_servers_cannot_read_is_made_anew_by_somebody_else(world):
+async def test_an_input_that_two_servers_cannot_read_is_made_again_by_another_server(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
     await world.merged()
@@ -44,7 +44,7 @@ async def test_of_the_last_stage_too_whose_only_pass_is_backward(world):
 
 
 @trained()
-async def test_one_server_s_word_costs_an_attempt_and_blames_nobody(world):
+async def test_one_server_s_word_costs_an_attempt_and_blames_no_server(world):
     world.script("1a", Forward, INPUT)
     await world.merged()
     assert peers_of(world.asked(Forward)) == ["0a", "1a", "1b"]
@@ -52,7 +52,7 @@ async def test_one_server_s_word_costs_an_attempt_and_blames_nobody(world):
 
 
 @trained()
-async def test_where_one_serves_alone_its_word_has_it_made_anew_and_nobody_is_passed_by(world):
+async def test_the_word_of_a_lone_server_has_a_message_made_again_and_no_server_is_skipped(world):
     world.order[1] = ["1a"]
     world.script("1a", Forward, INPUT)
     await world.merged()

@@ -1,4 +1,4 @@
-"""What a machine can hold of the language of docstrings: how they begin, and who is a person."""
+"""The rules of docstrings that a test can hold: how they begin, and that no peer is a person."""
 
 import ast
 import re

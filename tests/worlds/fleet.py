@@ -1,4 +1,4 @@
-"""Peers, hostile clients and processes for the tests of real links; they load it by path."""
+"""Peers, hostile clients and processes for the tests of real links."""
 
 import asyncio
 import contextlib
@@ -209,7 +209,7 @@ async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     assert b.send(a.me, b"met")
     assert await got(a) == (b.me, b"met")
     await until(
-        lambda: len(b._table.partners[a.me].routes[1]) and len(a._table.partners[b.me].routes[1])
+        lambda: len(b.table.partners[a.me].routes[1]) and len(a.table.partners[b.me].routes[1])
     )
 
 

@@ -15,7 +15,7 @@ from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240.0  # for whatever comes; a few seconds on an idle machine
+TIMEOUT_S = 240.0  # for any change of state; it takes a few seconds on an idle machine
 COMMAND = (sys.executable, "-m", "farflock.node.cli")
 BATCH, SEQUENCES, SEQ = 8, 2, 32  # microbatches of a step; of one, its sequences and their tokens
 STEP = BATCH * SEQUENCES * SEQ  # tokens
@@ -162,7 +162,7 @@ class Run:
         return self.start(name, "join", self.invite, *words)
 
     def servers(self, stages, first=1):
-        """Two servers of each stage; of the first one, the founder and so many more."""
+        """Two servers of each stage; of the first one, `first` with the founder."""
         for stage in range(stages):
             for place in range(2 if stage else first - 1):
                 self.join(f"server-{stage}-{place}", "--role", f"stage:{stage}")
@@ -171,7 +171,7 @@ class Run:
         return [node for node in self.nodes if node.process.poll() is None]
 
     def serving(self, stage):
-        """Who serves it now."""
+        """The living nodes that serve the stage."""
         return [node for node in self.alive() if node.status()["role"] == f"stage:{stage}"]
 
     def end(self):

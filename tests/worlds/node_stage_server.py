@@ -168,7 +168,7 @@ def changed(request, changes):
 
 
 def served(index=1, **options):
-    """Run a test `main(bench)` beside a running server in virtual time."""
+    """Run a test `main(bench)` next to a running server in virtual time."""
 
     def decorate(main):
         def test():

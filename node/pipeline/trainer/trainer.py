@@ -82,6 +82,11 @@ class Trainer:
         return len(self._flights)
 
     @property
+    def walking(self) -> int:
+        """Microbatches on their way through the stages."""
+        return len(self._walking)
+
+    @property
     def tasks(self) -> int:
         """Walks, passes and confirmations in progress."""
         return len(self._tasks)

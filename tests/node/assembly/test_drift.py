@@ -33,7 +33,7 @@ def damage(node, scale):
 
 
 async def train(bench, victim, scale):
-    """Three nodes to the end, one of them damaged on its way; who adopted, and the nodes."""
+    """Three nodes to the end, one of them damaged on its way: each adoption, and the nodes."""
     adopted, nodes = [], {}
 
     async def live(number):

@@ -74,7 +74,7 @@ def killed(demo):
 
 
 @pytest.mark.parametrize("steps", [20, 390])
-def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from_its_neighbours(
+def test_it_trains_on_n_batches_and_its_middle_stage_can_be_made_from_its_neighbours(
     steps,
 ):
     manifest = pipeline_manifest(steps)
@@ -91,7 +91,7 @@ def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from
     assert parse(manifest.canonical()) == manifest
 
 
-# who is there, and who dies
+# the processes, and those that are killed
 
 
 def test_each_stage_has_as_many_servers_and_the_founder_is_one_of_the_first(demo):
@@ -133,7 +133,7 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
     assert len(demo.news) == 5
 
 
-def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
+def test_in_a_run_that_is_looked_at_late_all_events_happen_one_by_one(demo):
     for _ in range(4):
         demo.let_happen(1.0, "invite")
     assert (demo.killed, len(demo.newcomers())) == (3, 2)
@@ -186,7 +186,7 @@ def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that
         left("d", 1, tokens=99, filled=4.0, killed=True),
         left("e", 2, tokens=80, filled=5.0),
         left("f"),  # a trainer
-        left("e", 1, tokens=60, filled=6.0),  # who served another stage before
+        left("e", 1, tokens=60, filled=6.0),  # it served another stage before
     ]
     model = dict(assembled(plan, len(pipeline.stages), children).named_parameters())
     for span, value in zip(pipeline.stages, (2.0, 3.0, 5.0), strict=True):

@@ -377,7 +377,7 @@ def test_the_simulator_counts_its_own_peers(farflock_command):
     assert farflock_command("sim", "--peers", 3, "--dry-run", *words)[0] == 0
 
 
-# somebody's own model
+# a user's own model
 
 
 def stack(layers):

@@ -72,7 +72,7 @@ class Sharded(law.Subject):
         return act, float(value) / parts
 
 
-# cases that only a sharded replica has, beside the law
+# cases that only a sharded replica has, in addition to the law
 
 
 def shards_are_really_apart(world):

@@ -79,7 +79,7 @@ class Accounts(Audit):
         super().__init__(*world)
         self.begun_anew = True  # the servers of a stage have weights of their own between rounds
         self.agreed = collections.defaultdict(set)  # by stage, stream and round
-        self.noted = collections.Counter()  # by stage and round, who had that state
+        self.noted = collections.Counter()  # by stage and round, the peers with that state
 
     def weights_of(self, life):
         life.weights.clear()  # they change between two rounds as well
@@ -195,14 +195,14 @@ def test_a_server_that_fails_ends_its_nodes_run():
         look(number, node)
         if number == 1:
             server = node.serving.server
-            back = server.passes._backward_one
+            read = server.passes.read
 
-            def fails_in_time(job):
+            def fails_in_time(asked):
                 if server.served["backward"] > 5:
                     raise ZeroDivisionError("a bug")
-                return back(job)
+                return read(asked)
 
-            server.passes._backward_one = fails_in_time
+            server.passes.read = fails_in_time
 
     look, one.watch = one.watch, with_a_bug
     with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -292,7 +292,7 @@ def driver_of(node, stage):
 
 
 @pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "streaming"))
-def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
+def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
     made = plan(
         20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
@@ -343,7 +343,7 @@ def parameters(node):
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
     still = plan(
         rate=pipeline_audit.STILL
-    )  # who adopts a state has fp32 weights, which steps would move apart from doubles
+    )  # an adopted state has fp32 weights, which steps would move apart from doubles
     one = audit(parts(2, 3, 1), still, 2)
 
     async def cut_off(sim):
@@ -432,7 +432,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     begun = {}
 
     def load_state(number, node):
-        node._saved = {number: saved[number]}
+        node.saved = {number: saved[number]}
         look(number, node)
 
     async def watch(sim):
@@ -480,7 +480,7 @@ def test_a_full_replica_resumes_from_checkpoints_of_its_stages_made_at_different
     again = audit((PeerRole(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
 
     def load_state(number, node):
-        node._saved = saved
+        node.saved = saved
         look(number, node)
 
     look, again.watch = again.watch, load_state
@@ -625,10 +625,8 @@ def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(be
     """The whole model's size is what no node has room for."""
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
     node = node_of(bench, plan(method=name, options=options), pipeline_audit.pipeline(3, BATCH), 1)
-    assert set(node._exchanges._specimens) == {0, 1, 2}, (
-        "its own ones too are asked for shapes alone"
-    )
-    for templates in node._exchanges._specimens.values():
+    assert set(node.exchanges.specimens) == {0, 1, 2}, "its own ones too are asked for shapes alone"
+    for templates in node.exchanges.specimens.values():
         tensors = [x for template in templates for x in template.tensors.values()]
         assert tensors
         assert all(x.device.type == "meta" for x in tensors)

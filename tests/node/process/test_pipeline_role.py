@@ -140,7 +140,7 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     [
         ((0, 0, 1, 2, 2), (), 1),
         ((0, 0, 1, 1, 2), (), 2),
-        ((0, 1, 1, 2, 2, NOTHING, NOTHING), (), 0),  # who only trains serves nothing
+        ((0, 1, 1, 2, 2, NOTHING, NOTHING), (), 0),  # a peer that only trains serves nothing
         ((0, 1, 1, 1, 2, 2), ("m1", "m2", "m3"), 1),  # still listed
         ((1, 2, EVERY), (), 0),  # a whole replica has a part in each
     ],
@@ -272,7 +272,7 @@ def test_all_that_touches_weights_has_one_thread(bench, text, tmp_path):
     async def names(node, keeper):
         import threading
 
-        means = node._means
+        means = node.means
         ways = [means.compute, means.train, lambda work: means.run_pass(work, 3.0)]
         return {await way(lambda: threading.current_thread().name) for way in ways}
 

@@ -82,7 +82,7 @@ def test_what_fails_after_the_signal_is_its_doing():
     assert ending.asked == signal.SIGINT
 
 
-def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
+def test_an_error_before_the_end_is_asked_for_or_during_the_save_is_raised():
     async def fails():
         raise OSError("no disk")
 

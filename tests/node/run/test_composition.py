@@ -145,7 +145,7 @@ FREE = {
 @pytest.mark.parametrize(
     "given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}]
 )
-def test_free_replicas_beside_constrained_pipelines_are_not_refused(given):
+def test_free_replicas_next_to_constrained_pipelines_are_not_refused(given):
     require_composable(parts(**(FREE | given)))
 
 
@@ -406,7 +406,7 @@ def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batc
 
 
 def of_microbatches(sequences):
-    """Parts whose microbatches have so many sequences of 64 tokens."""
+    """Parts whose microbatches have this many sequences of 64 tokens."""
     made = parts(seq=64, codec="raw")
     plan = dataclasses.replace(made.plan, batch=sequences)
     pipeline = dataclasses.replace(made.pipeline, batch_tokens=16 * sequences * plan.seq)

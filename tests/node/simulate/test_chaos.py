@@ -77,9 +77,7 @@ def test_each_kind_of_fault_hits_something(seed):
 
 
 @pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
-def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(
-    seed, peers, may_die
-):
+def test_a_majority_always_lives_and_a_fault_that_hits_no_peer_is_not_counted(seed, peers, may_die):
     async def main(disaster):
         assert len(disaster.population.lives) == peers
         await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
@@ -98,7 +96,7 @@ def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_i
 
 
 @pytest.mark.parametrize("seed", [EXACT, PAIRS])
-def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, seed):
+def test_no_peer_is_killed_that_a_view_needs_for_its_quorum(monkeypatch, seed):
     monkeypatch.setattr(
         chaos, "is_quorum", lambda members, size: 0 in members
     )  # so the view's first member decides all

@@ -353,7 +353,7 @@ def test_a_container_that_has_grown_is_a_violation(monkeypatch, count, found):
 
 
 def a_loop(age_s, done=False):
-    """One exchange that is open since so many seconds before 100."""
+    """One exchange that was opened this many seconds before 100."""
     key = ExchangeKey("delta", 4)
     exchange = SimpleNamespace(key=key, deadline_s=DEADLINE_S)
     table = (SimpleNamespace(exchange=exchange, since_s=100.0 - age_s),)

@@ -131,7 +131,7 @@ def test_the_database_is_in_the_mode_that_readers_and_crashes_do_not_harm(tmp_pa
         run.flush()
         database = sqlite3.connect(tmp_path / "run.db")
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        database.execute("BEGIN")  # a reader in the middle of its reading holds nobody up
+        database.execute("BEGIN")  # a reader in the middle of its reading does not block the writer
         assert database.execute("SELECT COUNT(*) FROM metrics").fetchone() == (1,)
         run.metrics(2, loss=1.0)
         run.flush()

@@ -199,7 +199,7 @@ def test_forgetting_drops_everything_that_is_pending(driver, notes):
 
 
 def offered(driver, notes, exchange, tokens=64):
-    """The driver after a step of so many tokens and the claim of an exchange."""
+    """The driver after a step of this many tokens, and the claim of an exchange."""
     driver.trained(tokens, 2)
     notes.stepped(driver, exchange)
     return driver.claim(exchange)

@@ -1,4 +1,4 @@
-"""When a run of an exact method is over to a node, and for whom it waits then."""
+"""When a run of an exact method is over for a node, and the peers that it then waits for."""
 
 import asyncio
 import collections
@@ -46,7 +46,7 @@ class Here:
         return {
             "me": TallyReport(True, self.ended[name]),
             **self.said[name],
-        }  # who has told nothing has no book
+        }  # a peer that has told nothing has no book
 
     def called(self, name):
         return name in self.open_rounds

@@ -231,7 +231,7 @@ def test_a_member_without_a_contribution_hears_what_the_round_was_made_of(bench,
 
 @pytest.mark.parametrize("kind", ["mean", "gather"])
 def test_a_contribution_whose_notes_cannot_be_read_is_left_out_as_a_whole(bench, text, kind):
-    """Else its gradient would count and nobody would know."""
+    """Otherwise its gradient would count and no peer would know."""
     one, other = noted(
         bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind
     )
@@ -252,7 +252,7 @@ def test_a_member_that_watches_another_stage_wants_its_notes_alone(bench, text, 
     async def work(clients, first):
         client = ExchangeClient(clients[0].peer, 3, 5)
         name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, client.peer.rounds._streams[name].stream
+        return name, client.peer.rounds.stream(name).stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

@@ -66,7 +66,7 @@ def test_too_few_peers_are_refused(farflock, manifest):
     assert "leaves a stage without a server" in said
 
 
-def test_full_replicas_train_beside_the_others_or_alone(farflock, manifest):
+def test_full_replicas_train_next_to_the_others_or_alone(farflock, manifest):
     path = manifest(1280)
     mixed = facts(farflock, path, "--peers", "5", "--replicas", "2", "--step", "0.1")
     assert mixed["rounds"] >= 10

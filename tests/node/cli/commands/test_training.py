@@ -1,4 +1,4 @@
-"""How `run` and `join` end: the exit code says who asked for it, the last line what is left."""
+"""How `run` and `join` end: the exit code says what ended them, the last line what is left."""
 
 import json
 import signal

@@ -52,7 +52,7 @@ def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
-def test_versions_are_made_after_every_so_many_rounds(every, applied):
+def test_versions_are_made_at_a_fixed_number_of_rounds(every, applied):
     turns = EmbeddingSchedule(every)
     assert (turns.newest(applied) != turns.newest(applied - 1)) == ((applied + 1) % every == 0)
     assert turns.made(FIRST_VERSION) == -1

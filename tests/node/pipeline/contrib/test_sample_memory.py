@@ -278,9 +278,7 @@ events = st.lists(
 
 @settings(max_examples=80)
 @given(events, st.integers(1, 6), st.integers(0, 2**20))
-def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_three_times(
-    script, room, seed
-):
+def test_every_end_reads_the_trainers_m_and_no_end_is_asked_three_times(script, room, seed):
     """Loss on either way, overtaking, restarts of any end, another server, small caches.
 
     Backward passes come much later.
@@ -331,7 +329,7 @@ def delivered(edge, samples, rows, meant, server, back=False):
     raise AssertionError("it was asked for three times")
 
 
-# what nobody honest sends
+# messages that no honest peer sends
 
 
 def test_a_difference_to_what_was_not_said_to_be_held_is_refused_by_the_trainer():

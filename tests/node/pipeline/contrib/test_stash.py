@@ -41,7 +41,7 @@ SIZE_BYTES = 7 * 4
 
 
 def aged(keep, epochs):
-    """A module whose weights in epoch e are e, at the end of so many epochs, and its stash."""
+    """A module whose weights in epoch e are e, after this many epochs, and its stash."""
     module = Weights(0.0)
     stash = Stash(module, keep)
     for epoch in range(1, epochs + 1):

@@ -92,7 +92,7 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
     assert newest >= after + 3, "the stage did not go on"
 
 
-def test_a_few_servers_of_the_stage_beside_keep_what_the_end_had_after_every_so_many_rounds(kept):
+def test_a_few_servers_of_the_neighbour_keep_the_end_s_tensors_every_n_rounds(kept):
     async def end_soon(one, sim):
         while min((len(one.named[stage]) for stage in range(3)), default=0) < 9:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
@@ -140,7 +140,7 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
     ("stages", "beside"),
     [(1, [()]), (2, [(1,), (0,)]), (3, [(), (0, 2), ()]), (5, [(), (0,), (), (4,), ()])],
 )
-def test_ends_are_kept_by_the_stages_beside_them(stages, beside):
+def test_ends_are_kept_by_their_neighbours(stages, beside):
     assert [ends_beside(index, stages) for index in range(stages)] == beside
 
 

@@ -105,7 +105,7 @@ def scaled(squared):
 
 
 def beside(plan, weights=(1.0, 3.0), stages=STAGES):
-    """A swarm whose middle stage is lost, and the drivers of those beside it."""
+    """A swarm whose middle stage is lost, and the drivers of its neighbours."""
     swarm, drivers = (
         Swarm(0, 2, NOTHING),
         {stage: trained(plan, stages[stage], stage) for stage in (0, 2)},
@@ -135,7 +135,7 @@ def layer(driver, stage):
     }
 
 
-# who is there
+# the peers that are there
 
 
 def test_the_other_servers_of_a_stage_that_are_not_known_to_be_gone_are_counted():
@@ -202,7 +202,7 @@ def test_neighbours_that_are_only_listed_are_not_asked():
     assert not swarm.asked
 
 
-# from the stages beside it
+# from the neighbouring stages
 
 
 @pytest.mark.parametrize("name", METHODS)

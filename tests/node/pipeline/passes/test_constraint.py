@@ -239,7 +239,7 @@ def test_gradients_are_those_of_the_loss_by_weights_that_are_projected_first(spa
     assert (found.input_gradient is None) == (plain.input_gradient is None)
 
 
-# beside free replicas
+# next to free replicas
 
 
 def test_an_embedding_that_drifted_stays_and_the_same_tables_are_near_it_by_the_papers_rule():

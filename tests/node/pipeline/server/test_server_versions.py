@@ -61,7 +61,7 @@ async def test_weights_that_are_not_here_are_named_as_gone_before_anything_is_se
         assert bench.admit(*bench.backward(1, version=Version(version))) == Gone(EPOCH + 2, late)
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1, 9))) == Gone(EPOCH + 2, True)
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) is None
-    bench.marks[ORIGIN] = 9  # the stage was begun anew
+    bench.marks[ORIGIN] = 9  # the stage was started again
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) == Gone(EPOCH + 2, True)
     assert bench.server.served["gone"] == 5
 
@@ -186,7 +186,7 @@ def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_nothing_is_put_aside(
+def test_a_pass_in_an_outdated_version_must_start_again_or_is_gone_and_nothing_is_staged(
     index,
 ):
     async def main():

@@ -38,7 +38,7 @@ async def test_a_server_that_cannot_read_a_codec_is_not_asked(world):
 
 
 @trained(others=("int8",))
-async def test_what_a_stage_cannot_read_begins_anew_in_what_it_can(world):
+async def test_what_a_stage_cannot_read_starts_again_in_a_codec_that_it_can(world):
     def foreign(request):
         world.reads |= {"1a": (INT8,), "1b": (INT8,)}
         return (encode(Foreign((INT8,))),)
