@@ -1,8 +1,10 @@
-"""What all tests share: golden files, rewritten only with `pytest --write-golden` and reviewed as a diff; log levels."""
+"""Shared fixtures: golden files, processes that start fast, and each test's own log level.
+
+`pytest --write-golden` rewrites tests/golden; the change is reviewed as a diff.
+"""
 
 import json
 import logging
-import runpy
 import signal
 from pathlib import Path
 
@@ -10,8 +12,12 @@ import hypothesis
 import long_slice
 import numpy as np
 import pytest
+from nursery import Nursery
 
-# What a shell without job control starts in the background is deaf to Ctrl-C, and so is all that it starts; the tests send it.
+pytest.register_assert_rewrite("worlds")
+
+# A shell without job control starts background processes with Ctrl-C ignored, and their children
+# inherit that. The tests send Ctrl-C, so it is switched on again.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -19,9 +25,7 @@ hypothesis.settings.register_profile("everyday", max_examples=40, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("everyday")
 
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden"
-Nursery = runpy.run_path(str(HERE / "nursery.py"))["Nursery"]
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser):
@@ -54,6 +58,12 @@ def own_log_level():
     logger.setLevel(level)
 
 
+@pytest.fixture
+def quiet_log():
+    """No messages of calls that fail because a test killed a peer; `own_log_level` undoes it."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory):
     """A process that forks itself for each command that a test starts: see nursery.py."""
@@ -64,7 +74,10 @@ def nursery(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def processors(tmp_path_factory):
-    """The nursery that holds torch and numpy to a level of vector instructions: "default" (none) or "avx2"."""
+    """The nursery whose torch and numpy use a level of vector instructions: "default" or "avx2".
+
+    "default" means no vector instructions beyond the processor's baseline.
+    """
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     disabled = {"default": " ".join(found), "avx2": ""}
     made = {}
@@ -73,7 +86,7 @@ def processors(tmp_path_factory):
         if level not in made:
             made[level] = Nursery(
                 tmp_path_factory.mktemp(level),
-                # the first computes as it is imported, so that torch settles on its instructions here
+                # the first computes at import, so torch chooses its instructions here
                 ("farflock.optimizers.decoupled", "farflock.node.train.shards"),
                 ATEN_CPU_CAPABILITY=level,
                 NPY_DISABLE_CPU_FEATURES=disabled[level],
@@ -87,7 +100,10 @@ def processors(tmp_path_factory):
 
 @pytest.fixture
 def golden(request):
-    """A function (name, actual) -> what tests/golden/NAME.json says; with --write-golden it says `actual` from then on."""
+    """A function (name, actual) that returns what tests/golden/NAME.json holds.
+
+    With --write-golden it first writes `actual` there.
+    """
 
     def expected(name, actual):
         path = GOLDEN / f"{name}.json"

@@ -1,8 +1,11 @@
-"""A nursery: one process that has imported everything and opened nothing, and forks itself for each program that a test
-starts. A Python process of this project needs five seconds of processor to import its libraries, a fork none.
+"""A nursery: one process that has imported everything, has opened nothing, and forks itself.
 
-Run as a program, this is the nursery. `Nursery.popen` is `subprocess.Popen` for commands that begin with `sys.executable`.
-Tests of imports, of packaging and of the processes that the product itself starts do without it.
+A test starts each of its programs as such a fork. A Python process of this project needs five
+seconds of processor to import its libraries; a fork needs none.
+
+Run as a program, this is the nursery. `Nursery.popen` is `subprocess.Popen` for commands that
+begin with `sys.executable`. Tests of imports, of packaging and of the processes that the product
+itself starts do without it.
 """
 
 import gc
@@ -83,7 +86,10 @@ class Nursery:
 
 
 class Nursed(subprocess.Popen):
-    """A program in a fork of the nursery. A keeper between the two waits for it and says on the connection how it ended."""
+    """A program in a fork of the nursery.
+
+    A keeper between the two waits for it and says on the connection how it ended.
+    """
 
     def __init__(self, command, *, nursery, **options):
         self._nursery, self._connection = nursery, None
@@ -147,8 +153,8 @@ class Nursed(subprocess.Popen):
 
 
 def serve(path):
-    """Fork a keeper for each connection; returns only in the children, with what is asked of them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    """Fork a keeper for each connection; return only in the children, with their request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".partial")
         server.listen()
@@ -167,7 +173,7 @@ def serve(path):
 
 
 def keep(connection):
-    """Returns in the child with the request; the keeper itself tells its pid, waits, tells how it ended, and is gone."""
+    """Return in the child with the request; the keeper tells its pid and how it ended, and ends."""
     data, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
     while not data.endswith(b"\n"):
         data += connection.recv(MAX_REQUEST)
@@ -183,8 +189,9 @@ def keep(connection):
         os.close(fd)
     for own in range(3):
         os.close(own)
-    # A Ctrl-C is the child's. In a process group of its own a keeper would be what ties the suite's group to its session:
-    # with the last child's end the kernel would send SIGHUP and SIGCONT to all of it, frozen processes and `make` among them.
+    # A Ctrl-C is the child's. A keeper in a process group of its own would tie the suite's group
+    # to its session: when the last child ends, the kernel would send SIGHUP and SIGCONT to all of
+    # it, frozen processes and `make` among them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.sendall(NUMBER.pack(pid))
     connection.sendall(NUMBER.pack(os.waitpid(pid, 0)[1]))
@@ -221,5 +228,5 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # who ends need not look through all of it
+    gc.freeze()  # a fork that ends need not look through all of it
     become(serve(sys.argv[1]))

@@ -1,5 +1,8 @@
-"""What may import what, and what must not be imported early. import-linter checks the directions too (`make imports`);
-here are the rules that it cannot say, and their proof in a fresh interpreter."""
+"""What may import what, and what must not be imported early.
+
+import-linter checks the directions too (`make imports`); here are the rules that it cannot
+express, and their proof in a fresh interpreter.
+"""
 
 import ast
 import re
@@ -21,7 +24,10 @@ MAY_IMPORT = {
 
 def modules_after(statement):
     """Top-level modules that a fresh interpreter has imported after a statement."""
-    code = f"import sys\n{statement}\nsys.stdout.write(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    code = (
+        f"import sys\n{statement}\n"
+        "sys.stdout.write(' '.join({name.partition('.')[0] for name in sys.modules}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -18,7 +18,10 @@ def python(*words):
 def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was_given(
     nursery, tmp_path
 ):
-    code = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), sys.stdin.read()); sys.stderr.write('e')"
+    code = (
+        "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), sys.stdin.read()); "
+        "sys.stderr.write('e')"
+    )
     process = nursery.popen(
         python("-c", code, "a", "b"),
         cwd=tmp_path,
@@ -80,7 +83,7 @@ def test_its_group_hears_a_signal_and_nobody_else_does(nursery):
         assert process.wait(30) == -signal.SIGINT
 
 
-def test_who_waits_for_a_child_is_in_its_group_so_that_its_end_wakes_nobody_who_is_frozen(nursery):
+def test_a_keeper_is_in_its_child_s_group_so_that_no_frozen_process_wakes(nursery):
     process = nursery.popen(python("-c", "import sys; sys.stdin.read()"), stdin=subprocess.PIPE)
     with process:
         keeper = psutil.Process(process.pid).parent()

@@ -67,12 +67,15 @@ def test_each_folder_says_that_it_is_typed(folder):
 
 
 def test_a_standard_library_package_called_compression_stays_visible_from_the_checkout(tmp_path):
-    """As Python 3.14 has it: `gzip` imports from a package `compression` that comes later on the path than the checkout."""
+    """In 3.14 `gzip` imports a package `compression` from behind the checkout on the path."""
     package = tmp_path / "stdlib" / "compression"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "_common.py").write_text("MARK = 'the standard library'\n")
-    code = f"import sys; sys.path.append({str(package.parent)!r}); from compression._common import MARK; sys.stdout.write(MARK)"
+    code = (
+        f"import sys; sys.path.append({str(package.parent)!r}); "
+        "from compression._common import MARK; sys.stdout.write(MARK)"
+    )
     assert run(sys.executable, "-c", code, cwd=ROOT).stdout == "the standard library"
 
 
@@ -148,7 +151,8 @@ def test_the_wheel_works_from_another_directory_without_the_checkout(wheel, tmp_
         cwd=tmp_path,
     )
     code = (
-        "import sys, farflock.compression.catalog, farflock.swarm.peer.peer, farflock.optimizers.catalog\n"
+        "import sys, farflock.compression.catalog\n"
+        "import farflock.swarm.peer.peer, farflock.optimizers.catalog\n"
         "from farflock.testing import check_codec, check_method\n"
         "from farflock.node.model.corpus import load_corpus\n"
         "sys.stdout.write(f'{farflock.__file__} {len(load_corpus(\"shakespeare\").train)}')"

@@ -1,6 +1,6 @@
-"""The house's style as tests: short functions, one printer, no hidden clock or chance, nothing left over.
+"""The house's style as tests: short functions, one printer, no hidden clock, no leftovers.
 
-A rule that cannot fail protects nothing, so each detector is also shown something that it must find.
+A rule that cannot fail protects nothing, so each detector is also shown a case that it must find.
 """
 
 import ast

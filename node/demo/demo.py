@@ -86,10 +86,10 @@ class Demo:
 
     def run(self) -> None:
         """Start all peers, let the demo's events happen, and return when all survivors are done."""
-        founder = self._start("founder", ["run", str(self.manifest)])
+        founder = self.start("founder", ["run", str(self.manifest)])
         invite = self._invite_of(founder)
-        for name, arguments in self._others():
-            self._start(name, ["join", invite, *arguments])
+        for name, arguments in self.others():
+            self.start(name, ["join", invite, *arguments])
         progressed_s, best = time.monotonic(), -1.0
         while any(child.running for child in self.survivors()):
             share = self._share()
@@ -97,7 +97,7 @@ class Demo:
                 best, progressed_s = share, time.monotonic()
             if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
                 break  # a peer that is still joining is too late
-            self._happen(share, invite)
+            self.let_happen(share, invite)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
                 raise Failure(
@@ -106,7 +106,7 @@ class Demo:
                     self._where_logs_are(),
                 )
             time.sleep(POLL_S)
-        self._require_success()
+        self.require_success()
 
     def survivors(self) -> list[Child]:
         """Return the peers that were not killed."""
@@ -121,7 +121,7 @@ class Demo:
         """The number of newcomers that joined; in a short run they may be too late."""
         return sum(child.status() is not None for child in self.newcomers())
 
-    def _others(self) -> list[tuple[str, list[str]]]:
+    def others(self) -> list[tuple[str, list[str]]]:
         """Return the peers that join at the start: names, and options of `farflock join`."""
         return [(f"peer {number}", []) for number in range(1, self.peers)]
 
@@ -130,12 +130,12 @@ class Demo:
         victim.killed, self.killed = True, self.killed + 1
         self.news.append(f"{victim.name} was killed (SIGKILL)")
 
-    def _happen(self, share: float, invite: str) -> None:
+    def let_happen(self, share: float, invite: str) -> None:
         """Kill, join, stop, each once, when its time has come."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
             self._kill(self.children[1])
         if share >= JOIN_AT and not self.newcomers():
-            self._start("newcomer", ["join", invite])
+            self.start("newcomer", ["join", invite])
             self.news.append("a newcomer joins by invite")
         founder = self.children[0]
         if self._stop_is_due(share) and founder.running:
@@ -156,7 +156,7 @@ class Demo:
         statuses = [status for child in self.children if (status := child.status()) is not None]
         return max((status.tokens / status.total_tokens for status in statuses), default=0.0)
 
-    def _start(self, name: str, command: list[str]) -> Child:
+    def start(self, name: str, command: list[str]) -> Child:
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         arguments = [
@@ -194,7 +194,7 @@ class Demo:
             self._where_logs_are(),
         )
 
-    def _require_success(self) -> None:
+    def require_success(self) -> None:
         late = (
             [child for child in self.newcomers() if child.status() is None]
             if self._share() >= 1

@@ -65,7 +65,7 @@ def pipeline_manifest(steps: int) -> Manifest:
 class PipelineDemo(Demo):
     """A demo whose founder serves the first stage and trains; the others serve a stage each."""
 
-    def _others(self) -> list[tuple[str, list[str]]]:
+    def others(self) -> list[tuple[str, list[str]]]:
         stages = [stage for _ in range(SERVERS) for stage in range(STAGES)][1:]
         names = [
             f"server {stage}{'b' if place >= STAGES - 1 else ''}"
@@ -75,17 +75,17 @@ class PipelineDemo(Demo):
             (name, ["--role", role_of(stage)]) for name, stage in zip(names, stages, strict=True)
         ]
 
-    def _happen(self, share: float, invite: str) -> None:
+    def let_happen(self, share: float, invite: str) -> None:
         """Kill one server, then a whole stage, which a newcomer takes up; then add a newcomer."""
         if share >= KILL_ONE_AT and not self.killed:
             self._kill(self._of("server 2b"))
         if share >= KILL_STAGE_AT and self.killed == 1:
             for name in (f"server {MIDDLE}", f"server {MIDDLE}b"):
                 self._kill(self._of(name))
-            self._start("newcomer", ["join", invite])
+            self.start("newcomer", ["join", invite])
             self.news.append(f"stage {MIDDLE} is lost; a newcomer joins by invite")
         if share >= LATE_AT and len(self.newcomers()) == 1:
-            self._start("newcomer b", ["join", invite])
+            self.start("newcomer b", ["join", invite])
             self.news.append("another newcomer joins")
 
     def _of(self, name: str) -> Child:

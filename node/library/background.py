@@ -32,8 +32,8 @@ class Background:
             concurrent.futures.Future()
         )
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
         self._loop = self._started.result()
 
     def enter(self, context: Enter[T]) -> "BackgroundContext[T]":
@@ -55,8 +55,8 @@ class Background:
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
                 self._loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(END_TIMEOUT_S)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(END_TIMEOUT_S)
 
     def _serve(self) -> None:
         async def turn() -> None:

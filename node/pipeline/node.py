@@ -60,20 +60,18 @@ class PipelineNode:
         tokens: TokenIds | None = None,
         saved: Mapping[int, Checkpoint] | None = None,
     ) -> None:
-        self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
-        self._stage, self._saved = stage, saved or {}
-        self._edges = edges_of(plan, pipeline)
-        self._exchanges = _StageExchanges(plan, pipeline)
+        self.peer, self.plan, self.pipeline, self.means = peer, plan, pipeline, means
+        self._stage, self.saved = stage, saved or {}
+        self.edges = edges_of(plan, pipeline)
+        self.exchanges = StageExchanges(plan, pipeline)
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
-        self._streams = {index: self._exchanges.stream(index) for index in stages}
-        self._embedding = self._frozen_embedding()
-        assembly = Assembly(
-            plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding
-        )
+        self._streams = {index: self.exchanges.stream(index) for index in stages}
+        self.embedding = self._frozen_embedding()
+        assembly = Assembly(plan, pipeline, peer, means, self.edges, stage == EVERY, self.embedding)
         self.servings = tuple(
             assembly.serving(
-                index, self._exchanges.templates(index)[0], self._exchange_client(index)
+                index, self.exchanges.templates(index)[0], self._exchange_client(index)
             )
             for index in stages
             if stage in (index, EVERY)
@@ -83,9 +81,9 @@ class PipelineNode:
             # ones.
             peer.calls.handler = self._handler()
             if not isinstance(peer.calls.handler, Closed):
-                peer.codec_offers.reads = lambda: self._edges.reads
+                peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
-            if (before := self._saved.get(serving.index)) is not None:
+            if (before := self.saved.get(serving.index)) is not None:
                 # Checkpoints are named and pruned by step, so the count goes on.
                 serving.loop.step = serving.training_task.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
@@ -128,12 +126,12 @@ class PipelineNode:
 
     def _beginning(self, serving: StageNode) -> StageStartup:
         index = serving.index
-        templates, saved = self._exchanges.templates(index), self._saved.get(index)
+        templates, saved = self.exchanges.templates(index), self.saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
         # The node has one embedding: a full replica asks for it once, with its first stage.
-        embedding = self._embedding if index in (0, self._stage) else FrozenEmbedding()
+        embedding = self.embedding if index in (0, self._stage) else FrozenEmbedding()
         known = self.plan, self.pipeline, serving, templates, saved, look_on
-        return StageStartup(*known, self._means.report, embedding)
+        return StageStartup(*known, self.means.report, embedding)
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -141,7 +139,7 @@ class PipelineNode:
 
     def _open_as_onlooker(self, index: int) -> None:
         exchange_client = self._exchange_client(index)
-        for number, template in enumerate(self._exchanges.templates(index)):
+        for number, template in enumerate(self.exchanges.templates(index)):
             exchange_client.look_on(template, noted=not number)
 
     # status
@@ -172,7 +170,7 @@ class PipelineNode:
     def trained_tokens(self) -> int:
         """Tokens that this node's servers merged or its trainer committed, whichever are more."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self._edges.tokens * max(
+        return self.edges.tokens * max(
             passes, self.trainer.commits.finished if self.trainer is not None else 0
         )
 
@@ -217,18 +215,18 @@ class PipelineNode:
         self._began_s = self._now()
         serve = [serving.server.run() for serving in self.servings]  # until all else ends
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
-            needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
+            needs_bytes = self.means.needs_bytes or (0,) * len(self.pipeline.stages)
             serve.append(
                 Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run()
             )
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
-            known = self._means.compute, self.plan, self.pipeline, names
+            known = self.means.compute, self.plan, self.pipeline, names
             serve += [
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
             ]
-        serve.append(self._embedding.run())
+        serve.append(self.embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -248,7 +246,7 @@ class PipelineNode:
         """Return this server's load for rebalancing. A server that also trains reports no free
         memory, so that it is never moved."""
         assert self.serving is not None
-        server, room = self.serving.server, self._means.memory_bytes if self.trainer is None else 0
+        server, room = self.serving.server, self.means.memory_bytes if self.trainer is None else 0
         return Load(number, float(server.waiting), server.rate, room, self._now() - self._began_s)
 
     def _now(self) -> float:
@@ -290,8 +288,8 @@ class PipelineNode:
         """Return the frozen embedding; only a node that serves a stage needs its turns."""
         pipeline, stream = self.pipeline, self._streams[0].name
         turns = pipeline.turns if self._stage != NOTHING else None
-        terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
-        return frozen_embedding(turns, self._edges.codec, self.peer, *terms)
+        terms = self.plan.model, len(pipeline.stages), stream, self.means.compute
+        return frozen_embedding(turns, self.edges.codec, self.peer, *terms)
 
     def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
@@ -303,7 +301,7 @@ class PipelineNode:
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
         """Return a trainer that asks the servers of stages, or a full replica's own."""
-        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
+        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self.edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         batches = Batches(
             tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples
@@ -311,11 +309,11 @@ class PipelineNode:
         lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(batches, edges, policy, lane, first, gone)
-        terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self._means.report
+        terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report
         if self._stage == EVERY:
             parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
             return FullTrainer(
-                peer, self.stage_directory, parts, source, late, terms.kept, self._means, report
+                peer, self.stage_directory, parts, source, late, terms.kept, self.means, report
             )
         terms = replace(terms, window=min(terms.window, late))
         return Trainer(
@@ -333,24 +331,24 @@ def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
-class _StageExchanges:
+class StageExchanges:
     """The exchanges of each stage's streams, made from shapes alone: with real tensors a node would
     need memory for the whole model."""
 
     def __init__(self, plan: RunPlan, pipeline: PipelinePlan) -> None:
         self._plan, self._pipeline = plan, pipeline
-        self._specimens: dict[int, list[Exchange]] = {}
+        self.specimens: dict[int, list[Exchange]] = {}
 
     def templates(self, index: int) -> list[Exchange]:
         """Return one exchange for each stream of a stage."""
-        if index not in self._specimens:
+        if index not in self.specimens:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
                 exchanges = method(self._plan.method, **self._plan.options).streams(
                     ShapeReplica(shapes)
                 )
-            self._specimens[index] = exchanges
-        return self._specimens[index]
+            self.specimens[index] = exchanges
+        return self.specimens[index]
 
     def stream(self, index: int) -> StreamName:
         """Return the first stream of a stage, whose rounds carry the microbatch ids."""

@@ -78,7 +78,7 @@ class Chaos:
     tap: PhaseTap = field(init=False)
     fired: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     _random: random.Random = field(init=False)
-    _streams: int = field(init=False)  # how many the method has
+    streams: int = field(init=False)  # how many the method has
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")
@@ -90,7 +90,7 @@ class Chaos:
             Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big"))
             for index in range(count)
         ]
-        self._streams = len(self.arm.streams())
+        self.streams = len(self.arm.streams())
         self.watch = InvariantChecker(self.arm.method, [identity.peer for identity in identities])
         self.population = Population(self.seed, self.arm, self.network, self.watch, identities)
 
@@ -100,20 +100,20 @@ class Chaos:
         for index in range(len(self.population.identities)):
             self.population.begin(index)
             await asyncio.sleep(0.3)
-        await self._progress(1, "the start")
+        await self.progress(1, "the start")
         for kind, wanted in self._faults():
             phase = await self.tap.wait_for(wanted)
-            self.fired[kind, phase] += await self._strike(kind) and bool(phase)
+            self.fired[kind, phase] += await self.strike(kind) and bool(phase)
             await asyncio.sleep(self._random.uniform(0, GAP_S))
         self._check_memory()
-        self._repair()
-        recovery_s = await self._progress(RECOVERED_ROUNDS, "the last fault")
+        self.repair()
+        recovery_s = await self.progress(RECOVERED_ROUNDS, "the last fault")
         self._check_memory()
         self._check_waits()
         looking.cancel()
         await asyncio.wait([looking])
         await self.population.end_all()
-        self._check_rest(looking)
+        self.check_rest(looking)
         return SeedReport(
             self.seed,
             self.watch.violations,
@@ -129,7 +129,7 @@ class Chaos:
         """Return the faults in order, each with the phase of an exchange that it waits for."""
         return faults_of(self.seed)
 
-    async def _strike(self, kind: str) -> bool:
+    async def strike(self, kind: str) -> bool:
         """Let a fault happen, to its end; return whether it hit anything."""
         living = [index for index, life in self.population.lives.items() if life.loop is not None]
         victim = self._random.choice(living or [0])
@@ -149,7 +149,7 @@ class Chaos:
         return await self._disturb(kind)
 
     async def _kill_for_good(self, victim: int) -> bool:
-        if not await self._kill(victim):
+        if not await self.kill(victim):
             return False
         lives = self.population.lives
         # Only without a living slow peer, which could hold up a round until its deadline.
@@ -159,13 +159,13 @@ class Chaos:
         return True
 
     async def _restart(self, victim: int) -> bool:
-        if not await self._kill(victim):
+        if not await self.kill(victim):
             return False
         await asyncio.sleep(self._random.uniform(0.1, 6.0))
         self.population.begin(victim)
         return True
 
-    async def _kill(self, victim: int) -> bool:
+    async def kill(self, victim: int) -> bool:
         if sum(
             life.loop is not None for life in self.population.lives.values()
         ) <= 3 or not self._quorums_stay(victim):
@@ -228,7 +228,7 @@ class Chaos:
         self.network.faults, self.tap.lying = Faults(), 0.0
         return self.network.fired[_RATE[kind]] > before
 
-    def _repair(self) -> None:
+    def repair(self) -> None:
         """End all faults: every peer runs at full speed, and all hear each other."""
         self.network.heal()
         self.network.faults = Faults()
@@ -250,7 +250,7 @@ class Chaos:
                 if life.peer is not None and not life.task.done():
                     self.watch.look(life.peer)
 
-    async def _progress(self, rounds: int, after: str) -> float:
+    async def progress(self, rounds: int, after: str) -> float:
         """Wait until all are in, train, and have applied `rounds` rounds; return the time taken."""
         begun_s = asyncio.get_running_loop().time()
         steps = {
@@ -270,13 +270,13 @@ class Chaos:
         counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self.population.lives.items():
             each = counts[self.population.identities[index].peer]
-            applied = each.total() if len(each) == self._streams else 0
+            applied = each.total() if len(each) == self.streams else 0
             if life.peer is None or life.loop is None:
                 found.append(f"peer {index} has not come into the run")
             elif not life.peer.membership.is_member:
                 found.append(f"peer {index} has not become a member")
             elif life.loop.step - steps[index] < PROGRESS_STEPS or (
-                self._streams and applied < rounds
+                self.streams and applied < rounds
             ):
                 made = life.loop.step - steps[index]
                 found.append(f"peer {index} has made {made} steps and applied {dict(each)} rounds")
@@ -296,7 +296,7 @@ class Chaos:
             if life.peer is not None and life.loop is not None:
                 self.watch.check_waits(life.peer, life.loop)
 
-    def _check_rest(self, looking: asyncio.Task[None]) -> None:
+    def check_rest(self, looking: asyncio.Task[None]) -> None:
         """Check that no life ended early, no task outlives its peer, and no bytes are missing."""
         if not looking.cancelled():
             looking.result()  # raises the error that ended the checks

@@ -134,24 +134,24 @@ class ExchangeClient:
     """The exchanges of one node's method over its peer: of one stage or (None) the whole model."""
 
     def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
-        self._peer, self._run_seed, self.stage = peer, run_seed, stage
+        self.peer, self._run_seed, self.stage = peer, run_seed, stage
         self._codings: dict[str, _Coding] = {}
 
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
     ) -> None:
         """Open a stream of exchanges like the template; rounds up to `after_round` are applied."""
-        self._peer.open(self._stream(template, noted), after_round, tokens)
+        self.peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
         """Open a stream of a stage served by others, to vote and read notes; return its name."""
         stream = self._stream(template, noted)
-        self._peer.open(replace(stream, wants="last" if noted else "none"))
+        self.peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
 
     def run_s(self) -> float:
         """Return the run time in seconds."""
-        return self._peer.run_s()
+        return self.peer.run_s()
 
     def encode(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
         """Encode an exchange's tensors, shard by shard."""
@@ -168,7 +168,7 @@ class ExchangeClient:
         key, claim = offer.exchange.key, offer.claim
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
-        outcome = await self._peer.exchange(
+        outcome = await self.peer.exchange(
             coding.name,
             key.round,
             shards,
@@ -213,14 +213,14 @@ class ExchangeClient:
 
     def replay(self, stream: str, round_number: int) -> Result | None:
         """Return the result of a round decided without this peer, or None without its content."""
-        outcome = self._peer.decided(self.name(stream), round_number)
+        outcome = self.peer.decided(self.name(stream), round_number)
         return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
 
     def members(self) -> int:
         """Return the number of live peers that exchange with this one, itself included.
 
         Dead peers train nothing, although the view still lists them."""
-        context = self._peer.context
+        context = self.peer.context
         newest = context.chain.newest if context.chain is not None else None
         peers = (
             [newest.peers[index] for index in newest.serving(self.stage)]
@@ -235,7 +235,7 @@ class ExchangeClient:
 
     def newest(self, stream: str) -> int:
         """Return the last round of a stream that is known to be decided."""
-        return self._peer.newest(self.name(stream))
+        return self.peer.newest(self.name(stream))
 
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""
@@ -297,7 +297,7 @@ class ExchangeClient:
         """Return this peer's contribution as the others decode it; None without one."""
         if not payloads:
             return None
-        own = gathered.get(self._peer.context.me) if gathered is not None else None
+        own = gathered.get(self.peer.context.me) if gathered is not None else None
         return own or Decoded(
             tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes)
         )

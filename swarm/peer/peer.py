@@ -123,6 +123,11 @@ class Peer:
         return router
 
     @property
+    def tasks(self) -> int:
+        """The number of tasks in progress."""
+        return len(self._tasks)
+
+    @property
     def me(self) -> PeerId:
         """The id of this peer."""
         return self._links.me

@@ -156,6 +156,10 @@ class Rounds:
         """End a stream at this peer, so that it can be opened again with another part in it."""
         self._forget(self._streams.pop(name, None))
 
+    def stream(self, name: str) -> StreamState:
+        """Return what this peer knows of a stream's rounds."""
+        return self._streams[name]
+
     def tokens(self, name: str) -> int:
         """Return the run's agreed tokens after the newest decided round."""
         return self._streams[name].tokens

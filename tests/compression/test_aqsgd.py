@@ -1,4 +1,5 @@
-"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted, both ends hold the same m or say so."""
+"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted,
+both ends hold the same m or say so."""
 
 import dataclasses
 import hashlib
@@ -39,7 +40,7 @@ def normal(seed, *samples, length=LENGTH):
     return torch.randn(len(samples), length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def encoded(sender, x, ctx):
+def message_of(sender, x, ctx):
     out = bytearray()
     assert sender.encode(x, ctx, out) == len(out) <= sender.max_bytes(ctx)
     return bytes(out)
@@ -47,26 +48,26 @@ def encoded(sender, x, ctx):
 
 def held(one, sample):
     """What an end remembers of a sample, as float32; None if nothing."""
-    entry = one._cache.get(sample)
+    entry = one.cache.get(sample)
     return None if entry is None else entry.values.float()
 
 
 def delivered(sender, receiver, x, ctx):
     """A message that arrives, with the resync that the receiver may ask for; how often it did."""
     try:
-        return receiver.decode(encoded(sender, x, ctx), ctx), 0
+        return receiver.decode(message_of(sender, x, ctx), ctx), 0
     except ResyncNeeded as needed:
         sender.forget(needed.samples)
-        return receiver.decode(encoded(sender, x, ctx), ctx), 1
+        return receiver.decode(message_of(sender, x, ctx), ctx), 1
 
 
 def test_the_first_visit_is_fp16_and_later_ones_are_differences_in_four_bits():
     sender, receiver, ctx = end(), end(), context(1, 2)
     x = normal(0, 1, 2)
-    first = encoded(sender, x, ctx)
+    first = message_of(sender, x, ctx)
     assert len(first) == 2 * (17 + 2 * EACH) == sender.max_bytes(ctx)
     assert torch.equal(receiver.decode(first, ctx), x.half().float())
-    later = encoded(sender, x + 0.01, ctx)
+    later = message_of(sender, x + 0.01, ctx)
     assert len(later) == 2 * (17 + codec("int4").max_bytes(EACH))
     receiver.decode(later, ctx)
 
@@ -83,21 +84,22 @@ def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_wha
     x = normal(0, 7, 8)
     for visit in range(30):
         x = x + 0.05 * normal(visit + 1, 7, 8)
-        used = receiver.decode(encoded(sender, x, ctx), ctx)
+        used = receiver.decode(message_of(sender, x, ctx), ctx)
         for row, sample in zip(used, ctx.samples, strict=True):
             assert torch.equal(held(sender, sample), row)
             assert torch.equal(held(receiver, sample), row)
-    assert len(sender._cache) == 2
+    assert len(sender.cache) == 2
 
 
 def test_the_error_is_that_of_the_difference_and_shrinks_as_the_model_comes_to_rest():
-    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its own first error."""
+    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its
+    own first error."""
     sender, receiver, ctx = end(), end(), context(7)
     x, errors = normal(0, 7), []
     for visit in range(8):
         x = x + 0.2 * normal(visit + 1, 7) * 0.25**visit
         before = held(sender, 7)
-        used = receiver.decode(encoded(sender, x, ctx), ctx)
+        used = receiver.decode(message_of(sender, x, ctx), ctx)
         errors.append(float((used - x).abs().amax()))
         if before is not None:
             step = float((x - before).abs().amax()) / 14
@@ -111,9 +113,9 @@ def test_the_error_is_that_of_the_difference_and_shrinks_as_the_model_comes_to_r
 def test_a_lost_message_is_noticed_at_the_next_visit_and_a_whole_one_sets_it_right():
     sender, receiver, ctx = end(), end(), context(1, 2)
     delivered(sender, receiver, normal(0, 1, 2), ctx)
-    encoded(sender, normal(1, 1, 2), ctx)  # lost
+    message_of(sender, normal(1, 1, 2), ctx)  # lost
     with pytest.raises(ResyncNeeded) as needed:
-        receiver.decode(encoded(sender, normal(2, 1, 2), ctx), ctx)
+        receiver.decode(message_of(sender, normal(2, 1, 2), ctx), ctx)
     assert needed.value.samples == (1, 2)
     used, resyncs = delivered(sender, receiver, normal(2, 1, 2), ctx)
     assert resyncs == 1
@@ -124,21 +126,21 @@ def test_a_lost_message_is_noticed_at_the_next_visit_and_a_whole_one_sets_it_rig
 def test_only_the_samples_that_do_not_fit_are_asked_for_and_the_others_are_taken_over():
     sender, receiver = end(), end()
     delivered(sender, receiver, normal(0, 1, 2), context(1, 2))
-    encoded(sender, normal(1, 2), context(2))  # lost
+    message_of(sender, normal(1, 2), context(2))  # lost
     ctx = context(1, 2)
     with pytest.raises(ResyncNeeded) as needed:
-        receiver.decode(encoded(sender, normal(2, 1, 2), ctx), ctx)
+        receiver.decode(message_of(sender, normal(2, 1, 2), ctx), ctx)
     assert needed.value.samples == (2,)
     assert torch.equal(held(receiver, 1), held(sender, 1))
     sender.forget(needed.value.samples)
-    used = receiver.decode(encoded(sender, normal(2, 1, 2), ctx), ctx)
+    used = receiver.decode(message_of(sender, normal(2, 1, 2), ctx), ctx)
     assert torch.equal(used, torch.stack((held(sender, 1), held(sender, 2))))
 
 
 def test_a_message_that_comes_twice_gives_the_same_values_twice():
     sender, receiver, ctx = end(), end(), context(1)
     for seed in range(3):
-        message = encoded(sender, normal(seed, 1), ctx)
+        message = message_of(sender, normal(seed, 1), ctx)
         once = receiver.decode(message, ctx)
         assert torch.equal(receiver.decode(message, ctx), once)
     assert torch.equal(held(receiver, 1), held(sender, 1))
@@ -159,11 +161,11 @@ def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_a
         receiver.decode(written([SampleDelta(HELD, bytes(8), sender.tag(1), b"")]), context(1))
 
 
-def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_sends_a_value_whole():
+def test_a_carrier_reads_a_messages_parts_by_what_was_held_and_sends_a_value_whole():
     sender, ctx = end(), context(1)
-    (first,) = end().parts(encoded(sender, normal(0, 1), ctx), ctx)
+    (first,) = end().parts(message_of(sender, normal(0, 1), ctx), ctx)
     value = end().value(first, None, ctx)
-    (second,) = end().parts(encoded(sender, normal(1, 1), ctx), ctx)
+    (second,) = end().parts(message_of(sender, normal(1, 1), ctx), ctx)
     assert end().value(second, None, ctx) is None
     assert end().value(second, CacheEntry(value, bytes(8), 0), ctx) is None
     after = end().value(second, CacheEntry(value, first.after, 0), ctx)
@@ -174,13 +176,13 @@ def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_send
         assert torch.equal(
             receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float()
         )
-        assert len(receiver._cache) == kept
+        assert len(receiver.cache) == kept
 
 
 def test_a_message_that_was_overtaken_is_refused_and_harms_nothing():
     sender, receiver, ctx = end(), end(), context(1)
     delivered(sender, receiver, normal(0, 1), ctx)
-    early, late = (encoded(sender, normal(seed, 1), ctx) for seed in (1, 2))
+    early, late = (message_of(sender, normal(seed, 1), ctx) for seed in (1, 2))
     with pytest.raises(ResyncNeeded):
         receiver.decode(late, ctx)
     receiver.decode(early, ctx)
@@ -205,7 +207,7 @@ def test_a_restart_of_either_end_is_survived(who):
 def test_arithmetic_that_went_wrong_is_noticed_by_the_tag_of_the_result():
     sender, receiver, ctx = end(), end(), context(1)
     delivered(sender, receiver, normal(0, 1), ctx)
-    message = bytearray(encoded(sender, normal(1, 1), ctx))
+    message = bytearray(message_of(sender, normal(1, 1), ctx))
     message[-1] ^= 0x10  # another code: a valid payload of another difference
     with pytest.raises(ResyncNeeded):
         receiver.decode(message, ctx)
@@ -237,7 +239,8 @@ events = st.lists(
 @settings(max_examples=60)
 @given(events, st.integers(1, 7), st.integers(0, 2**31))
 def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, seed):
-    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one that was meant."""
+    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one
+    that was meant."""
     more = {"max_samples": room, "max_cache_bytes": 5 * 2 * EACH}
     sender, receiver, late = end(**more), end(**more), []
     for step, (event, samples) in enumerate(script):
@@ -263,10 +266,10 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
                         "a whole sample was asked for again"
                     )
         for one in (sender, receiver):
-            assert len(one._cache) <= room
+            assert len(one.cache) <= room
             assert (
                 one.held_bytes
-                == sum(entry.values.nbytes for entry in one._cache._held.values())
+                == sum(one.cache.get(sample).values.nbytes for sample in one.cache)
                 <= 10 * EACH
             )
 
@@ -274,13 +277,13 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
 def meaning(sender, x, ctx):
     """A message, and what m it stands for: what a receiver that got all there was would use."""
     before = {sample: held(sender, sample) for sample in ctx.samples}
-    message = encoded(sender, x, ctx)
+    message = message_of(sender, x, ctx)
     shadow = end(max_samples=99)
     for sample, values in before.items():
         if values is not None:
-            entry = sender._cache.get(sample)
+            entry = sender.cache.get(sample)
             half = values.half()
-            shadow._cache.put(
+            shadow.cache.put(
                 sample,
                 half,
                 entry.tag if entry and torch.equal(entry.values, half) else tag_of(half),
@@ -310,7 +313,7 @@ def attempt(receiver, message, ctx, meant):
 def test_a_sample_twice_in_a_microbatch_is_two_visits():
     sender, receiver, ctx = end(), end(), context(4, 4)
     x = torch.cat((normal(0, 4), normal(0, 4) + 0.1))
-    used = receiver.decode(encoded(sender, x, ctx), ctx)
+    used = receiver.decode(message_of(sender, x, ctx), ctx)
     assert torch.equal(used[0], x[0].half().float())
     assert torch.equal(used[1], held(sender, 4))
 
@@ -320,7 +323,7 @@ def test_a_sample_of_another_length_is_sent_whole():
     delivered(sender, receiver, normal(0, 1), context(1))
     ctx = context(1, length=5)
     x = normal(1, 1, length=5)
-    assert torch.equal(receiver.decode(encoded(sender, x, ctx), ctx), x.half().float())
+    assert torch.equal(receiver.decode(message_of(sender, x, ctx), ctx), x.half().float())
 
 
 def test_what_has_no_room_is_sent_whole_each_time_and_never_asked_for():
@@ -328,19 +331,19 @@ def test_what_has_no_room_is_sent_whole_each_time_and_never_asked_for():
     for visit in range(3):
         for sample in range(4):
             ctx = context(sample)
-            message = encoded(sender, normal(visit, sample), ctx)
+            message = message_of(sender, normal(visit, sample), ctx)
             whole = len(message) == 17 + 2 * EACH
             assert whole == (visit == 0 or sample >= 2)
             receiver.decode(message, ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [0, 1]
+    assert sorted(receiver.cache) == sorted(sender.cache) == [0, 1]
 
 
 def test_samples_that_stay_away_make_room():
     sender, receiver = end(max_samples=2), end(max_samples=2)
     for step in range(12):
         ctx = context(*((0, 1) if step == 0 else (8, 9)))
-        receiver.decode(encoded(sender, normal(step, *ctx.samples), ctx), ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [8, 9]
+        receiver.decode(message_of(sender, normal(step, *ctx.samples), ctx), ctx)
+    assert sorted(receiver.cache) == sorted(sender.cache) == [8, 9]
 
 
 def test_a_cache_for_half_of_the_samples_serves_half_of_the_visits_in_shuffled_epochs():
@@ -379,10 +382,10 @@ def test_large_activations_are_cut_to_what_fp16_holds(size):
     sender, receiver, ctx = end(), end(), context(1)
     x = torch.full((1, LENGTH, WIDTH), size)
     for _ in range(3):
-        used = receiver.decode(encoded(sender, x, ctx), ctx)
+        used = receiver.decode(message_of(sender, x, ctx), ctx)
         assert torch.equal(used, torch.full_like(x, 65504.0))
         x = -x
-        used = receiver.decode(encoded(sender, x, ctx), ctx)
+        used = receiver.decode(message_of(sender, x, ctx), ctx)
         assert float(used.abs().amax()) <= 65504
         x = -x
         sender.forget([1])
@@ -394,7 +397,7 @@ def test_values_that_are_not_finite_are_not_sent_and_nothing_is_remembered_of_th
     x[1, 2, 3] = float("nan")
     with pytest.raises(UnencodableTensor, match="1 of 96"):
         sender.encode(x, ctx, out)
-    assert (out, len(sender._cache)) == (b"before", 0)
+    assert (out, len(sender.cache)) == (b"before", 0)
 
 
 def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
@@ -436,10 +439,10 @@ def test_gradients_are_sent_directly_and_remembered_nowhere():
         assert len(out) == codec("int8").max_bytes(EACH) == receiver.max_bytes(ctx)
         back = sender.decode_grad(out, ctx)
         assert float((back - grad).abs().amax()) <= float(grad.abs().amax()) / 253
-    assert len(sender._cache) == len(receiver._cache) == 0
+    assert len(sender.cache) == len(receiver.cache) == 0
 
 
-GOOD = encoded(end(), normal(0, 1), context(1))
+GOOD = message_of(end(), normal(0, 1), context(1))
 
 
 @pytest.mark.parametrize(
@@ -458,18 +461,18 @@ def test_what_no_sender_writes_is_refused_and_remembered_nowhere(payload, words)
     receiver = end()
     with pytest.raises(CorruptPayload, match=words):
         receiver.decode(payload, context(1))
-    assert len(receiver._cache) == 0
+    assert len(receiver.cache) == 0
 
 
 def test_the_page_of_formats_says_where_everything_is():
     sender, ctx = end(), context(1, 2)
     x = normal(0, 1, 2)
-    message = encoded(sender, x, ctx)
+    message = message_of(sender, x, ctx)
     half = x.half()
     assert message[:2] == b"\x01\x01"
     assert message[2:34] == b"".join(bytes(8) + tag_of(half[row]) for row in (0, 1))
     assert message[34:] == half.numpy().tobytes()
-    later = encoded(sender, x + 1, ctx)
+    later = message_of(sender, x + 1, ctx)
     assert later[:2] == b"\x02\x02"
     assert later[2:10] == tag_of(half[0])
 

@@ -1,4 +1,5 @@
-"""What is special about ecsq: codes and steps as a slow twin finds them, bits near their entropy, hostile lists refused."""
+"""What is special about ecsq: codes and steps as a slow twin finds them, bits near their entropy,
+hostile lists refused."""
 
 import math
 import struct
@@ -9,29 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded, round_trip
 
 from farflock.compression import rice
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.ecsq import Ecsq
 
 COUNT = 4096
 ONE = struct.pack("<H", 0x3F80)  # a step of 1
-
-
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.full((count,), float("nan"))
-    c.decode(payload, Context(), out)
-    return out
-
-
-def through(c, x):
-    return decoded(c, encoded(c, x), len(x))
 
 
 def step_of(payload):
@@ -130,7 +116,7 @@ def test_bits_are_within_6_percent_of_the_codes_order_0_entropy_and_10_below_the
 
 def test_a_bit_a_value_loses_less_than_signs_do():
     x = noise("laplace")
-    error = (through(Ecsq(), x) - x).square().sum() / x.square().sum()
+    error = (round_trip(Ecsq(), x) - x).square().sum() / x.square().sum()
     assert (
         float(error) < 0.31 < 0.5
     )  # the best sign and scale loses a half of Laplace values' energy
@@ -140,24 +126,24 @@ def test_what_is_far_from_the_rest_arrives_within_the_bound(values):
     x = values("usual", COUNT)
     x[77] = -50.0
     step = step_of(encoded(Ecsq(250), x))
-    assert abs(float(through(Ecsq(250), x)[77]) + 50) <= 11 / 16 * step
+    assert abs(float(round_trip(Ecsq(250), x)[77]) + 50) <= 11 / 16 * step
     lonely = torch.zeros(COUNT)
     lonely[3000] = 1e30
-    assert float(through(Ecsq(), lonely)[3000]) == pytest.approx(1e30, rel=1e-3)
+    assert float(round_trip(Ecsq(), lonely)[3000]) == pytest.approx(1e30, rel=1e-3)
 
 
 @pytest.mark.parametrize("rate", [31, 100])
 def test_sending_the_residual_again_and_again_reaches_every_value(values, rate):
     x, sent = values("usual", COUNT), torch.zeros(COUNT)
     for _ in range(40):
-        sent += through(Ecsq(rate), x - sent)
+        sent += round_trip(Ecsq(rate), x - sent)
     assert float((x - sent).abs().max()) < 0.01 * float(x.abs().max())
 
 
 def test_the_largest_floats_are_cut_and_never_become_infinite():
     x = torch.full((COUNT,), 3.4e38)
     x[::2] *= -1
-    back = through(Ecsq(), x)
+    back = round_trip(Ecsq(), x)
     assert torch.equal(back.sign(), x.sign())
     assert float(back.abs().max()) == pytest.approx(2.0**127, rel=0.01)
 

@@ -1,34 +1,21 @@
-"""What is special about FP4: levels are powers of two, the nearest on the straight line is taken, 0 has one code."""
+"""What is special about FP4: levels are powers of two, the nearest on the straight line is taken,
+0 has one code."""
 
 import struct
 
 import pytest
 import torch
+from worlds.codecs import decoded, encoded, round_trip
 
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.fp4 import Fp4
 
 LEVELS = [0.0, *(2.0**e for e in range(-6, 1))]
 
 
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.empty(count)
-    c.decode(payload, Context(), out)
-    return out
-
-
-def through(c, x):
-    return decoded(c, encoded(c, x), len(x))
-
-
 def nearest(numbers, block):
-    """Slow and obvious: for each number the nearest signed level of its block, of two the larger."""
+    """Slow and obvious: for each number the nearest signed level of its block,
+    of two the larger."""
     out = []
     for start in range(0, len(numbers), block):
         part = numbers[start : start + block]
@@ -42,12 +29,12 @@ def nearest(numbers, block):
 @pytest.mark.parametrize("block", [2, 6, 64, 256])
 def test_every_value_becomes_the_nearest_level_of_its_block(values, block):
     x = values("usual", 1000)
-    assert through(Fp4(block), x).tolist() == nearest(x.tolist(), block)
+    assert round_trip(Fp4(block), x).tolist() == nearest(x.tolist(), block)
 
 
 def test_a_value_half_way_between_two_levels_goes_to_the_larger():
     ties = [1.0, 0.75, 0.375, 3 / 128, 1 / 128, 1 / 128 - 2.0**-30, -1 / 128, -0.75]
-    back = through(Fp4(), torch.tensor(ties))
+    back = round_trip(Fp4(), torch.tensor(ties))
     assert back.tolist() == [1.0, 1.0, 0.5, 1 / 32, 1 / 64, 0.0, -1 / 64, -1.0]
 
 
@@ -55,12 +42,12 @@ def test_the_levels_themselves_travel_exactly_at_any_size():
     levels = torch.tensor([sign * level for level in LEVELS for sign in (1, -1)])
     for scale in (1.0, 3.14159, 1e-30, 2.0**-120, 3.4028235e38):
         x = levels * torch.tensor(scale)
-        assert torch.equal(through(Fp4(16), x), x)
+        assert torch.equal(round_trip(Fp4(16), x), x)
 
 
 def test_the_largest_magnitude_of_a_block_survives_unchanged(values):
     x = values("usual", 256 * 40).view(40, 256)
-    back = through(Fp4(), x.reshape(-1)).view(40, 256)
+    back = round_trip(Fp4(), x.reshape(-1)).view(40, 256)
     at = x.abs().argmax(dim=1, keepdim=True)
     assert torch.equal(back.gather(1, at), x.gather(1, at))
 
@@ -72,7 +59,7 @@ def test_a_code_is_a_sign_and_an_exponent_and_the_first_is_in_the_low_half():
 
 def test_scaling_by_a_power_of_two_scales_what_arrives(values):
     x = values("usual", 700)
-    assert torch.equal(through(Fp4(), x * 2.0**-40), through(Fp4(), x) * 2.0**-40)
+    assert torch.equal(round_trip(Fp4(), x * 2.0**-40), round_trip(Fp4(), x) * 2.0**-40)
 
 
 def test_every_byte_of_codes_is_decoded_as_written_or_refused():
@@ -112,6 +99,6 @@ def test_a_scale_whose_64_fold_is_infinite_is_refused():
 
 def test_normal_values_arrive_a_few_percent_short_and_no_more():
     x = torch.randn(256 * 400, generator=torch.Generator().manual_seed(1))
-    back = through(Fp4(), x)
+    back = round_trip(Fp4(), x)
     assert 0.95 < float((back * x).sum() / (x * x).sum()) < 1
     assert float((back - x).square().sum() / x.square().sum()) < 0.045

@@ -1,4 +1,5 @@
-"""What is special about Hadamard tiles: the rotation is the dense matrix's, exact there and back, and tames large channels."""
+"""What is special about Hadamard tiles: the rotation is the dense matrix's, exact there and back,
+and tames large channels."""
 
 import functools
 import hashlib
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
@@ -39,28 +41,26 @@ CTX = Context(run_seed=5)
 each_codec = pytest.mark.parametrize("c", CODECS, ids=lambda c: c.name)
 
 
-def encoded(c, x, ctx=CTX):
-    out = bytearray(b"before")
-    assert c.encode(x, ctx, out) == len(out) - 6
-    return bytes(out[6:])
+def payload_of(c, x, ctx=CTX):
+    return bytes(encoded(c, x, ctx))
 
 
-def decoded(c, payload, count, ctx=CTX):
-    out = torch.full((count,), float("nan"))
-    c.decode(payload, ctx, out)
-    return out
+def values_of(c, payload, count):
+    return decoded(c, payload, count, CTX)
 
 
 @functools.cache
 def dense(length):
-    """Sylvester's matrix, from its definition: an entry is -1 where the places share an odd number of set bits."""
+    """Sylvester's matrix, from its definition: an entry is -1 where the places share an odd number
+    of set bits."""
     return torch.tensor(
         [[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)]
     )
 
 
 def tiles(x, c):
-    """The tiles as float64 with the cut that the docstring names, and their rotation by the dense matrix."""
+    """The tiles as float64 with the cut that the docstring names, and their rotation by the dense
+    matrix."""
     cut = x.double().clamp(-(2.0**100), 2.0**100)
     cut = torch.cat((cut, cut.new_zeros(-len(x) % c.tile))).view(-1, c.tile)
     return cut, (cut * signs(CTX.run_seed, c.tile).double()) @ dense(c.tile).double()
@@ -97,7 +97,7 @@ def test_the_error_of_each_tile_is_within_the_stated_bound(values, c, data):
         st.sampled_from([0, 1, c.tile - 1, c.tile, c.tile + 1, 3 * c.tile]) | st.integers(0, 300)
     )
     x = values(data.draw(st.sampled_from(KINDS)), count, data.draw(st.integers(0, 2**32 - 1)))
-    back = decoded(c, encoded(c, x), count)
+    back = values_of(c, payload_of(c, x), count)
     assert bool(back.isfinite().all())
     cut, rotated = tiles(x, c)
     whole = torch.cat((back.double(), cut.view(-1)[count:])).view(cut.shape)
@@ -112,7 +112,7 @@ def test_every_kind_of_values_is_within_it_too(values, kinds, c):
     for kind in KINDS:
         x = values(kind, 2 * c.tile + 1)
         cut, rotated = tiles(x, c)
-        back = decoded(c, encoded(c, x), len(x)).double()
+        back = values_of(c, payload_of(c, x), len(x)).double()
         levels = 7 if c.bits == 4 else 127
         error = (back[: 2 * c.tile] - cut.view(-1)[: 2 * c.tile]).view(2, -1).norm(dim=1)
         assert bool(
@@ -129,7 +129,7 @@ def test_a_large_channel_harms_its_neighbours_less_than_in_plain_blocks(values):
     others = torch.arange(len(x)) % 64 != 9
 
     def error(c):
-        return float((decoded(c, encoded(c, x), len(x)) - x)[others].norm() / x[others].norm())
+        return float((values_of(c, payload_of(c, x), len(x)) - x)[others].norm() / x[others].norm())
 
     assert error(Hadamard(4)) < 0.65 * error(codec("int4"))
     assert error(Hadamard(8)) < 0.65 * error(codec("int8:64"))
@@ -138,12 +138,12 @@ def test_a_large_channel_harms_its_neighbours_less_than_in_plain_blocks(values):
 def test_the_decoder_is_the_dense_matrix_on_the_codes_of_int4(values):
     """A twin: rotate back in float64 what int4 holds; all that differs is float32 rounding."""
     x = values("usual", 64 * 50)
-    payload = encoded(Hadamard(4), x)
+    payload = payload_of(Hadamard(4), x)
     codes = torch.empty(len(x))
     codec("int4").decode(payload, CTX, codes)
     expected = (codes.double().view(-1, 64) @ dense(64).double()) * signs(5, 64).double() / 64
     torch.testing.assert_close(
-        decoded(Hadamard(4), payload, len(x)).double(),
+        values_of(Hadamard(4), payload, len(x)).double(),
         expected.view(-1),
         rtol=0,
         atol=2e-7 * float(x.abs().amax()),
@@ -151,7 +151,8 @@ def test_the_decoder_is_the_dense_matrix_on_the_codes_of_int4(values):
 
 
 def read_by_the_page(payload, tile, bits, count):
-    """docs/activation-format.md in plain Python, each sum rounded to float32 by numpy: one tile after the other."""
+    """docs/activation-format.md in plain Python, each sum rounded to float32 by numpy:
+    one tile after the other."""
     stream = int.from_bytes(hashlib.shake_128(b"hadamard 5").digest(-(-tile // 8)), "little")
     tiles, values = -(-count // tile), []
     for number in range(tiles):
@@ -174,8 +175,10 @@ def read_by_the_page(payload, tile, bits, count):
 @pytest.mark.parametrize("c", CODECS[:4], ids=lambda c: c.name)
 def test_a_reader_written_from_the_page_gets_the_same_bits(values, c):
     for kind in ("usual", "any", "ties", "rare"):
-        payload = encoded(c, values(kind, 150))
-        assert torch.equal(decoded(c, payload, 150), read_by_the_page(payload, c.tile, c.bits, 150))
+        payload = payload_of(c, values(kind, 150))
+        assert torch.equal(
+            values_of(c, payload, 150), read_by_the_page(payload, c.tile, c.bits, 150)
+        )
 
 
 SCRIPT = """
@@ -215,12 +218,12 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(version
 @each_codec
 def test_lengths_are_exact_and_every_other_is_refused(values, c):
     for count in (0, 1, c.tile, c.tile + 3):
-        payload = encoded(c, values("usual", count))
+        payload = payload_of(c, values("usual", count))
         assert len(payload) == c.max_bytes(count)
         for wrong in (payload[:-1], payload + b"\0", b"", bytes(9)):
             if len(wrong) != len(payload):
                 with pytest.raises(CorruptPayload, match="needs"):
-                    decoded(c, wrong, count)
+                    values_of(c, wrong, count)
 
 
 @each_codec
@@ -238,7 +241,7 @@ def test_a_value_that_is_not_finite_is_never_sent(values, c, bad):
 @given(data=st.data())
 def test_any_bytes_of_the_right_length_are_finite_values_or_refused(values, c, data):
     count = data.draw(st.sampled_from([1, c.tile, c.tile + 1]))
-    payload = bytearray(encoded(c, values(data.draw(st.sampled_from(KINDS)), count)))
+    payload = bytearray(payload_of(c, values(data.draw(st.sampled_from(KINDS)), count)))
     for _ in range(data.draw(st.integers(0, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
@@ -255,21 +258,22 @@ def test_any_bytes_of_the_right_length_are_finite_values_or_refused(values, c, d
 def test_a_scale_that_no_writer_makes_is_refused(scale):
     payload = struct.pack("<f", scale) + bytes([0x99] * 32)  # all codes 1
     with pytest.raises(CorruptPayload, match="outside its limits"):
-        decoded(Hadamard(4), payload, 64)
+        values_of(Hadamard(4), payload, 64)
 
 
 def test_no_value_ever_passes_through_a_denormal(values):
-    """So processors that flush denormals read the same bits: the least scale there is, and differences of neighbours."""
+    """So processors that flush denormals read the same bits: the least scale there is,
+    and differences of neighbours."""
     scale = float(np.nextafter(np.float32(2.0**-84), np.float32(1)))
     for seed in range(20):
         codes = (values("any", 512, seed).view(torch.int32) % 15 - 7).to(torch.int8).numpy() + 8
         payload = (
             struct.pack("<f", scale) + (codes[::2] | codes[1::2] << 4).astype(np.uint8).tobytes()
         )
-        usual = decoded(Hadamard(4, 512), payload, 512)
+        usual = values_of(Hadamard(4, 512), payload, 512)
         torch.set_flush_denormal(True)
         try:
-            flushed = decoded(Hadamard(4, 512), payload, 512)
+            flushed = values_of(Hadamard(4, 512), payload, 512)
         finally:
             torch.set_flush_denormal(False)
         assert torch.equal(usual, flushed)
@@ -279,17 +283,18 @@ def test_no_value_ever_passes_through_a_denormal(values):
 def test_encode_and_decode_are_pure(values, bits):
     x = values("usual", 200)
     before = x.clone()
-    payload = encoded(Hadamard(), x)
+    payload = payload_of(Hadamard(), x)
     assert torch.equal(x, before)
-    assert encoded(Hadamard(4), x.clone()) == payload
+    assert payload_of(Hadamard(4), x.clone()) == payload
     assert torch.equal(
-        bits(decoded(Hadamard(), payload, 200)), bits(decoded(Hadamard(), bytearray(payload), 200))
+        bits(values_of(Hadamard(), payload, 200)),
+        bits(values_of(Hadamard(), bytearray(payload), 200)),
     )
 
 
 def test_another_run_rotates_otherwise(values):
     x = values("usual", 64)
-    assert encoded(Hadamard(8), x, Context(run_seed=1)) != encoded(
+    assert payload_of(Hadamard(8), x, Context(run_seed=1)) != payload_of(
         Hadamard(8), x, Context(run_seed=2)
     )
 

@@ -1,26 +1,16 @@
-"""What is special about int4: two codes a byte, the filler of an odd count, and the code it never writes."""
+"""What is special about int4: two codes a byte, the filler of an odd count,
+and the code it never writes."""
 
 import struct
 
 import pytest
 import torch
+from worlds.codecs import decoded, encoded
 
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.int4 import Int4
 
 pytestmark = pytest.mark.usefixtures("version")
-
-
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.empty(count)
-    c.decode(payload, Context(), out)
-    return out
 
 
 def test_the_first_of_two_values_is_in_the_low_half():

@@ -1,4 +1,5 @@
-"""What is special about low rank: matrices of few directions arrive, the best directions are found, the rest is bf16."""
+"""What is special about low rank: matrices of few directions arrive, the best directions are found,
+the rest is bf16."""
 
 import struct
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload
@@ -14,20 +16,17 @@ from farflock.compression.lowrank import LowRank, fitted, leading
 from farflock.node.train.shards import ShardLayout
 
 
-def encoded(c, x, columns):
-    out = bytearray()
-    assert c.encode(x.reshape(-1), Context(columns=columns), out) == len(out)
-    return out
+def payload_of(c, x, columns):
+    return encoded(c, x.reshape(-1), Context(columns=columns))
 
 
-def decoded(c, payload, rows, columns):
-    out = torch.full((rows * columns,), float("nan"))
-    c.decode(payload, Context(columns=columns), out)
-    return out.view(rows, columns)
+def values_of(c, payload, rows, columns):
+    return decoded(c, payload, rows * columns, Context(columns=columns)).view(rows, columns)
 
 
-def through(c, x):
-    return decoded(c, encoded(c, x, x.shape[1]), *x.shape)
+def returned(c, x):
+    """A matrix after a round trip."""
+    return values_of(c, payload_of(c, x, x.shape[1]), *x.shape)
 
 
 def normal(rows, columns, seed=0):
@@ -50,16 +49,17 @@ def test_before_rounding_a_matrix_of_no_higher_rank_is_lossless(true_rank):
 @pytest.mark.parametrize("shape", [(60, 90), (90, 60), (7, 400)])
 def test_a_matrix_of_no_higher_rank_arrives_within_what_eight_bits_round(shape):
     x = normal(shape[0], 3) @ normal(3, shape[1], seed=1)
-    assert error(x, through(LowRank(3), x)) < 0.02
+    assert error(x, returned(LowRank(3), x)) < 0.02
 
 
 @pytest.mark.parametrize("rank", [1, 4, 12])
 def test_the_error_is_near_that_of_the_best_directions(rank):
-    """Eckart and Young: no sum of so many products comes closer than the largest singular values' one."""
+    """Eckart and Young: no sum of so many products comes closer than the largest singular values'
+    one."""
     x = normal(80, 120) * torch.arange(1, 121) ** -0.7
     singular = torch.linalg.svdvals(x.double())
     least = float(singular[rank:].norm() / singular.norm())
-    assert least <= error(x, through(LowRank(rank), x)) < 1.03 * least
+    assert least <= error(x, returned(LowRank(rank), x)) < 1.03 * least
 
 
 @given(
@@ -71,11 +71,11 @@ def test_the_error_is_near_that_of_the_best_directions(rank):
 )
 def test_no_matrix_becomes_larger_or_infinite(rows, columns, rank, size, seed):
     x = (normal(rows, columns, seed) * size).clamp(-3.4e38, 3.4e38)
-    back = through(LowRank(rank), x)
+    back = returned(LowRank(rank), x)
     assert bool(torch.isfinite(back).all())
     cut = (
         x.clamp(-(2.0**100), 2.0**100)
-        if len(encoded(LowRank(rank), x, columns)) < 2 * x.numel()
+        if len(payload_of(LowRank(rank), x, columns)) < 2 * x.numel()
         else x
     )
     assert (
@@ -85,33 +85,33 @@ def test_no_matrix_becomes_larger_or_infinite(rows, columns, rank, size, seed):
 
 
 def test_zeros_are_zeros():
-    assert not through(LowRank(), torch.zeros(50, 50)).any()
+    assert not returned(LowRank(), torch.zeros(50, 50)).any()
 
 
 def test_sending_the_residual_again_and_again_reaches_every_value():
     x, sent = normal(30, 50), torch.zeros(30, 50)
     for _ in range(60):
-        sent += through(LowRank(), x - sent)
+        sent += returned(LowRank(), x - sent)
     assert error(x, sent) < 0.01
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 5), (50, 0)])
 def test_what_is_no_matrix_or_a_small_one_is_sent_as_bf16(rows, columns):
     x = normal(rows, max(columns, 1)).reshape(-1)
-    assert encoded(LowRank(), x, columns) == encoded(codec("bf16"), x, 0)
+    assert payload_of(LowRank(), x, columns) == payload_of(codec("bf16"), x, 0)
 
 
 def test_what_is_no_whole_number_of_rows_is_sent_as_bf16():
     x = normal(1, 5001).reshape(-1)
-    assert encoded(LowRank(), x, 50) == encoded(codec("bf16"), x, 0)
+    assert payload_of(LowRank(), x, 50) == payload_of(codec("bf16"), x, 0)
 
 
 def test_a_payload_is_as_long_as_the_page_says():
-    assert len(encoded(LowRank(4), normal(96, 256), 256)) == 4 * (96 + 256 + 4)
-    assert len(encoded(LowRank(9), normal(3, 500), 500)) == 3 * (
+    assert len(payload_of(LowRank(4), normal(96, 256), 256)) == 4 * (96 + 256 + 4)
+    assert len(payload_of(LowRank(9), normal(3, 500), 500)) == 3 * (
         3 + 500 + 4
     )  # there are no more directions
-    assert len(encoded(LowRank(2), normal(3, 500), 500)) == 2 * (3 + 500 + 4)
+    assert len(payload_of(LowRank(2), normal(3, 500), 500)) == 2 * (3 + 500 + 4)
 
 
 def test_a_payload_made_by_hand_is_read():
@@ -122,7 +122,7 @@ def test_a_payload_made_by_hand_is_read():
         + right.astype(np.int8).tobytes()
     )
     expected = 0.5 * np.outer(left[0], right[0]) + 2.0 * np.outer(left[1], right[1])
-    assert decoded(LowRank(2), payload, 4, 9).tolist() == expected.tolist()
+    assert values_of(LowRank(2), payload, 4, 9).tolist() == expected.tolist()
 
 
 GOOD = struct.pack("<ff", 0.5, 2.0) + bytes(2 * (4 + 9))
@@ -145,13 +145,13 @@ GOOD = struct.pack("<ff", 0.5, 2.0) + bytes(2 * (4 + 9))
 )
 def test_hostile_payloads_are_refused(payload):
     with pytest.raises(CorruptPayload):
-        decoded(LowRank(2), payload, 4, 9)
+        values_of(LowRank(2), payload, 4, 9)
 
 
 @given(st.binary(min_size=len(GOOD), max_size=len(GOOD)))
 def test_any_bytes_of_the_right_length_are_finite_values_or_refused(payload):
     try:
-        back = decoded(LowRank(2), payload, 4, 9)
+        back = values_of(LowRank(2), payload, 4, 9)
     except CorruptPayload:
         return
     assert bool(torch.isfinite(back).all())

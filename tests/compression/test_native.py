@@ -1,4 +1,5 @@
-"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine has."""
+"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine
+has."""
 
 import importlib
 import math
@@ -74,7 +75,7 @@ def numbers(name):
     return kind, *(given + usual[len(given) :])
 
 
-def encoded(kernel, name, x):
+def payload_by(kernel, name, x):
     """The payload, by the kernel or, for None, by torch; or "refused"."""
     out = bytearray(b"before")
     if kernel:
@@ -88,7 +89,7 @@ def encoded(kernel, name, x):
     return out[6:]
 
 
-def decoded(kernel, name, payload, count):
+def bits_by(kernel, name, payload, count):
     """The decoded bits, or "refused"; nothing is written then."""
     out = torch.full((count + 2,), 7.5)
     into = out[1 : count + 1]
@@ -135,10 +136,10 @@ def test_payloads_and_values_have_the_bits_of_torch(values, kernel, name, data):
     x = values(
         data.draw(st.sampled_from(KINDS)), offset + count, data.draw(st.integers(0, 2**32 - 1))
     )[offset:]
-    payload = encoded(kernel, name, x)
-    assert payload == encoded(None, name, x)
+    payload = payload_by(kernel, name, x)
+    assert payload == payload_by(None, name, x)
     unaligned = memoryview(b"\x00" * offset + payload)[offset:]
-    assert decoded(kernel, name, unaligned, count) == decoded(None, name, payload, count)
+    assert bits_by(kernel, name, unaligned, count) == bits_by(None, name, payload, count)
 
 
 @each_kernel
@@ -147,9 +148,9 @@ def test_every_kind_of_values_has_the_bits_of_torch_at_several_blocks(values, ke
     for kind in KINDS:
         for count in (1, 4096, 10_001):
             x = values(kind, count, seed=count)
-            payload = encoded(kernel, name, x)
-            assert payload == encoded(None, name, x), kind
-            assert decoded(kernel, name, payload, count) == decoded(None, name, payload, count), (
+            payload = payload_by(kernel, name, x)
+            assert payload == payload_by(None, name, x), kind
+            assert bits_by(kernel, name, payload, count) == bits_by(None, name, payload, count), (
                 kind
             )
 
@@ -166,7 +167,7 @@ def test_values_between_two_codes_round_as_torch_rounds_them(kernel, name):
             )
             * scale
         )
-        assert encoded(kernel, name, nudged) == encoded(None, name, nudged)
+        assert payload_by(kernel, name, nudged) == payload_by(None, name, nudged)
 
 
 @each_kernel
@@ -194,7 +195,7 @@ def test_halves_are_rounded_as_torch_rounds_them_near_every_pattern(kernel, name
     bits = (high[:, None] << 16 | lows).view(-1)
     finite = bits[(bits >> 23) % 256 != 255]
     x = (finite - (finite >> 31 << 32)).to(torch.int32).view(torch.float32)
-    assert encoded(kernel, name, x) == encoded(None, name, x)
+    assert payload_by(kernel, name, x) == payload_by(None, name, x)
 
 
 @each_kernel
@@ -203,7 +204,7 @@ def test_every_half_is_widened_as_torch_widens_it(kernel, name, infinity):
     payload = b"".join(
         struct.pack("<H", half) for half in range(2**16) if half & infinity != infinity
     )
-    assert decoded(kernel, name, payload, len(payload) // 2) == decoded(
+    assert bits_by(kernel, name, payload, len(payload) // 2) == bits_by(
         None, name, payload, len(payload) // 2
     )
 
@@ -216,7 +217,7 @@ def test_one_value_that_is_not_finite_is_refused_wherever_it_stands(values, kern
         for at in {0, count // 2, count - 1}:
             x = values("any", count)
             x[at] = bad
-            assert encoded(kernel, name, x) == "refused"
+            assert payload_by(kernel, name, x) == "refused"
 
 
 @each_kernel
@@ -226,13 +227,13 @@ def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(
     values, kernel, name, data
 ):
     count = data.draw(st.sampled_from([0, 1, 2, 3, 9, 10, 11, 12, 65, 257]))
-    payload = encoded(None, name, values(data.draw(st.sampled_from(KINDS)), count))
+    payload = payload_by(None, name, values(data.draw(st.sampled_from(KINDS)), count))
     for _ in range(data.draw(st.integers(1, 3)) if payload else 0):
         payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     payload = payload[: data.draw(st.none() | st.integers(0, len(payload)))] + data.draw(
         st.binary(max_size=2)
     )
-    assert decoded(kernel, name, payload, count) == decoded(None, name, payload, count)
+    assert bits_by(kernel, name, payload, count) == bits_by(None, name, payload, count)
 
 
 @each_kernel
@@ -241,7 +242,7 @@ def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(
 def test_any_bytes_are_decoded_as_torch_decodes_them(kernel, name, payload, count):
     fitting = payload[: codec(name).max_bytes(count)].ljust(codec(name).max_bytes(count), b"\x01")
     for each in (payload, fitting):
-        assert decoded(kernel, name, each, count) == decoded(None, name, each, count)
+        assert bits_by(kernel, name, each, count) == bits_by(None, name, each, count)
 
 
 @each_kernel
@@ -315,7 +316,8 @@ def test_an_instruction_set_that_is_not_there_is_refused(kernel):
 
 @each_kernel
 def test_other_threads_go_on_while_the_loops_run(values, kernel):
-    """Nobody is forced to hand over Python's lock here, so they go on only if the kernel lets it go."""
+    """Nobody is forced to hand over Python's lock here, so they go on only if the kernel lets it
+    go."""
     x, ticks, done = values("usual", 2**20), [], threading.Event()
 
     def tick():

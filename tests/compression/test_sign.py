@@ -1,29 +1,19 @@
-"""What is special about sign: a bit a value, the block's mean magnitude, and a sum that no machine rounds differently."""
+"""What is special about sign: a bit a value, the block's mean magnitude,
+and a sum that no machine rounds differently."""
 
 import math
 import struct
 
 import pytest
 import torch
+from worlds.codecs import decoded, encoded
 
 from farflock.compression.blocks import mean_magnitudes
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.sign import Sign
 
 
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.empty(count)
-    c.decode(payload, Context(), out)
-    return out
-
-
-def test_bits_say_who_is_below_zero_the_first_value_in_the_lowest():
+def test_bits_mark_the_values_below_zero_lowest_bit_first():
     payload = encoded(Sign(), torch.tensor([1.0, -2.0, 0.0, -0.0, -3.0]))
     assert payload[4:] == bytes([0b10010])
     (scale,) = struct.unpack("<f", payload[:4])

@@ -1,4 +1,5 @@
-"""What is special about top-k in 2 bits: which are kept, the best two levels, the size, hostile positions."""
+"""What is special about top-k in 2 bits: which are kept, the best two levels, the size,
+hostile positions."""
 
 import itertools
 import math
@@ -9,30 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded, round_trip
 
-from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.sparse2 import TopK2
 from farflock.compression.topk import TopK
 
 
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.full((count,), float("nan"))
-    c.decode(payload, Context(), out)
-    return out
-
-
-def through(c, x):
-    return decoded(c, encoded(c, x), len(x))
-
-
 def largest(numbers, k, chunk):
-    """Positions of the largest magnitudes of each chunk, of equal ones the first: slow and obvious."""
+    """Positions of the largest magnitudes of each chunk, of equal ones the first:
+    slow and obvious."""
     kept = []
     for start in range(0, len(numbers), chunk):
         stop = min(start + chunk, len(numbers))
@@ -42,7 +29,8 @@ def largest(numbers, k, chunk):
 
 
 def best_error(sizes):
-    """The least squared error that two levels can have: every cut of the sorted magnitudes tried."""
+    """The least squared error that two levels can have: every cut of the sorted magnitudes
+    tried."""
     sizes = sorted(sizes)
     groups = [(sizes[:cut], sizes[cut:]) for cut in range(1, len(sizes) + 1)]
     return min(sum(np.var(part) * len(part) for part in pair if part) for pair in groups)
@@ -53,27 +41,27 @@ def best_error(sizes):
     st.sampled_from([(1, 2), (3, 10), (5, 16), (8, 17), (2, 64), (16, 33)]),
 )
 def test_exactly_the_largest_are_kept_and_of_equals_the_first(numbers, shape):
-    back = through(TopK2(*shape), torch.tensor(numbers, dtype=torch.float32))
+    back = round_trip(TopK2(*shape), torch.tensor(numbers, dtype=torch.float32))
     assert back.nonzero().flatten().tolist() == largest(numbers, *shape)
 
 
 @pytest.mark.parametrize("kind", ["usual", "ties", "rare"])
 def test_whole_chunks_keep_what_plain_top_k_keeps(values, kind):
     x = values(kind, 3 * 4096)
-    assert torch.equal(through(TopK2(), x) != 0, through(TopK(), x) != 0)
+    assert torch.equal(round_trip(TopK2(), x) != 0, round_trip(TopK(), x) != 0)
 
 
 @pytest.mark.parametrize(
     ("size", "kept"), [(1, 1), (31, 1), (95, 1), (96, 2), (2048, 32), (4095, 64)]
 )
 def test_a_short_chunk_keeps_its_share_and_at_least_one(values, size, kept):
-    assert int((through(TopK2(), values("usual", 4096 + size))[4096:] != 0).sum()) == kept
+    assert int((round_trip(TopK2(), values("usual", 4096 + size))[4096:] != 0).sum()) == kept
 
 
 def test_two_values_of_different_size_travel_as_they_are():
     x = torch.zeros(4096)
     x[[5, 900]] = torch.tensor([-3.0, 0.5])
-    assert torch.equal(through(TopK2(2, 4096), x), x)
+    assert torch.equal(round_trip(TopK2(2, 4096), x), x)
 
 
 @pytest.mark.parametrize("kind", ["usual", "ties", "huge", "rare"])
@@ -81,7 +69,7 @@ def test_two_values_of_different_size_travel_as_they_are():
 def test_no_other_two_levels_have_less_squared_error(values, kind, shape):
     k, chunk = shape
     x = values(kind, 5 * chunk).view(5, chunk)
-    back = through(TopK2(*shape), x.reshape(-1)).view(5, chunk)
+    back = round_trip(TopK2(*shape), x.reshape(-1)).view(5, chunk)
     for row, arrived in zip(x.double(), back.double(), strict=True):
         kept = largest(row.tolist(), k, chunk)
         error = float((row[kept] - arrived[kept]).square().sum())
@@ -91,7 +79,7 @@ def test_no_other_two_levels_have_less_squared_error(values, kind, shape):
 
 def test_signs_survive_and_a_chunk_has_two_magnitudes_at_most(values):
     x = values("usual", 4 * 4096)
-    back = through(TopK2(), x)
+    back = round_trip(TopK2(), x)
     kept = back != 0
     assert torch.equal(back[kept].sign(), x[kept].sign())
     assert all(len(row[row != 0].abs().unique()) <= 2 for row in back.view(4, 4096))
@@ -99,13 +87,13 @@ def test_signs_survive_and_a_chunk_has_two_magnitudes_at_most(values):
 
 def test_scaling_by_a_power_of_two_scales_what_arrives(values):
     x = values("usual", 3 * 4096 + 77)
-    assert torch.equal(through(TopK2(), x * 2.0**-40), through(TopK2(), x) * 2.0**-40)
+    assert torch.equal(round_trip(TopK2(), x * 2.0**-40), round_trip(TopK2(), x) * 2.0**-40)
 
 
 def test_sending_the_residual_again_and_again_reaches_every_value(values):
     x, sent = values("usual", 4096), torch.zeros(4096)
     for _ in range(400):
-        sent += through(TopK2(), x - sent)
+        sent += round_trip(TopK2(), x - sent)
     assert float((x - sent).abs().max()) < 0.02 * float(x.abs().max())
 
 

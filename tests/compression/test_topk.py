@@ -1,30 +1,21 @@
-"""What is special about top-k: exactly the largest travel, equals are settled by place, hostile positions are refused."""
+"""What is special about top-k: exactly the largest travel, equals are settled by place,
+hostile positions are refused."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.codecs import decoded, encoded
 
-from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.topk import TopK
 
 pytestmark = pytest.mark.usefixtures("version")
 
 
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return out
-
-
-def decoded(c, payload, count):
-    out = torch.full((count,), float("nan"))
-    c.decode(payload, Context(), out)
-    return out
-
-
 def largest(numbers, k, chunk):
-    """Positions of the k largest magnitudes of each chunk, of equal ones the first: slow and obvious."""
+    """Positions of the k largest magnitudes of each chunk, of equal ones the first:
+    slow and obvious."""
     kept = []
     for start in range(0, len(numbers), chunk):
         order = sorted(

@@ -1,4 +1,5 @@
-"""What is special about zstd: where it pays, and the frames that are refused before they cost memory."""
+"""What is special about zstd: where it pays, and the frames that are refused before they cost
+memory."""
 
 import struct
 import tracemalloc
@@ -6,25 +7,14 @@ import tracemalloc
 import pytest
 import torch
 import zstandard
+from worlds.codecs import decoded, encoded
 
-from farflock.compression.codec import Context, CorruptPayload
+from farflock.compression.codec import CorruptPayload
 from farflock.compression.half import Half, Raw
 from farflock.compression.int8 import Int8
 from farflock.compression.zstd import Zstd
 
 BF16 = Zstd(Half("bf16"))
-
-
-def encoded(c, x):
-    out = bytearray()
-    c.encode(x, Context(), out)
-    return bytes(out)
-
-
-def decoded(c, payload, count):
-    out = torch.empty(count)
-    c.decode(payload, Context(), out)
-    return out
 
 
 def pack(content, **options):

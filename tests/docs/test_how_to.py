@@ -1,6 +1,7 @@
-"""The pages of docs/how-to/ are followed from top to bottom in an empty folder: files are written, diffs are applied, commands
-are run in fresh processes, and what they print is what the page says. Files with a folder in their name are a checkout's, of
-which there is a copy.
+"""Follow the pages of docs/how-to/ from top to bottom in an empty folder.
+
+Files are written, diffs are applied, and commands run in fresh processes; each must print what
+the page says. A file with a folder in its name belongs to a checkout, so the test copies one.
 """
 
 import os
@@ -55,7 +56,7 @@ def copy_of_the_checkout(target):
     return target
 
 
-def run(command, home, folder):
+def in_a_shell(command, home, folder):
     """A line of a shell, in a fresh process."""
     search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {
@@ -90,7 +91,7 @@ def follow(page, home):
         else:
             assert language == "console"
             command, _, said = text.removeprefix("$ ").partition("\n")
-            shown = run(command, home, scratch)
+            shown = in_a_shell(command, home, scratch)
             assert re.search(pattern(said), shown), f"{command} printed: {shown}"
             assert bool(said.strip()) == bool(shown)
             commands.append(command)

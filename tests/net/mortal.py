@@ -1,8 +1,9 @@
-"""Peers of which one kills itself at a chosen point of an exchange: whole nodes in processes of their own, over real links.
+"""A peer that kills itself at a chosen point of an exchange, among whole nodes on real links.
 
-Run as a program, with a folder, a number and a point, this is one peer. It finds the others by the records in the folder,
-trains with DiLoCo, notes there what happens to it, and ends when there is a file `finish`. The first one that comes to the
-chosen point dies there; which one that is, a file `victim` says.
+Run as a program, with a folder, a number and a point, this is one peer. It finds the others by
+the records in the folder, trains with DiLoCo, writes there what happens to it, and ends when a
+file `finish` appears. The first peer to reach the chosen point dies there; the file `victim`
+says which one that was.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ STREAM = "delta"
 
 
 class Killer:
-    """Watches what a peer sends, and ends it with SIGKILL at the point called `phase`, if nobody has died there yet."""
+    """Watches what a peer sends, and kills it with SIGKILL at the point `phase`; one peer dies."""
 
     def __init__(self, links, phase, chosen):
         self._phase, self._chosen = phase, chosen
@@ -106,7 +107,7 @@ class Life:
             self.log.write(json.dumps(noted) + "\n")
 
     def chosen(self):
-        """Whether I am the one: only the first who asks is."""
+        """Whether this peer is the victim: the first one that asks is."""
         with contextlib.suppress(FileExistsError):
             with (self.folder / "victim").open("x") as file:
                 file.write(str(self.number))

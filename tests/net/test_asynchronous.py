@@ -1,31 +1,21 @@
-"""An asynchronous pipeline of real processes: passes of several rounds are on their way, a server is killed and another one
-comes, and each microbatch counts once, no later than it may."""
+"""An asynchronous pipeline of real processes, with passes of several rounds in flight.
+
+A server is killed and another one comes; each microbatch counts once, and no later than it may.
+"""
 
 import collections
-import runpy
 import signal
-from pathlib import Path
 
 import pytest
+from worlds.node_processes import BATCH, described, fallen
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
-_PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, described, fallen, BATCH = (
-    _PIPELINE[name] for name in ("Run", "described", "fallen", "BATCH")
-)
 STALENESS, STEPS = 5, 200
 
 
-@pytest.fixture
-def run(nursery, tmp_path):
-    made = Run(nursery.popen, tmp_path)
-    yield made
-    made.end()
-
-
 def delays(node):
-    """By stage and round, the greatest delay of a gradient in it and their mean, as one server measured them."""
+    """The greatest and the mean delay of the gradients by stage and round, as a server measured."""
     found = {
         (entry["stage"], entry["round"]): (entry["most"], entry["mean"])
         for entry in node.events("delay")

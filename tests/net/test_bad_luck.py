@@ -1,4 +1,4 @@
-"""What goes wrong around a node ends it with one sentence, the exit code that was promised, and nothing overwritten."""
+"""What goes wrong around a node ends it with one sentence and its exit code; files stay whole."""
 
 import json
 import os
@@ -71,8 +71,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def farflock(capfd, monkeypatch, tmp_path):
-    """A function that runs a command in this process -> exit code, its result or its one sentence."""
+def outcome(capfd, monkeypatch, tmp_path):
+    """A function that runs a command in this process: exit code, and its result or its sentence."""
     monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(process, "LINGER_S", 0.0)
 
@@ -132,7 +132,7 @@ class Founder:
 
 @pytest.fixture(scope="module")
 def founder(nursery, tmp_path_factory):
-    """A founder whose text is a file, and whose snapshots are damaged while a file `corrupt` is in its folder."""
+    """A founder with a text file; its snapshots are damaged while its folder holds `corrupt`."""
     folder = tmp_path_factory.mktemp("founder")
     corpus = folder / "text.txt"
     corpus.write_text("All the world's a stage.\n" * 2000)
@@ -142,12 +142,12 @@ def founder(nursery, tmp_path_factory):
 
 
 def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
-    farflock, founder, tmp_path, monkeypatch
+    outcome, founder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, facts = farflock("join", founder.invite(), "--dry-run", "--folder", tmp_path / "b")
+    code, facts = outcome("join", founder.invite(), "--dry-run", "--folder", tmp_path / "b")
     assert code == 0
-    _, described = farflock("run", founder.folder / "run.toml", "--dry-run")
+    _, described = outcome("run", founder.folder / "run.toml", "--dry-run")
     assert {name: facts[name] for name in ("manifest", "hash")} == described
     assert facts["memory_bytes"] > 0
     assert facts["run"] == json.loads((founder.folder / "status.json").read_text())["run"]
@@ -155,22 +155,22 @@ def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
-    farflock, founder, tmp_path, monkeypatch
+    outcome, founder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
-    code, sentence = farflock("join", founder.invite(), "--folder", tmp_path / "b")
+    code, sentence = outcome("join", founder.invite(), "--folder", tmp_path / "b")
     assert code == 3
     assert "too large for this machine" in sentence
     assert "and 1 MB are free here" in sentence
     assert "parameters takes about" in sentence
 
 
-def test_a_damaged_state_is_not_taken_over(farflock, founder, tmp_path, monkeypatch):
+def test_a_damaged_state_is_not_taken_over(outcome, founder, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "JOIN_TIMEOUT_S", 6.0)
     invite = founder.invite()
     (founder.folder / "corrupt").touch()
     try:
-        code, sentence = farflock("join", invite, "--folder", tmp_path / "b")
+        code, sentence = outcome("join", invite, "--folder", tmp_path / "b")
     finally:
         (founder.folder / "corrupt").unlink()
     assert code == 1
@@ -178,11 +178,11 @@ def test_a_damaged_state_is_not_taken_over(farflock, founder, tmp_path, monkeypa
     assert not (tmp_path / "b" / "checkpoints").exists()
 
 
-def test_another_text_under_the_same_name_is_refused(farflock, founder, tmp_path):
+def test_another_text_under_the_same_name_is_refused(outcome, founder, tmp_path):
     invite, text = founder.invite(), founder.corpus.read_text()
     founder.corpus.write_text(text.replace("stage", "state"))
     try:
-        code, sentence = farflock("join", invite, "--folder", tmp_path / "b")
+        code, sentence = outcome("join", invite, "--folder", tmp_path / "b")
     finally:
         founder.corpus.write_text(text)
     assert code == 3
@@ -190,27 +190,28 @@ def test_another_text_under_the_same_name_is_refused(farflock, founder, tmp_path
     assert "founder" in sentence
 
 
-def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
+def test_a_run_of_another_version_is_refused_at_once(outcome, tmp_path):
     # A process from scratch: modules take the version over when they are imported.
     later = Founder(subprocess.Popen, tmp_path / "a", "shakespeare", "-c", LATER_VERSION)
     try:
         invite, began_s = later.invite(), time.monotonic()
-        code, sentence = farflock("join", invite, "--folder", tmp_path / "b")
+        code, sentence = outcome("join", invite, "--folder", tmp_path / "b")
         took_s = time.monotonic() - began_s
     finally:
         later.end()
     assert (code, sentence) == (
         3,
-        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; update farflock",
+        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; "
+        "update farflock",
     )
     assert took_s < 30  # and not after the time that members have for an answer
 
 
 @pytest.mark.parametrize("option", ["--port", "--dht-port"])
-def test_a_taken_port_is_named_with_its_remedy(farflock, manifest, tmp_path, option):
+def test_a_taken_port_is_named_with_its_remedy(outcome, manifest, tmp_path, option):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code, sentence = farflock("run", manifest, "--folder", tmp_path / "a", option, port)
+        code, sentence = outcome("run", manifest, "--folder", tmp_path / "a", option, port)
     assert code == 1
     assert str(port) in sentence
     assert "choose another port" in sentence
@@ -218,7 +219,7 @@ def test_a_taken_port_is_named_with_its_remedy(farflock, manifest, tmp_path, opt
 
 @pytest.fixture
 def disk(tmp_path):
-    """A function that mounts a disk of so many kilobytes, or a read-only one of none."""
+    """A function that mounts a disk of this many kilobytes, or a read-only one for 0."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("only root can mount a small disk")
     place = tmp_path / "disk"
@@ -236,7 +237,7 @@ def disk(tmp_path):
     subprocess.run(["umount", str(place)], check=False, capture_output=True, timeout=10)
 
 
-def test_a_full_disk_leaves_not_even_half_a_key(farflock, manifest, disk):
+def test_a_full_disk_leaves_not_even_half_a_key(outcome, manifest, disk):
     full = disk(64)
     (full / "mine").write_bytes(b"")
     with (
@@ -246,28 +247,28 @@ def test_a_full_disk_leaves_not_even_half_a_key(farflock, manifest, disk):
         while True:
             file.write(bytes(4096))
     before = written(full)
-    code, sentence = farflock("run", manifest, "--folder", full / "a")
+    code, sentence = outcome("run", manifest, "--folder", full / "a")
     assert code == 1
     assert "No space left on device; free some space" in sentence
     assert written(full) == before
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoint_says_so_and_keeps_no_part_of_it(
-    farflock, manifest, disk
+    outcome, manifest, disk
 ):
     small = disk(224)
-    code, sentence = farflock("run", manifest, "--folder", small / "a")
+    code, sentence = outcome("run", manifest, "--folder", small / "a")
     assert code == 1
     assert "no room on the disk for" in sentence
     assert "step-20" in sentence
     assert not list((small / "a" / "checkpoints").iterdir())
 
 
-def test_files_that_must_not_grow_are_like_a_full_disk(farflock, manifest, tmp_path):
+def test_files_that_must_not_grow_are_like_a_full_disk(outcome, manifest, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
-        code, sentence = farflock("run", manifest, "--folder", tmp_path / "a")
+        code, sentence = outcome("run", manifest, "--folder", tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1
@@ -275,45 +276,45 @@ def test_files_that_must_not_grow_are_like_a_full_disk(farflock, manifest, tmp_p
     assert not list(tmp_path.glob("a/checkpoints/*"))
 
 
-def test_a_folder_that_must_not_be_written_is_named(farflock, manifest, disk):
-    code, sentence = farflock("run", manifest, "--folder", disk(0) / "a")
+def test_a_folder_that_must_not_be_written_is_named(outcome, manifest, disk):
+    code, sentence = outcome("run", manifest, "--folder", disk(0) / "a")
     assert code == 1
     assert "disk/a: Read-only file system; give this user permission" in sentence
 
 
-def test_a_file_where_a_folder_should_be_is_named_and_kept(farflock, manifest, tmp_path):
+def test_a_file_where_a_folder_should_be_is_named_and_kept(outcome, manifest, tmp_path):
     (tmp_path / "a").write_bytes(b"mine")
-    code, sentence = farflock("run", manifest, "--folder", tmp_path / "a")
+    code, sentence = outcome("run", manifest, "--folder", tmp_path / "a")
     assert code == 2
     assert "a' is a file" in sentence
-    code, sentence = farflock("run", manifest, "--folder", tmp_path / "a" / "b")
+    code, sentence = outcome("run", manifest, "--folder", tmp_path / "a" / "b")
     assert code == 1
     assert "a file stands where a folder should be" in sentence
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 
 def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(
-    farflock, manifest, tmp_path
+    outcome, manifest, tmp_path
 ):
     folder = tmp_path / "a"
-    assert farflock("run", manifest, "--folder", folder)[0] == 0
+    assert outcome("run", manifest, "--folder", folder)[0] == 0
     before = written(folder / "checkpoints")
-    code, sentence = farflock("run", manifest, "--folder", folder, "--set", "run.seed=7")
+    code, sentence = outcome("run", manifest, "--folder", folder, "--set", "run.seed=7")
     assert code == 1
     assert "step-20 is of another run" in sentence
     assert written(folder / "checkpoints") == before
     (folder / "checkpoints" / "step-20" / "method.safetensors").write_bytes(b"broken")
     before = written(folder / "checkpoints")
-    code, sentence = farflock("run", manifest, "--folder", folder)
+    code, sentence = outcome("run", manifest, "--folder", folder)
     assert code == 1
     assert "is whole; restore one, or move them away" in sentence
     assert written(folder / "checkpoints") == before
 
 
 def test_a_text_that_is_not_the_manifest_s_ends_the_run_before_it_begins(
-    farflock, manifest, tmp_path
+    outcome, manifest, tmp_path
 ):
-    code, sentence = farflock(
+    code, sentence = outcome(
         "run", manifest, "--folder", tmp_path / "a", "--set", f"data.sha256='{'0' * 64}'"
     )
     assert code == 3

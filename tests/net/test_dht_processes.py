@@ -1,4 +1,4 @@
-"""The directory between real processes: strangers that read it, and ends that nobody planned."""
+"""The directory between real processes: strangers that read it, and unplanned ends."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from worlds.node_liveness import alive
 
 pytest.importorskip("hivemind")
 
@@ -26,11 +26,13 @@ TIMEOUT_S = 60
 
 STRANGER = """
 import json, sys, hivemind
-dht = hivemind.DHT(initial_peers=sys.argv[1:2], start=True, client_mode=sys.argv[2] == "client", use_relay=False,
-                   use_auto_relay=False, auto_nat=False, nat_port_map=False)
+dht = hivemind.DHT(initial_peers=sys.argv[1:2], start=True, client_mode=sys.argv[2] == "client",
+                   use_relay=False, use_auto_relay=False, auto_nat=False, nat_port_map=False)
 try:
     read = [dht.get(key, latest=True) for key in sys.argv[3:]]
-    print(json.dumps([{subkey.hex(): entry.value.hex() for subkey, entry in each.value.items()} for each in read]))
+    print(json.dumps([
+        {subkey.hex(): entry.value.hex() for subkey, entry in each.value.items()} for each in read
+    ]))
 finally:
     dht.shutdown()
 """
@@ -114,12 +116,6 @@ def test_a_plain_hivemind_client_reads_the_head_and_the_records(tmp_path, mode):
         assert unseal(records[alice.public][64:], RUN).peer == alice.peer
 
     asyncio.run(main())
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def gone_within(pid, limit_s):

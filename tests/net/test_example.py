@@ -1,4 +1,4 @@
-"""The example that newcomers copy, as two processes; and one peer's real links, which must leave nothing behind."""
+"""The example that newcomers copy, as two processes; a peer's real links leave nothing behind."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from worlds.node_liveness import alive
 
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
@@ -57,12 +58,6 @@ def example(*arguments):
         process.kill()
         process.wait(10)
         process.stdout.close()
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def gone(pids, limit_s=5.0):

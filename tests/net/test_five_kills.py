@@ -1,4 +1,4 @@
-"""A peer that dies at any point of an exchange costs the others no step: real processes, real links, SIGKILL."""
+"""A peer that dies at any point of an exchange costs the others no step: real links, SIGKILL."""
 
 import contextlib
 import json

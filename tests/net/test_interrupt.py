@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a node and the demo end in good order within seconds, and leave no process, port or file behind."""
+"""Ctrl-C and SIGTERM end a node and the demo within seconds, and no process, port or file stays."""
 
 import contextlib
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds.node_liveness import alive
 
 from farflock.node.run.invite import Invite, mint
 
@@ -98,7 +99,7 @@ class Started:
         ) else None
 
     def traces(self):
-        """What must be gone afterwards: processes, sockets in the file system, ports that somebody listens on."""
+        """Processes, socket files and listening ports; all of them must be gone afterwards."""
         family = [
             psutil.Process(self.process.pid),
             *psutil.Process(self.process.pid).children(recursive=True),
@@ -115,12 +116,6 @@ class Started:
         assert len(family) > 1
         assert ports
         return [each.pid for each in family], {path for path in paths if path.is_absolute()}, ports
-
-
-def alive(pid):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def listens(port):
@@ -147,7 +142,7 @@ def assert_gone(traces, limit_s=3):
 
 @pytest.fixture
 def start(nursery, tmp_path):
-    """A function that starts a command; all that are left at the end are killed with their groups."""
+    """A function that starts a command; at the end each one left is killed with its group."""
     started = []
 
     def begin(name, *arguments, **options):

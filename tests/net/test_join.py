@@ -1,4 +1,4 @@
-"""Founding and joining as people see it: the view on a terminal, plain lines elsewhere, and what is left on the disk."""
+"""Start and join a run as people see it: the view on a terminal, plain lines elsewhere, files."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS":
 
 
 def on_a_terminal(popen, command, out):
-    """Run a command whose standard error is a terminal, and its output a file; what the terminal showed, and the process."""
+    """Run a command whose standard error is a terminal: what that showed, and the process."""
     ours, theirs = pty.openpty()
     process = popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT
@@ -47,7 +47,9 @@ def on_a_terminal(popen, command, out):
     shown = b""
     ends_s = time.monotonic() + 100
     try:
-        with contextlib.suppress(OSError):  # a terminal that nobody holds any more cannot be read
+        with contextlib.suppress(
+            OSError
+        ):  # a terminal that no process holds any more cannot be read
             while time.monotonic() < ends_s:
                 if select.select([ours], [], [], 0.1)[0]:
                     shown += os.read(ours, 65536)
@@ -89,7 +91,7 @@ def invite_of(process, folder):
 
 
 def from_outside(run, invite, folder):
-    """A run looked at by its invite: who is in it and answers; nothing is joined or left behind."""
+    """A run looked at by its invite: its members and their answers; it is not joined."""
     looked = run(
         [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"],
         cwd=ROOT,

@@ -1,30 +1,19 @@
-"""A full replica and a pipeline of small nodes in real processes train one model, and whoever of them is killed, its part is
-with the others."""
+"""A full replica and a pipeline of small nodes train one model in real processes.
 
-import runpy
-from pathlib import Path
+Whichever of them is killed, the others take over its part.
+"""
 
 import pytest
+from worlds.node_processes import described, fallen, one_state
 
-_PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, described, fallen, one_state = (
-    _PIPELINE[name] for name in ("Run", "described", "fallen", "one_state")
-)
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 STAGES = 2
 
 
-@pytest.fixture
-def run(nursery, tmp_path):
-    made = Run(nursery.popen, tmp_path)
-    yield made
-    made.end()
-
-
 def found(run, manifest, role):
     """As `Run.found`, by a founder of this role."""
-    (run._folder / "run.toml").write_bytes(manifest.canonical())
-    founder = run.start("founder", "run", run._folder / "run.toml", "--role", role)
+    (run.folder / "run.toml").write_bytes(manifest.canonical())
+    founder = run.start("founder", "run", run.folder / "run.toml", "--role", role)
     run.invite = founder.reaches(lambda status: status["invite"])["invite"]
     return founder
 
@@ -44,7 +33,7 @@ def all_counted_once(*nodes):
         assert work["microbatches"] > 0
 
 
-def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(
+def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     run,
 ):
     total, replica, servers, trainer = begun(run, 120)
@@ -76,7 +65,7 @@ def test_a_founding_replica_that_is_killed_comes_back_to_the_state_that_the_othe
     killed = founder.reaches(lambda status: status["tokens"] >= total // 10)
     founder.kill()
     trainer.reaches(lambda status: len(status["members"]) == 3)
-    again = run.start("founder", "run", run._folder / "run.toml", "--role", "replica")
+    again = run.start("founder", "run", run.folder / "run.toml", "--role", "replica")
     again.comes_in()
     for node in (again, *servers, trainer):
         node.is_done()

@@ -1,16 +1,12 @@
-"""Two peers in network namespaces that cannot see each other, and a relay in a third that both see."""
+"""Two peers in network namespaces that cannot see each other, and a relay that both see."""
 
 import asyncio
 import os
-import runpy
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "fleet.py"))
-run = _FLEET["run"]
+from worlds.fleet import run
 
 pytestmark = pytest.mark.net
 

@@ -1,19 +1,24 @@
-"""A pipeline of real processes: it trains as the unsplit model does, and what is killed, refused or stopped costs nobody's
-microbatch."""
+"""A pipeline of real processes trains as the unsplit model does.
+
+A process that is killed, refused or stopped costs no other node a microbatch.
+"""
 
 import collections
-import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from worlds.node_processes import (
+    BATCH,
+    FOREVER,
+    SEQ,
+    STEP,
+    described,
+    fallen,
+    one_state,
+    round_of,
+)
 
 from farflock.node.demo.baselines import train_baseline
 from farflock.node.model.corpus import load_corpus
@@ -22,211 +27,15 @@ from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import joined
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
-
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0  # for whatever comes; a few seconds on an idle machine
-COMMAND = (sys.executable, "-m", "farflock.node.cli")
-BATCH, SEQUENCES, SEQ = 8, 2, 32  # microbatches of a step; of one, its sequences and their tokens
-STEP = BATCH * SEQUENCES * SEQ  # tokens
-MODEL = {
-    "dim": 32,
-    "layers": 3,
-    "heads": 2,
-    "kv_heads": 2,
-    "ffn_dim": 64,
-    "context": 64,
-    "tied": False,
-}
-FOREVER = 1_000_000  # steps
-
-
-def described(peers, steps, stages=3, **terms):
-    return resolve(
-        {
-            "run": {"name": "pipeline", "seed": 1, "total_tokens": steps * STEP},
-            "model": MODEL,
-            "train": {
-                "batch": SEQUENCES,
-                "seq": SEQ,
-                "lr": 5e-3,
-                "warmup_tokens": 2 * STEP,
-                "clip": 0.0,  # a stage's norm is not the whole model's
-                "joiner_steps": 0,  # DDP sets the rate by the run's tokens, and so must the unsplit model
-            },
-            "pipeline": {
-                "stages": stages,
-                "batch": BATCH,
-                "forward_timeout_s": 10,
-                "backward_timeout_s": 20,
-            }
-            | terms,
-            "method": {"name": "ddp", "options": {}},
-            "exchange": {"view_s": 1.0, "start_peers": peers, "deadline_s": 10.0},
-        }
-    )
-
-
-class Node:
-    """One command in a process of its own, and what it leaves in its folder."""
-
-    def __init__(self, popen, folder, *words):
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        with (folder / "log.txt").open("ab") as log:
-            self.process = popen(
-                [
-                    *COMMAND,
-                    *map(str, words),
-                    "--folder",
-                    str(folder),
-                    "--checkpoint-every",
-                    "5",
-                    "--json",
-                ],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-
-    @property
-    def log(self):
-        return (self.folder / "log.txt").read_text()
-
-    def status(self):
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.folder / "status.json").read_text())
-        return None
-
-    def events(self, kind):
-        with contextlib.suppress(OSError):
-            lines = (self.folder / "events.jsonl").read_text().splitlines(keepends=True)
-            entries = [json.loads(line) for line in lines if line.endswith("\n")]
-            return [entry for entry in entries if entry["kind"] == kind]
-        return []
-
-    def reaches(self, condition):
-        """Its status as soon as that meets a condition."""
-        ends_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends_s:
-            if (status := self.status()) is not None and condition(status):
-                return status
-            assert self.process.poll() is None, self.log[-2000:]
-            time.sleep(0.05)
-        raise AssertionError(f"not in time: {self.status()} {self.log[-2000:]}")
-
-    def comes_in(self):
-        return self.reaches(
-            lambda status: status["pid"] == self.process.pid and status["is_member"]
-        )
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(20)
-
-    def ends(self):
-        """Exit code, and what the last line of standard output says."""
-        out, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, json.loads(out.splitlines()[-1])
-
-    def is_done(self):
-        code, said = self.ends()
-        assert (code, said["ended"]) == (0, "done"), self.log[-2000:]
-
-    def leaves(self, number=signal.SIGTERM):
-        """Is told to, and does so in order; what the last line of standard output says."""
-        self.process.send_signal(number)
-        code, said = self.ends()
-        assert (code, said["ended"]) == ({signal.SIGTERM: 0, signal.SIGINT: 130}[number], "left"), (
-            self.log[-2000:]
-        )
-        return said
-
-    def saved(self, stage):
-        """Its last checkpoint of a stage."""
-        return checkpoint.latest(self.folder / "checkpoints" / f"stage-{stage}")
-
-    def losses(self):
-        return [entry["loss"] for entry in self.events("loss")]
-
-
-class Run:
-    """All processes of one run, ended with the test."""
-
-    def __init__(self, popen, folder):
-        self._popen, self._folder, self.nodes = popen, folder, []
-
-    def start(self, name, *words):
-        self.nodes.append(Node(self._popen, self._folder / name, *words))
-        return self.nodes[-1]
-
-    def found(self, manifest):
-        (self._folder / "run.toml").write_bytes(manifest.canonical())
-        founder = self.start("founder", "run", self._folder / "run.toml")
-        self.invite = founder.reaches(lambda status: status["invite"])["invite"]
-        return founder
-
-    def join(self, name, *words):
-        return self.start(name, "join", self.invite, *words)
-
-    def servers(self, stages, first=1):
-        """Two servers of each stage; of the first one, the founder and so many more."""
-        for stage in range(stages):
-            for place in range(2 if stage else first - 1):
-                self.join(f"server-{stage}-{place}", "--role", f"stage:{stage}")
-
-    def alive(self):
-        return [node for node in self.nodes if node.process.poll() is None]
-
-    def serving(self, stage):
-        """Who serves it now."""
-        return [node for node in self.alive() if node.status()["role"] == f"stage:{stage}"]
-
-    def end(self):
-        for node in self.nodes:
-            node.process.kill()
-            node.process.wait(20)
-            node.process.stdout.close()
-
-
-@pytest.fixture
-def run(nursery, tmp_path):
-    made = Run(nursery.popen, tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.fixture(scope="module")
 def text():
     corpus, tokenizer = load_corpus("shakespeare"), ByteTokenizer()
     return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-
-
-def round_of(saved):
-    (number,) = saved.meta["node"]["place"]["rounds"].values()
-    return number
-
-
-def one_state(saved):
-    """The stage's tensors, which all of these checkpoints have bit by bit."""
-    for each in saved[1:]:
-        assert round_of(each) == round_of(saved[0])
-        for part in ("model", "method"):
-            assert each.parts[part].keys() == saved[0].parts[part].keys()
-            for name, x in each.parts[part].items():
-                assert torch.equal(x, saved[0].parts[part][name]), name
-    return saved[0].parts["model"]
-
-
-def fallen(trainer):
-    """By how much its microbatches' loss fell, in nats a token."""
-    seen = trainer.losses()
-    return (sum(seen[:BATCH]) - sum(seen[-BATCH:])) / BATCH
 
 
 def held_out_loss(model, text):
@@ -280,8 +89,8 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     assert abs(whole - best) < 0.05 * (untrained - best)
 
 
-def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
-    """E11: servers that held some of their room while they waited for others' would stop each other."""
+def test_where_servers_have_hardly_any_room_no_node_waits_for_ever(run):
+    """E11: servers that hold some of their room while they wait for others' stop each other."""
     manifest = described(4, 15, stages=2, places=1, queue=1, window=24)
     founder = run.found(manifest)
     run.servers(2, first=2)
@@ -298,7 +107,7 @@ def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
 def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_stage_up(run):
     """The run has no end of its own: on a busy machine it could come before the newcomer."""
     founder = run.found(described(6, FOREVER))
-    run.servers(3)  # not of the first stage: nobody could leave another stage for the lost one
+    run.servers(3)  # not of the first stage: no server could leave another stage for the lost one
     trainer = run.join("trainer", "--role", "trainer")
     founder.reaches(lambda status: status["tokens"] >= 10 * STEP)
     run.serving(2)[-1].kill()
@@ -337,9 +146,7 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
-def test_a_role_that_there_is_not_is_refused_and_who_leaves_in_order_comes_back_to_its_checkpoint(
-    run, number
-):
+def test_an_unknown_role_is_refused_and_a_node_that_left_resumes_from_its_checkpoint(run, number):
     founder = run.found(described(3, FOREVER, stages=2))
     server, trainer = (
         run.join("server", "--role", "stage:1"),

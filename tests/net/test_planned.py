@@ -1,26 +1,13 @@
 """Planned paths in real processes: a trainer sends each microbatch where the manifest says."""
 
-import runpy
-from pathlib import Path
-
 import pytest
+from worlds.node_processes import BATCH, MODEL, SEQ, SEQUENCES, fallen
 
 from farflock.node.run.manifest import resolve
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
-_PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
-Run, fallen, MODEL, BATCH, SEQUENCES, SEQ = (
-    _PIPELINE[name] for name in ("Run", "fallen", "MODEL", "BATCH", "SEQUENCES", "SEQ")
-)
 STEPS = 20
-
-
-@pytest.fixture
-def run(nursery, tmp_path):
-    made = Run(nursery.popen, tmp_path)
-    yield made
-    made.end()
 
 
 def test_each_of_two_stages_has_half_of_the_microbatches_and_those_at_the_ends_all(run):

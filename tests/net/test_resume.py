@@ -1,4 +1,4 @@
-"""Real nodes that stop and start again: alone they go on bit by bit, in a living swarm they go back into it."""
+"""Real nodes stop and start again: alone they go on bit by bit, in a living swarm they rejoin."""
 
 import contextlib
 import json

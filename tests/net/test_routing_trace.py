@@ -1,13 +1,14 @@
-"""E14: who computes what is a matter of the policy and the member list alone. The same small pipeline walks its microbatches
-over real sockets in real time, and in the simulator: each pass of each microbatch is computed by the same server."""
+"""E14: routing depends on the policy and the member list alone.
+
+The same small pipeline sends its microbatches over real sockets in real time, and through the
+simulator: each pass of each microbatch is computed by the same server.
+"""
 
 import asyncio
 import collections
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import TEXT, pipeline, plan
 
 from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.run.terms import RebalanceTerms
@@ -17,10 +18,12 @@ from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("quiet_log"),
+]
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-plan, pipeline, TEXT = (_AUDIT[name] for name in ("plan", "pipeline", "TEXT"))
 BATCH = 8  # microbatches
 WALKED = 24  # microbatches that are compared, at least
 FOREVER = 10**9  # tokens
@@ -29,24 +32,22 @@ PATHS = plan_of_texts(
     [["0:0 1:1 2:0 3:0", "0:0 2:1 1:0 3:0", "0:0 1:0 2:1 3:0", "0:0 2:0 1:1 3:0"]]
 )
 NAMES = ("fixed", "noloco", "planned")
-PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+SUSPECT_AFTER_S = 20.0  # a machine under load is slow to answer, and a suspect is not asked
 
 
 class Traced(PipelineSimulation):
-    """A pipeline whose peers come one by one, so that all see one member list; its trainer sets out when they are there.
-    `trace` has the servers that computed each pass, by microbatch, stage and direction."""
+    """A pipeline whose peers come one by one, so that all of them see one member list.
+
+    Its trainer starts when they are there. `trace` has the servers that computed each pass, by
+    microbatch, stage and direction.
+    """
 
     def __init__(self, cut):
         parts = (*(PeerRole(stage, forward_s=0.0) for stage in STAGES), PeerRole(trains=True))
         self.world = PipelineWorld(parts, FOREVER, view_s=0.1)
         super().__init__(plan(total=FOREVER), cut, self.world, TEXT, self._look)
         self.trace = collections.defaultdict(set)
-        self.seen = set()  # member lists that the trainer went by, with who was there
+        self.seen = set()  # the member lists that the trainer used, with the peers that were there
 
     async def walk(self):
         """Until enough microbatches count; ends all nodes."""
@@ -75,7 +76,7 @@ class Traced(PipelineSimulation):
         )
 
     def _are_there(self, node):
-        """Whether all are members, and this node hears from each: a partner on a busy machine may seem gone at first."""
+        """Whether all are members and this node hears each; on a busy machine one may seem gone."""
         port = node.peer.context
         there = self._are_members(len(self.world.parts))
         return there and not any(
@@ -90,10 +91,10 @@ class Traced(PipelineSimulation):
         if node.trainer is not None:
             trainer, begin, stage_directory = (
                 node.trainer,
-                node.trainer._begin_more,
+                node.trainer.begin_more,
                 node.stage_directory,
             )
-            trainer._begin_more = lambda: begin() if self._are_there(node) else None
+            trainer.begin_more = lambda: begin() if self._are_there(node) else None
             serving = stage_directory.serving
 
             def serving_seen():
@@ -138,7 +139,9 @@ class OverSockets(Traced):
         links = ZmqLinks(
             identity,
             run,
-            LinkOptions(incarnation=incarnation, sequence=incarnation, suspect_after_s=PATIENT_S),
+            LinkOptions(
+                incarnation=incarnation, sequence=incarnation, suspect_after_s=SUSPECT_AFTER_S
+            ),
         )
         self.sockets.append(links)
         return Peer(

@@ -21,7 +21,7 @@ TOTAL = 3200
 
 
 class Bench:
-    """A network, and nodes of one plan on it. A step takes half a virtual second, everything else none."""
+    """A network with nodes of one plan. A step takes half a virtual second, all else takes none."""
 
     def __init__(self, text, method="diloco", peers=1, total=TOTAL, **options):
         self.text, self.total = text, total

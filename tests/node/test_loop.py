@@ -1,4 +1,4 @@
-"""The loop around real nodes: peers that are late, that missed rounds, and that have been left behind."""
+"""The loop around real nodes: peers that are late, missed rounds, or were left behind."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 
 async def gather(bench, tokens, slowness):
-    """Peers of these speeds from the start to `tokens`; what they reported, and the nodes at the end."""
+    """Peers of these speeds train to `tokens`: what they reported, and the nodes at the end."""
     reports = [[] for _ in slowness]
     nodes = []
 
@@ -60,7 +60,7 @@ def hashes_by_round(nodes):
 
 @pytest.mark.parametrize("method", ["ddp", "diloco"])
 def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(bench, text, method):
-    """It applies rounds from the log that were decided without it, at the rates of those rounds and not of its own step."""
+    """It applies rounds from the log at the rates of those rounds and not of its own step."""
     made = bench(
         text,
         method,
@@ -83,8 +83,10 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
 
 
 class Silent:
-    """A driver, client, state sync and training task in one, of a node whose first exchange nobody answers for `answer_s`
-    seconds."""
+    """A driver, client, state sync and training task in one; it has one exchange in flight.
+
+    No peer answers that exchange for `answer_s` seconds.
+    """
 
     tokens_per_step = 1
     weight = 1.0
@@ -171,7 +173,7 @@ def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_
 
 
 @pytest.mark.parametrize(("comes_s", "takes_s"), [(1.0, (1.0, 1.2)), (100.0, (3.0, 3.2))])
-def test_at_its_end_it_waits_for_the_content_of_a_round_that_was_decided_without_it_and_no_longer_than_it_may(
+def test_at_its_end_it_waits_within_a_limit_for_the_content_of_a_round_decided_without_it(
     bench, text, monkeypatch, comes_s, takes_s
 ):
     async def main():

@@ -1,4 +1,4 @@
-"""Portable arithmetic above the codecs: means and outer steps have the same bits whatever vector instructions torch uses."""
+"""Means and outer steps have the same bits whatever vector instructions torch uses."""
 
 import json
 import sys
@@ -28,14 +28,18 @@ for outer in (OuterSGD(0.7), OuterNesterov(), OuterHeavyBall(0.6, 0.3)):
     for seed in range(5):
         phi, u = outer.step(phi, mixed(10_007, seed + 2), u)
     report[type(outer).__name__] = digest(phi, u)
-inputs = [(weight, [mixed(4099, seed), mixed(17, seed)]) for seed, weight in enumerate((1.0, 3.0, 0.1, 4096.0, 7.0))]
+weights = (1.0, 3.0, 0.1, 4096.0, 7.0)
+inputs = [(weight, [mixed(4099, seed), mixed(17, seed)]) for seed, weight in enumerate(weights)]
 report["mean"] = digest(*weighted_mean(inputs))
 report["feedback"] = digest(message(mixed(4099, 8), mixed(4099, 9), 0.9))
 shapes = {"a": (4099,), "b": (17,)}
 for out in ("int8", "topk:64/4096"):
     cut = ShardLayout.of(shapes, codec(out))
-    payloads = [(str(n), weight, cut.pack(0, 0, values)) for n, (weight, values) in enumerate(inputs)]
-    report[out] = hashlib.sha256(Reducer(cut, codec("bf16"), compensate=False).reduce(0, 0, payloads).data).hexdigest()
+    payloads = [
+        (str(n), weight, cut.pack(0, 0, values)) for n, (weight, values) in enumerate(inputs)
+    ]
+    reduced = Reducer(cut, codec("bf16"), compensate=False).reduce(0, 0, payloads)
+    report[out] = hashlib.sha256(reduced.data).hexdigest()
 print(json.dumps(report))
 """
 

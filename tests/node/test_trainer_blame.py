@@ -1,10 +1,9 @@
-"""A trainer some of whose servers make what nobody can read, or say so of others."""
+"""A trainer with servers that write unreadable messages, or that say so of others."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import LIFE, STAGES, honest, saying, stages_of, trained
 
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -16,10 +15,6 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.trainer.blame import QUARANTINE_S
 
-_WORLD = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trainer_world.py"))
-LIFE, STAGES, honest, saying, stages_of, trained = (
-    _WORLD[name] for name in ("LIFE", "STAGES", "honest", "saying", "stages_of", "trained")
-)
 INPUT, GRADIENT = (saying(Refused("nonsense", made)) for made in ("input", "gradient"))
 
 
@@ -28,7 +23,7 @@ def peers_of(entries):
 
 
 @trained()
-async def test_an_input_that_two_servers_cannot_read_is_made_anew_by_somebody_else(world):
+async def test_an_input_that_two_servers_cannot_read_is_made_again_by_another_server(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
     await world.merged()
@@ -49,7 +44,7 @@ async def test_of_the_last_stage_too_whose_only_pass_is_backward(world):
 
 
 @trained()
-async def test_one_server_s_word_costs_an_attempt_and_blames_nobody(world):
+async def test_one_server_s_word_costs_an_attempt_and_blames_no_server(world):
     world.script("1a", Forward, INPUT)
     await world.merged()
     assert peers_of(world.asked(Forward)) == ["0a", "1a", "1b"]
@@ -57,7 +52,7 @@ async def test_one_server_s_word_costs_an_attempt_and_blames_nobody(world):
 
 
 @trained()
-async def test_where_one_serves_alone_its_word_has_it_made_anew_and_nobody_is_passed_by(world):
+async def test_the_word_of_a_lone_server_has_a_message_made_again_and_no_server_is_skipped(world):
     world.order[1] = ["1a"]
     world.script("1a", Forward, INPUT)
     await world.merged()
@@ -79,7 +74,7 @@ async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microb
 
 
 @trained()
-async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(world):
+async def test_a_server_that_refused_is_asked_again_where_the_policy_names_no_other(world):
     """As while the others are banned."""
     next_hop = world.next_hop
     world.next_hop = lambda microbatch, stage, *rest: (
@@ -95,7 +90,7 @@ async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(wor
 
 
 @trained()
-async def test_who_is_passed_by_is_asked_again_after_a_while(world):
+async def test_a_server_that_was_skipped_is_asked_again_after_a_while(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
     await world.merged()

@@ -1,4 +1,5 @@
-"""DeMo with the class itself, beside a slow twin written from the paper's equations with scipy's transform."""
+"""DeMo with the class itself, beside a slow twin written from the paper's equations with scipy's
+transform."""
 
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ def step(made, replica, gradient, number=0):
     return exchange
 
 
-def through(name, exchange):
-    """The tensors as every peer decodes them, cut as the product cuts them, and the bytes that travel."""
+def as_decoded(name, exchange):
+    """The tensors as every peer decodes them, cut as the product cuts them,
+    and the bytes that travel."""
     shapes = {key: tuple(x.shape) for key, x in exchange.tensors.items()}
     cut = ShardLayout.of(shapes, codec(name), 0)
     payloads = [
@@ -64,7 +66,8 @@ def answer(exchange, gathered, mine="a", inside=True, **more):
 
 
 class Twin:
-    """M peers of the paper's algorithm 1 without the sign, one matrix that is one chunk; float64, step by step."""
+    """M peers of the paper's algorithm 1 without the sign, one matrix that is one chunk; float64,
+    step by step."""
 
     def __init__(self, start, peers, decay, lr, k):
         self.theta, self.decay, self.lr, self.k = start.double().numpy(), decay, lr, k
@@ -107,7 +110,8 @@ def test_three_peers_follow_the_twin_of_the_paper(vectors):
 
 
 def test_all_coefficients_without_decay_and_sign_are_a_plain_step(vectors):
-    """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as well."""
+    """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as
+    well."""
     made, replica = (
         DeMo(chunk=8, decay=0.0, codec="fp32", sign=False),
         vectors(lr=0.25, **normal(1)),
@@ -125,7 +129,7 @@ def test_what_leaves_the_momentum_is_what_others_decode(vectors, spec):
     made, replica = DeMo(chunk=8, codec=spec), vectors(**normal(1))
     for number in range(4):
         exchange = step(made, replica, normal(10 + number), number)
-        before, (sent, _) = delta(made, replica), through(spec, exchange)
+        before, (sent, _) = delta(made, replica), as_decoded(spec, exchange)
         made.apply(replica, exchange, answer(exchange, {"a": sent}))
         for name, after in delta(made, replica).items():
             removed = Grid(SHAPES[name], 8).inverse(sent[name])
@@ -154,7 +158,7 @@ def test_a_late_result_leaves_the_momentum_it_would_have_left_in_time(vectors):
     for late in (0, 3):
         made, replica = DeMo(chunk=8, decay=0.5, codec="topk:3/64"), vectors(**normal(1))
         exchange = step(made, replica, normal(2))
-        sent = {"a": through("topk:3/64", exchange)[0]}
+        sent = {"a": as_decoded("topk:3/64", exchange)[0]}
         for number in range(late):
             replica.add_gradient(**normal(20 + number))
             made.local_step(replica, Progress(number))
@@ -172,7 +176,7 @@ def test_a_round_that_this_peer_slept_through_moves_its_parameters_alike(vectors
         (DeMo(chunk=8, codec="topk:3/64"), vectors(**normal(1))) for _ in range(2)
     )
     exchange = step(awake, one, normal(2))
-    result = answer(exchange, {"a": through("topk:3/64", exchange)[0]})
+    result = answer(exchange, {"a": as_decoded("topk:3/64", exchange)[0]})
     awake.apply(one, exchange, result)
     replayed = Result("ok", 1, ("a",), (1.0,), None, result.gathered)
     asleep.apply(
@@ -195,7 +199,7 @@ def test_a_failed_round_keeps_parameters_and_momentum(vectors):
 def test_a_peer_without_gradient_sends_zeros_and_is_no_voter(vectors):
     made, replica = DeMo(chunk=8, codec="topk:3/64", sign=False), vectors(**normal(1))
     exchange = step(made, replica, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
-    mine, _ = through("topk:3/64", exchange)
+    mine, _ = as_decoded("topk:3/64", exchange)
     assert not any(bool(x.any()) for x in mine.values())
     start, others = (
         theta(replica),
@@ -214,7 +218,7 @@ def test_gradients_of_another_scale_make_the_same_parameters(vectors, factor):
         for number in range(5):
             exchange = step(made, replica, normal(10 + number, scale), number)
             made.apply(
-                replica, exchange, answer(exchange, {"a": through("topk:3/64", exchange)[0]})
+                replica, exchange, answer(exchange, {"a": as_decoded("topk:3/64", exchange)[0]})
             )
         ends.append(theta(replica))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
@@ -224,7 +228,7 @@ def test_each_chunk_of_a_matrix_keeps_its_own_k_largest(vectors):
     """16 × 24 in chunks of 8 × 8 are six; the codec's granules are these chunks."""
     made, replica = DeMo(chunk=8, codec="topk:3/64"), vectors(**normal(1))
     exchange = step(made, replica, normal(2))
-    sent = through("topk:3/64", exchange)[0]["w"].reshape(6, 64)
+    sent = as_decoded("topk:3/64", exchange)[0]["w"].reshape(6, 64)
     chunks = exchange.tensors["w"].reshape(6, 64)
     for mine, chunk in zip(sent, chunks, strict=True):
         assert set(mine.nonzero().flatten().tolist()) == set(chunk.abs().topk(3).indices.tolist())
@@ -234,7 +238,8 @@ def test_each_chunk_of_a_matrix_keeps_its_own_k_largest(vectors):
     ("shape", "kept"), [((128, 192), 6 * 32), ((256,), 32), ((8192,), 64), ((4, 8, 64, 2), 32)]
 )
 def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
-    """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length: 2.5 bytes and a little a coefficient."""
+    """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length:
+    2.5 bytes and a little a coefficient."""
     made, replica = (
         DeMo(),
         vectors(x=torch.randn(shape, generator=torch.Generator().manual_seed(0))),
@@ -242,7 +247,7 @@ def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
     exchange = step(
         made, replica, {"x": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
     )
-    sent, size = through(made.codec, exchange)
+    sent, size = as_decoded(made.codec, exchange)
     assert int((sent["x"] != 0).sum()) <= kept
     assert size == kept * 12 // 8 + kept + 4 * kept // 32 + 4
 
@@ -254,7 +259,8 @@ def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
         ({"chunk": 300}, "chunks of 300 × 300 are not possible"),
         (
             {"chunk": 32},
-            "codec topk:32/4096 chooses among 4096 values, a chunk of 32 × 32 has 1024; choose topk:32/1024",
+            "codec topk:32/4096 chooses among 4096 values, a chunk of 32 × 32 has 1024; "
+            "choose topk:32/1024",
         ),
         ({"chunk": 4, "codec": "topk:2/8"}, "has 16; choose topk:8/16"),
         ({"codec": "topk:32"}, "codec 'topk:32' is not known"),

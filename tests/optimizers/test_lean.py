@@ -1,12 +1,13 @@
-"""Lean averaging with the class itself: what is sent, where the rest is, and what leaves the momentum."""
+"""Lean averaging with the class itself: what is sent, where the rest is,
+and what leaves the momentum."""
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from worlds.codecs import round_trip
 
 from farflock.compression.catalog import codec
-from farflock.compression.codec import Context
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.lean import Lean, rate_of
 from farflock.optimizers.method import Progress, Result
@@ -26,14 +27,6 @@ def integers(seed, count=24):
     return torch.randint(-999, 999, (count,), generator=torch.Generator().manual_seed(seed)) / 997
 
 
-def through(spec, x):
-    """A tensor as others decode it."""
-    payload, decoded = bytearray(), torch.empty_like(x)
-    codec(spec).encode(x, Context(), payload)
-    codec(spec).decode(payload, Context(), decoded)
-    return decoded
-
-
 def work(made, replica, *gradients):
     """Local steps; the exchange they lead to, if any."""
     for number, gradient in enumerate(gradients):
@@ -44,9 +37,9 @@ def work(made, replica, *gradients):
 
 def answer(made, exchange, *others, taken=((0, COUNT),), **more):
     """What a group says to this message and the others' decoded ones."""
-    mine = through(made.codec, exchange.tensors["x"])
+    mine = round_trip(codec(made.codec), exchange.tensors["x"])
     every = [mine, *others] if taken else list(others)
-    mean = {"x": through(made.return_codec, torch.stack(every).mean(dim=0))}
+    mean = {"x": round_trip(codec(made.return_codec), torch.stack(every).mean(dim=0))}
     peers = tuple(f"p{number}" for number in range(len(every)))
     number, ranges = exchange.key.round + 1, {"x": taken} if taken else {}
     return Result("ok", number, peers, (1.0,) * len(peers), mean, None, {"x": mine}, ranges, **more)
@@ -123,7 +116,8 @@ def test_without_a_codec_it_is_the_mean_replica(vectors):
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:20"])
 def test_all_of_a_descent_arrives_in_the_end(vectors, spec):
-    """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on the way."""
+    """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on
+    the way."""
     made, replica = Lean(period=1, codec=spec, return_codec="fp32"), vectors(x=normal(0))
     exchange = work(made, replica, normal(1))
     aim = read(replica)
@@ -170,7 +164,8 @@ def test_a_failed_round_moves_nothing_and_its_work_goes_with_the_next_message(ve
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_a_round_without_me_moves_the_replica_along_with_phi(vectors, replayed):
-    """Sent too late, or decided while this peer was away: its work is the same as before, on top of another phi."""
+    """Sent too late, or decided while this peer was away: its work is the same as before,
+    on top of another phi."""
     made, replica = Lean(period=3, decay=0.5, **FLAT), vectors(x=normal(0))
     exchange = work(made, replica, *(normal(seed) for seed in (1, 2, 3)))
     theta, before = read(replica), phi(made, replica)
@@ -221,7 +216,8 @@ def test_nothing_is_asked_for_while_a_message_is_on_its_way(vectors):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam, steps):
-    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, a replica's own step, and becomes -mean, everybody's."""
+    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, a replica's own step,
+    and becomes -mean, everybody's."""
     made, replica = Lean(period=1, correction=1.0, cap=1e6, **FLAT), adam(normal(0))
     for number in range(steps):
         exchange = work(made, replica, normal(10 + number))
@@ -234,7 +230,8 @@ def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam
 
 
 def test_a_gradient_of_mine_that_the_mean_does_not_follow_leaves_my_momentum(adam):
-    """The sign: I went down alone, the others up as far; the exchange takes me back, and so it takes my momentum."""
+    """The sign: I went down alone, the others up as far; the exchange takes me back,
+    and so it takes my momentum."""
     made, replica = Lean(period=1, correction=1.0, cap=10.0, **FLAT), adam(torch.zeros(COUNT))
     exchange = work(made, replica, torch.ones(COUNT))
     assert bool((exchange.tensors["x"] < 0).all())
@@ -339,10 +336,10 @@ def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):
             for who, (made, replica) in enumerate(peers)
         ]
         sent = [
-            through(made.codec, one.tensors["x"])
+            round_trip(codec(made.codec), one.tensors["x"])
             for (made, _), one in zip(peers, asked, strict=True)
         ]
-        mean = {"x": through("ecsq:100", (sent[0] + sent[1] + sent[2]) / 3)}
+        mean = {"x": round_trip(codec("ecsq:100"), (sent[0] + sent[1] + sent[2]) / 3)}
         for (made, replica), one, mine in zip(peers, asked, sent, strict=True):
             result = Result(
                 "ok",
@@ -367,9 +364,12 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     replica = vectors(x=integers(0))
     for number in range(3):
         exchange = work(made, replica, integers(10 + number))
-        sent = through(made.codec, exchange.tensors["x"])
+        sent = round_trip(codec(made.codec), exchange.tensors["x"])
         mean = {
-            "x": through(made.return_codec, (sent + through(made.codec, integers(20 + number))) / 2)
+            "x": round_trip(
+                codec(made.return_codec),
+                (sent + round_trip(codec(made.codec), integers(20 + number))) / 2,
+            )
         }
         result = Result(
             "ok", number + 1, ("a", "b"), (1, 1), mean, None, {"x": sent}, {"x": [(0, 24)]}

@@ -1,7 +1,9 @@
-"""SparseLoCo with the class itself: what is sent, what stays, and where a peer's work is when its message was not taken."""
+"""SparseLoCo with the class itself: what is sent, what stays, and where a peer's work is when its
+message was not taken."""
 
 import pytest
 import torch
+from worlds.codecs import round_trip
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
@@ -15,14 +17,6 @@ def normal(seed, scale=1.0):
     return scale * torch.randn(COUNT, generator=torch.Generator().manual_seed(seed))
 
 
-def through(spec, x):
-    """A tensor as others decode it."""
-    payload, decoded = bytearray(), torch.empty_like(x)
-    codec(spec).encode(x, Context(), payload)
-    codec(spec).decode(payload, Context(), decoded)
-    return decoded
-
-
 def work(made, replica, *gradients):
     """Local steps; the exchange they lead to, if any."""
     for number, gradient in enumerate(gradients):
@@ -33,7 +27,7 @@ def work(made, replica, *gradients):
 
 def answer(made, exchange, *others, inside=True, **more):
     """What a group says to this message and the others' decoded ones."""
-    mine = through(made.codec, exchange.tensors["x"])
+    mine = round_trip(codec(made.codec), exchange.tensors["x"])
     gathered = {
         f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))
     }
@@ -60,7 +54,8 @@ def residual(made, replica):
 @pytest.mark.parametrize("spec", ["topk:4/32", "topk2:4/32", "topk:16/32", "int8", "fp32"])
 @pytest.mark.parametrize("feedback", [0.0, 0.95, 1.0])
 def test_a_message_is_what_others_decode_and_what_stays(vectors, spec, feedback):
-    """a = beta·e + (phi - theta) = sent + e, the quantiser's error in e: to the bit but for values far from their level."""
+    """a = beta·e + (phi - theta) = sent + e, the quantiser's error in e: to the bit but for values
+    far from their level."""
     made, replica = SparseLoCo(period=1, feedback=feedback, codec=spec), vectors(x=normal(0))
     for number in range(6):
         before, old = phi(made, replica), residual(made, replica)
@@ -97,7 +92,7 @@ def test_nothing_is_left_over_and_phi_is_the_mean_replica_where_everything_trave
     ("denominator", "expected"),
     [("participants", [1.0, 0.5, -1.0]), ("selectors", [2.0, 1.0, -1.0])],
 )
-def test_the_mean_is_over_everybody_or_over_those_who_sent_the_coordinate(
+def test_the_mean_is_over_all_peers_or_over_those_that_sent_the_coordinate(
     vectors, denominator, expected
 ):
     made, replica = (
@@ -122,7 +117,8 @@ def test_the_outer_rate_is_the_length_of_the_step(vectors, outer_lr):
 
 @pytest.mark.parametrize(("spec", "last"), [("topk:4/32", 4), ("topk2:8/32", 1)])
 def test_each_chunk_sends_k_values_and_the_last_its_share_at_least_one(vectors, spec, last):
-    """100 values are three chunks of 32 and one of 4: `topk2` sends round(k·4/32), `topk` up to k."""
+    """100 values are three chunks of 32 and one of 4: `topk2` sends round(k·4/32),
+    `topk` up to k."""
     made, replica = SparseLoCo(period=1, codec=spec), vectors(x=normal(0))
     sent = answer(made, work(made, replica, normal(1))).sent["x"]
     k = int(spec.split(":")[1].split("/")[0])
@@ -144,7 +140,8 @@ def test_two_peers_with_equal_state_send_equal_bytes(vectors):
 
 @pytest.mark.parametrize("spec", ["topk:2/32", "topk2:2/32"])
 def test_with_undecayed_feedback_all_of_a_constant_descent_arrives(vectors, spec):
-    """Every coordinate is sent sooner or later, and what is still to come stays bounded while the sum grows."""
+    """Every coordinate is sent sooner or later, and what is still to come stays bounded while the
+    sum grows."""
     made, replica, gradient = (
         SparseLoCo(period=1, feedback=1.0, codec=spec),
         vectors(x=torch.zeros(COUNT)),
@@ -190,7 +187,8 @@ def test_gradients_times_a_power_of_two_make_everything_that_much_larger(vectors
 
 
 def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(vectors):
-    """Not in the residual: it counts once. The next message is that of a peer that did both rounds' work in one."""
+    """Not in the residual: it counts once. The next message is that of a peer that did both rounds'
+    work in one."""
     made, replica = (
         SparseLoCo(period=1, feedback=1.0, codec="topk:4/32"),
         vectors(x=torch.zeros(COUNT)),
@@ -198,7 +196,7 @@ def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(v
     first = work(made, replica, normal(1))
     made.apply(replica, first, answer(made, first))
     kept = residual(made, replica)
-    start, others = phi(made, replica), through("topk:4/32", normal(7))
+    start, others = phi(made, replica), round_trip(codec("topk:4/32"), normal(7))
     second = work(made, replica, normal(2))
     made.apply(replica, second, answer(made, second, others, inside=False))
     assert torch.equal(phi(made, replica), start - others)
@@ -234,7 +232,7 @@ def test_steps_made_while_the_result_was_on_its_way_stay_on_top(vectors, inside)
 def test_a_round_that_this_peer_slept_through_moves_phi_and_the_replica_alike(vectors):
     made, replica = SparseLoCo(period=2, codec="topk:4/32"), vectors(x=normal(0))
     work(made, replica, normal(1))
-    others = through("topk:4/32", normal(7))
+    others = round_trip(codec("topk:4/32"), normal(7))
     replayed = Result("ok", 1, ("b",), (1.0,), {"x": others}, {"b": {"x": others}})
     made.apply(
         replica,
@@ -278,9 +276,9 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     )
     for number in range(3):
         exchange = work(made, replica, values(10 + number))
-        sent = {"x": through(made.codec, exchange.tensors["x"])}
+        sent = {"x": round_trip(codec(made.codec), exchange.tensors["x"])}
         taken = {"x": [(0, 24)]}
-        gathered = {"a": sent, "b": {"x": through(made.codec, values(20 + number))}}
+        gathered = {"a": sent, "b": {"x": round_trip(codec(made.codec), values(20 + number))}}
         mean = {"x": (gathered["a"]["x"] + gathered["b"]["x"]) / 2}
         made.apply(
             replica,

@@ -1,15 +1,16 @@
-"""Pipelines on the simulated network: whatever dies and whatever gets lost, each microbatch counts once at each stage, with the
-gradient that the unsplit model has for it; nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
+"""Pipelines on the simulated network: whatever dies and whatever gets lost,
+each microbatch counts once at each stage, with the gradient that the unsplit model has for it;
+nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
 
 import asyncio
 import collections
-import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.kills import POINTS, ScheduledKills
+from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
@@ -26,19 +27,12 @@ from farflock.node.simulate.pipeline import (
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline, TEXT = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "TEXT"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 MANY = 200
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logger = logging.getLogger("farflock")
-    logger.setLevel(logging.CRITICAL)
 
 
 def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
@@ -102,8 +96,8 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     def in_lockstep(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -111,7 +105,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
         return all(serving.state_sync.applied_round == epoch for serving in servers)
 
-    look, one._look = one._look, in_lockstep
+    look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
     me = identity_of(one.plan, 6).peer
     first = min(number for _, number in one.named[0][0])
@@ -125,87 +119,28 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
         optimizer.step()
         for stage in range(3):
-            for weights in one._weights.get((stage, number), []):
+            for weights in one.versions.get((stage, number), []):
                 for name, x in weights.items():
                     torch.testing.assert_close(
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
-    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
 
 
 # deaths
 
 
-class Murders:
-    """Kills the server that comes to a point, so many seconds later; then waits until everybody is back for the next one, with
-    the state of its stage: whose last round one server alone has, dies with that one."""
-
-    def __init__(self, audit, points, rest_s=2.0):
-        self.audit, self.points, self.rest_s = audit, list(points), rest_s
-        self.done, self.calm_s, self.turn = [], 0.0, 0
-        audit.on_event = self.see
-
-    def see(self, what, number):
-        if not self.points or what != self.points[0][0] or not self.is_calm():
-            return
-        self.turn += 1
-        if self.turn % 3:  # not always the first that comes by
-            return
-        self.done.append((self.points.pop(0), number))
-        self.calm_s = now() + self.done[-1][0][1] + self.rest_s
-        delay_s = self.done[-1][0][1]
-        if delay_s:
-            asyncio.get_running_loop().call_later(delay_s, self.audit.sim.kill, number, 2.0)
-        else:
-            self.audit.sim.kill(number, 2.0)
-
-    def is_calm(self):
-        return now() > self.calm_s and self.audit.sim.settled and self.are_level()
-
-    def are_level(self):
-        """Whether no server lacks a round that another one of its stage has applied."""
-        applied = collections.defaultdict(set)
-        for node in self.audit.sim.nodes.values():
-            for serving in node.servings:
-                applied[serving.index].add(serving.state_sync.applied_round)
-        return all(len(rounds) == 1 for rounds in applied.values())
-
-    async def until_all(self, sim):
-        """Ends the run some time after the last of them."""
-        await until(lambda: not self.points and self.is_calm())
-        sim.end()
-
-
-POINTS = [
-    ("forward computed", 0.0),  # before its reply
-    ("forward answered", 0.06),  # after
-    ("backward begins", 0.05),
-    ("backward computed", 0.0),
-    ("backward computed", 0.03),  # the trainer does not have it
-    ("backward computed", 0.12),  # the trainer has it
-    ("confirm came", 0.0),
-    ("confirm answered", 0.0),  # merged, and the trainer does not know
-    ("confirm answered", 0.5),  # and the trainer knows
-    ("offered", 0.0),
-    ("offered", 0.05),
-    ("offered", 0.1),
-    ("offered", 0.2),
-    ("closed", 0.0),
-    ("closed", 0.1),
-]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
     one = audit(stages=2, servers=2, seed=seed)
-    murders = Murders(one, POINTS[seed::2])
-    one.run(murders.until_all).check().check_finished()
-    assert one.tale.kills == len(murders.done)
-    assert not murders.points
+    kills = ScheduledKills(one, POINTS[seed::2])
+    one.run(kills.until_all).check().check_finished()
+    assert one.tale.kills == len(kills.done)
+    assert not kills.points
     assert len(one.finished()) > 20
 
 
-def test_a_stage_that_dies_out_is_taken_up_again_by_who_comes_back():
+def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
     one = audit(stages=3, servers=2, steps=8, rate=0.3)
     one.begun_anew = True
 
@@ -263,7 +198,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
         if node.serving is None or node.serving.index or late:
             return
         late.append(node.serving.server)
-        run_pass = late[0]._computing.run_pass
+        run_pass = late[0].computing.run_pass
 
         async def slow_pass(work, cost):
             found = await run_pass(work, cost)
@@ -271,9 +206,9 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
                 await asyncio.sleep(one.pipeline.trainer.backward_timeout_s + 1.0)
             return found
 
-        late[0]._computing = replace(late[0]._computing, run_pass=slow_pass)
+        late[0].computing = replace(late[0].computing, run_pass=slow_pass)
 
-    look, one._look = one._look, with_slow_ones
+    look, one.watch = one.watch, with_slow_ones
     one.run().check().check_finished()
     asked = collections.Counter(
         key for life in one.lives if life.stage == 0 for key in life.computed
@@ -306,7 +241,8 @@ def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
 
 
 def swarm_of_24(seed, steps):
-    """Five servers of each of four stages, and four trainers; servers die all the time, one line is bad."""
+    """Five servers of each of four stages, and four trainers; servers die all the time,
+    one line is bad."""
     world = {"churn_s": 4.0, "away_s": (3.0, 10.0)}
     one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world)
 
@@ -355,7 +291,8 @@ def pace(policy, measured_s, seed=0):
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer.source.lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
+            # As lucky as can be: each has its own line of servers, where the policy has lines.
+            node.trainer.source.lane = number
 
     async def main():
         sim = PipelineSimulation(
@@ -392,13 +329,3 @@ def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
     swarm, fixed = pace("swarm", measured_s=100.0), pace("fixed", measured_s=15.0)
     assert 0.95 * ideal <= swarm <= 1.01 * ideal
     assert swarm > fixed
-
-
-async def until(holds):
-    """Look on until it does."""
-    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
-        await asyncio.sleep(0.05)
-
-
-def now():
-    return asyncio.get_running_loop().time()

@@ -1,31 +1,25 @@
-"""Planned paths on the simulated network: microbatches go where the plan says, each gradient is that of the stages on its
-path in their order, and where a planned server dies its stage mates take over."""
+"""Planned paths on the simulated network: microbatches go where the plan says,
+each gradient is that of the stages on its path in their order, and where a planned server dies its
+stage mates take over."""
 
 import collections
-import logging
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.pipeline_audit import STILL, Audit, pipeline, plan
 
 from farflock.node.run.planned_paths import HostTerms, plan_of_texts, planned, require_plan
 from farflock.node.run.policies import PLANNED, lane_of
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.paths.policy import Microbatch
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
-Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 LAYERS = (1, 1, 1, 1)
 
 SKIPPING = [["0:0 1:1 3:0", "0:1 2:0 3:1", "0:1 1:0 3:1", "0:0 2:1 3:0"]]
 SWAPPING = [["0:0 2:1 1:0 3:0", "0:1 1:1 2:0 3:1"], ["0:1 1:0 2:1 3:1", "0:0 2:0 1:1 3:0"]]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
 
 class Followed(Audit):
@@ -35,8 +29,8 @@ class Followed(Audit):
         super().__init__(*given)
         self.asked = {}
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if node.trainer is None:
             return
         trainer, me = node.trainer, node.peer.me
@@ -68,10 +62,8 @@ def of_plan(one, key):
 
 
 @pytest.mark.parametrize("lanes", [SKIPPING, SWAPPING], ids=["skips", "swaps"])
-@pytest.mark.parametrize("rate", [_AUDIT["STILL"], 0.3])
-def test_each_microbatch_takes_its_path_and_has_the_gradient_of_the_stages_on_it_in_their_order(
-    lanes, rate
-):
+@pytest.mark.parametrize("rate", [STILL, 0.3])
+def test_each_microbatch_has_the_gradient_of_the_stages_on_its_path_in_their_order(lanes, rate):
     one = audit(lanes, rate=rate).run().check().check_finished()
     keys = one.finished()
     assert len(keys) >= 4 * BATCH
@@ -103,7 +95,8 @@ def test_where_a_planned_server_dies_its_mates_do_its_work_and_nothing_is_lost_o
     one, dead = audit(SKIPPING, steps=10, servers=2), []
 
     def die(what, number):
-        """Between a forward pass and its backward pass, and then one that has put a gradient aside."""
+        """Between a forward pass and its backward pass, and then one that has put a gradient
+        aside."""
         stage = one.world.parts[number].stage
         wanted = {"forward answered": 1, "backward computed": 3}.get(what)
         if (

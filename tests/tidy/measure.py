@@ -152,7 +152,7 @@ def lines_of(root: Path, *folders: str) -> tuple[int, int]:
 
 
 def statements(tree: ast.Module) -> int:
-    """Statements but for imports, definitions and docstrings: what no formatting and no prose adds to."""
+    """Statements except imports, definitions and docstrings: formatting and prose add none."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     named = (ast.Import, ast.ImportFrom, ast.ClassDef, *Function.__args__)
     prose = [

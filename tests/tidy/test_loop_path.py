@@ -1,4 +1,4 @@
-"""One update of a training loop on one screen: the files that it enters between `due` and `apply`."""
+"""One update of a training loop on one screen: the files it enters between `due` and `apply`."""
 
 import re
 

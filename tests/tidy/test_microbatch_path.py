@@ -2,11 +2,11 @@
 
 import asyncio
 import re
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from worlds.switchboard import Switchboard
 
 from farflock.compression.activation_catalog import activation_codec
 from farflock.node.model.llama import ModelConfig, build
@@ -29,7 +29,6 @@ from tests.tidy.trace import Trace
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "architecture.md").read_text()
-Switchboard = runpy.run_path(str(HERE.parent / "worlds" / "switchboard.py"))["World"]
 
 MODEL = ModelConfig(
     vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
@@ -105,7 +104,7 @@ def server_of(stage, span):
 
 
 async def one_microbatch():
-    """Train until one microbatch is over, with a round of each stage as soon as its server has merged it."""
+    """Train until a microbatch is done; a stage has a round as soon as its server has merged."""
     world, streams = (
         Switchboard(),
         {stage: StreamName(f"s/{stage}", 0, 1) for stage in range(STAGES)},

@@ -1,17 +1,17 @@
-"""A run is a function of its seed: nothing goes through a set in the order of its hashes, which differs between processes.
+"""A run is a function of its seed: no result depends on the order of a set's hashes.
 
-An expression counts as a set if that can be seen in it, or if it is a name and its function or class binds it to sets alone.
+That order differs between processes. An expression counts as a set if that can be seen in it, or
+if it is a name and its function or class binds it to sets alone.
 """
 
 import ast
-import runpy
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
-_MEASURE = runpy.run_path(str(Path(__file__).with_name("measure.py")))
-TREES = _MEASURE["read"](Path(__file__).parents[2], *_MEASURE["PACKAGES"])
+TREES = measure.read(Path(__file__).parents[2], *measure.PACKAGES)
 TYPES = {"set", "frozenset", "Set", "AbstractSet"}
 MERGES = {"union", "intersection", "difference", "symmetric_difference"}
 READS = {"get", "pop", "setdefault"}  # of a mapping, with what is returned where nothing is
@@ -33,7 +33,7 @@ IN_NO_ORDER = {"sorted", "set", "frozenset", "any", "all", "sum", "min", "max", 
 
 
 def last_word(node):
-    return _MEASURE["last_word"](node.func if isinstance(node, ast.Call) else node)
+    return measure.last_word(node.func if isinstance(node, ast.Call) else node)
 
 
 def is_set(node, known):
@@ -153,8 +153,10 @@ def test_nothing_goes_through_a_set_in_the_order_of_its_hashes():
         "for name in here.keys() - there.keys(): print(name)",
         "def shown(names: set[str]) -> None:\n    print(*names)",
         "def shown():\n    names = {name for name in words}\n    return ', '.join(names | more)",
-        "class Peer:\n    def __init__(self):\n        self.ids = set()\n    def end(self):\n        self.ids.pop()",
-        "def release(pin):\n    pinned = pins.pop(pin, set())\n    for digest in pinned - kept: free(digest)",
+        "class Peer:\n    def __init__(self):\n        self.ids = set()\n"
+        "    def end(self):\n        self.ids.pop()",
+        "def release(pin):\n    pinned = pins.pop(pin, set())\n"
+        "    for digest in pinned - kept: free(digest)",
         "place = hash(name) % 7",
     ],
 )
@@ -167,7 +169,8 @@ def test_a_passage_through_a_set_is_found(source):
     [
         "for name in sorted({'a', 'b'}): print(name)",
         "count = sum(name in here for name in set(names))",
-        "def shown(names: set[str]):\n    names = sorted(names)\n    return [name for name in names]",
+        "def shown(names: set[str]):\n    names = sorted(names)\n"
+        "    return [name for name in names]",
         "for name in dict.fromkeys(names): print(name)",
         "rest = left - right\nfor one in [left - right]: print(one)",
         "known = sorted({*set(names), 'a'})",

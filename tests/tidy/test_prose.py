@@ -1,4 +1,4 @@
-"""What a machine can hold of the language of docstrings: how they begin, and who is a person."""
+"""The rules of docstrings that a test can hold: how they begin, and that no peer is a person."""
 
 import ast
 import re
@@ -25,5 +25,5 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert not [place for place, text in docstrings() if re.match(r"\w*", text)[0] in OPENERS]
 
 
-def test_who_is_never_a_peer():
+def test_no_docstring_calls_a_peer_who():
     assert not [place for place, text in docstrings() if FREE_WHO.search(text)]

@@ -1,4 +1,4 @@
-"""The tree says where things are: small rooms that say what they are, no circle between them, tests in the same places."""
+"""The tree says where things are: small rooms with a description, no cycles, tests in place."""
 
 import ast
 from pathlib import Path
@@ -33,7 +33,7 @@ def files(folder):
 
 
 def imported(tree):
-    """Modules that a tree imports, whenever it does, as parts of their dotted names below `farflock`."""
+    """Modules that a tree imports, at any time, as parts of their dotted names below `farflock`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farflock."):
             for alias in node.names:
@@ -56,7 +56,7 @@ def module_of(parts):
 
 
 def room_of(path):
-    """The folder; a module at the root of a house, which are seams and what stands on the rooms, is a room by itself."""
+    """The folder; a module at the root of a house, such as a seam, is a room by itself."""
     return path if path.parent in [ROOT / house for house in HOUSES] else path.parent
 
 

@@ -1,8 +1,8 @@
-"""Which files of ours one piece of work enters, in order: watched by a profiler, told apart by context.
+"""The files of ours that one piece of work enters, in order, as a profiler sees them.
 
-What a piece of work does is spread over tasks, worker threads and other peers' messages, while timers
-and other work run in between. A context variable marks it: tasks inherit the mark, worker threads get
-it by `carried`, and a message marks the task that received it until the next one comes.
+What a piece of work does is spread over tasks, worker threads and other peers' messages, while
+timers and other work run in between. A context variable marks it: tasks inherit the mark, worker
+threads get it by `carried`, and a message marks the task that received it until the next one.
 """
 
 import contextlib
@@ -15,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trace:
-    """The files under some folders that marked work enters while the trace is `on`: from the first call of
-    the function `begin` (a qualified name) to the first call of `end` after it, if they are given."""
+    """The files under some folders that marked work enters while the trace is `on`.
+
+    It is on from the first call of the function `begin` (a qualified name) to the first call of
+    `end` after it, if they are given.
+    """
 
     def __init__(self, folders, *, begin="", end="", marked=True):
         self.folders, self.on = tuple(f"{folder}/" for folder in folders), False
@@ -58,7 +61,7 @@ class Trace:
             self.on = False
 
     def _name(self, code):
-        """The file's path in the repository, if it is in one of the folders and not just being imported."""
+        """The file's path in the repository, if it is in one of the folders and not at import."""
         file = code.co_filename
         if file not in self._ours:
             path = Path(file).resolve()

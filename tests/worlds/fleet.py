@@ -1,4 +1,4 @@
-"""Peers, hostile clients and processes for the tests of real links; they load it by path."""
+"""Peers, hostile clients and processes for the tests of real links."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,8 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 async def commands():
     reader = asyncio.StreamReader(limit=2**20)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         yield line.decode().split()
 
@@ -127,7 +128,8 @@ async def main():
     options = json.loads(sys.argv[2])
     relays = options.pop("relays", ())
     seed = int(sys.argv[1])
-    links = await ZmqLinks.open(Identity.from_seed(bytes([seed]) * 32), "run", LinkOptions(incarnation=seed, **options))
+    identity = Identity.from_seed(bytes([seed]) * 32)
+    links = await ZmqLinks.open(identity, "run", LinkOptions(incarnation=seed, **options))
     print("record", links.record(relays=relays).hex(), flush=True)
     task = asyncio.create_task(echo(links))
     async for word, *rest in commands():
@@ -207,7 +209,7 @@ async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     assert b.send(a.me, b"met")
     assert await got(a) == (b.me, b"met")
     await until(
-        lambda: len(b._table.partners[a.me].routes[1]) and len(a._table.partners[b.me].routes[1])
+        lambda: len(b.table.partners[a.me].routes[1]) and len(a.table.partners[b.me].routes[1])
     )
 
 

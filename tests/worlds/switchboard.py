@@ -1,10 +1,12 @@
-"""Peers that call each other over the simulated network, and what they keep for a call; tests load it by path."""
+"""Peers that call each other over the simulated network, and what they keep for a call."""
 
 import asyncio
 import collections
 import random
 
 import pytest
+from worlds.tasks import Spawner
+from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
@@ -29,7 +31,8 @@ def backwards(*payloads):
 
 
 class Echo:
-    """Answers with the request and with all payloads backwards; may be slow, refuse, or raise; knows what it was asked."""
+    """Answers with the request and with all payloads backwards; may be slow, refuse, or raise;
+    knows what it was asked."""
 
     def __init__(self, slow_s=0.0, refuse=None, answer=None):
         self.slow_s, self.refuse, self.answer = slow_s, refuse, answer
@@ -54,28 +57,19 @@ class Echo:
         return self.answer or CallReply(request, backwards(*payloads))
 
 
-class Life:
-    """One life of one peer: its calls on the network, with the loops that feed them; keeps no chunk that nobody pins."""
+class Life(Spawner):
+    """One life of one peer: its calls on the network, with the loops that feed them;
+    keeps no chunk that nobody pins."""
 
     def __init__(self, world, name, incarnation, handler, options):
+        super().__init__(world.failures)
         self.world, self.name = world, name
         links, self.store = world.network.links(name), Store(0)
-        self.tasks = set()
         self.context = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
         self.calls = Calls(self.context, **options)
         self.calls.handler = handler
         self.spawn(self.receive(links))
         self.spawn(self.tick())
-
-    def spawn(self, work):
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.ended)
-
-    def ended(self, task):
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.world.failures.append(task.exception())
 
     async def receive(self, links):
         while True:
@@ -104,14 +98,13 @@ class Life:
     @property
     def kept(self):
         """Everything that is kept for any call."""
-        calls, serving = self.calls, self.calls._serving
-        busy = 0 if calls._sending.idle else 1
+        calls, serving = self.calls, self.calls.serving
         return (
-            len(calls._asked),
-            len(serving._served),
-            serving._held_bytes,
+            calls.asking,
+            len(serving),
+            serving.held_bytes,
             self.store.size_bytes,
-            busy,
+            calls.sending,
         )
 
     def kill(self):
@@ -120,7 +113,7 @@ class Life:
             task.cancel()
 
 
-class World:
+class Switchboard:
     """Peers by name; the first tap that returns something decides what becomes of a message."""
 
     def __init__(self, seed=1, link=LINK):
@@ -177,7 +170,7 @@ def in_a_world(main):
 
     def test():
         async def whole():
-            world = World()
+            world = Switchboard()
             await main(world)
             await world.empty()
             assert not world.failures
@@ -186,7 +179,3 @@ def in_a_world(main):
 
     test.__doc__ = main.__doc__
     return test
-
-
-def now():
-    return asyncio.get_running_loop().time()

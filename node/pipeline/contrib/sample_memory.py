@@ -52,12 +52,12 @@ class ServerMemory(EdgeEnds):
     together. Samples are kept apart by trainer, and inputs by the stage that they come from."""
 
     def __init__(self, edges: Edges) -> None:
-        self.edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
+        self.edges, self.sent, self.received = edges, fresh(edges), fresh(edges)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of remembered values."""
-        return self._sent.held_bytes + self._got.held_bytes
+        return self.sent.held_bytes + self.received.held_bytes
 
     def misfit(self, request: Forward | Backward) -> str | None:
         """As `EdgeEnds.misfit`: each sequence needs a sample id, in a `Forward` also a tag."""
@@ -79,11 +79,11 @@ class ServerMemory(EdgeEnds):
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
-        self._sent.forget(
-            name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag
+        self.sent.forget(
+            name for name, tag in zip(names, held, strict=True) if self.sent.tag(name) != tag
         )
         out = bytearray()
-        self._sent.encode(y_BLD, _context(self.edges, request, names), out)
+        self.sent.encode(y_BLD, _context(self.edges, request, names), out)
         return bytes(out)
 
     def input(
@@ -96,7 +96,7 @@ class ServerMemory(EdgeEnds):
         """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit."""
         names = _names(caller, request.source, _visit(request))
         try:
-            return self._got.decode(payload, _context(self.edges, request, names))
+            return self.received.decode(payload, _context(self.edges, request, names))
         except ResyncNeeded as needed:
             lost = set(needed.samples)
             raise NotHeld(tuple(row for row, name in enumerate(names) if name in lost)) from None
@@ -145,7 +145,7 @@ class TrainerMemory:
 
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
-        self._caches: dict[int, Cache] = {}
+        self.caches: dict[int, Cache] = {}
         # by stage: tag by (server life, sample), most recently used last
         self._there: dict[int, dict[tuple[str, int], bytes]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -153,7 +153,7 @@ class TrainerMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes of remembered values."""
-        return sum(cache.held_bytes for cache in self._caches.values())
+        return sum(cache.held_bytes for cache in self.caches.values())
 
     def known(self, stage: int, samples: tuple[int, ...]) -> Known:
         """Return what is held of a stage's outputs for these samples."""
@@ -216,7 +216,7 @@ class TrainerMemory:
                 cache.put(sample, entry.values, entry.tag)
 
     def _cache(self, stage: int) -> Cache:
-        return self._caches.setdefault(
+        return self.caches.setdefault(
             stage, Cache(self._end.max_samples, self._end.max_cache_bytes)
         )
 

@@ -74,10 +74,11 @@ class EndCopies:
                     self._peer.rounds.newest(self._streams[end]) >= self._next[end]
                     and self._is_keeper()
                 ):
-                    await self._keep(end)
+                    await self.keep(end)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _keep(self, end: int) -> None:
+    async def keep(self, end: int) -> None:
+        """Fetch a newer copy of this end, and serve it; without an answer the old one stays."""
         newest = self._peer.rounds.newest(self._streams[end])
         try:
             wanted = _Wanted(self._config, self._spans[end])

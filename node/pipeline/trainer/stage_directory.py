@@ -53,7 +53,7 @@ class StageDirectory:
     def __init__(
         self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True
     ) -> None:
-        self._peer, self._streams, self._whole = peer, dict(streams), whole
+        self._peer, self.streams, self._whole = peer, dict(streams), whole
         # By stage, the next round to read.
         self._heard = {stage: stream.first for stage, stream in streams.items()}
         self._view = -1  # the number of the last view read
@@ -68,22 +68,20 @@ class StageDirectory:
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return len(self._streams)
+        return len(self.streams)
 
     @property
     def epoch(self) -> int:
         """The newest round known to be over at any stage, which new microbatches carry.
 
         A stage that is behind accepts it too, since only microbatches move it forward."""
-        return max(
-            -1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values())
-        )
+        return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self.streams.values()))
 
     def tokens(self) -> int:
         """Return the run's tokens at the slowest stage: each one's agreed tokens over its share."""
         return min(
             int(self._peer.rounds.tokens(stream.name) / stream.share)
-            for stream in self._streams.values()
+            for stream in self.streams.values()
         )
 
     def serving(self) -> StageServers:
@@ -124,7 +122,7 @@ class StageDirectory:
     def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
         """Yield, by stage and in order, the keys of each round that closed since the last call."""
         rounds = self._peer.rounds
-        for stage, stream in self._streams.items():
+        for stage, stream in self.streams.items():
             while True:
                 if (oldest := rounds.oldest_kept(stream.name)) > self._heard[stage]:
                     self._heard[stage] = oldest

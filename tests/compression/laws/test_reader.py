@@ -1,7 +1,7 @@
 """A second reader of every codec payload, written from docs/wire-format.md alone, in plain Python.
 
-It shares no code with compression/. It is slow and obvious, and it must agree with `decode` to the bit: on what the
-values are, and on which payloads are refused.
+It shares no code with compression/. It is slow and obvious, and it must agree with `decode` to the
+bit: on what the values are, and on which payloads are refused.
 """
 
 import itertools
@@ -51,7 +51,8 @@ class Refused(Exception):
 
 
 def bits_of(number):
-    """The 32 bits of a number, rounded once to binary32; products of a small whole number and an fp32 are exact before."""
+    """The 32 bits of a number, rounded once to binary32; products of a small whole number and an
+    fp32 are exact before."""
     return struct.unpack("<I", struct.pack("<f", number))[0]
 
 
@@ -327,7 +328,7 @@ def read(name, payload, n):
             return read_bf16(payload, n)
 
 
-def decoded(name, payload, n):
+def read_by_codec(name, payload, n):
     """What `decode` makes of it, in the same form."""
     out = torch.empty(n)
     try:
@@ -350,7 +351,7 @@ def test_both_readers_agree_on_every_written_payload(values, name, count):
     for kind in KINDS:
         payload = bytearray()
         codec(name).encode(values(kind, count, seed=count), Context(), payload)
-        assert read(name, bytes(payload), count) == decoded(name, payload, count)
+        assert read(name, bytes(payload), count) == read_by_codec(name, payload, count)
         assert len(payload) <= codec(name).max_bytes(count)
         if not name.endswith("+zstd"):
             assert length(name, count) == codec(name).max_bytes(count)
@@ -374,7 +375,7 @@ def test_both_readers_agree_on_several_chunks(values, name):
     for count in (4096, 4097, 8300):
         payload = bytearray()
         codec(name).encode(values("usual", count), Context(), payload)
-        assert read(name, bytes(payload), count) == decoded(name, payload, count)
+        assert read(name, bytes(payload), count) == read_by_codec(name, payload, count)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -391,4 +392,4 @@ def test_both_readers_agree_on_what_to_refuse(values, name, data):
     payload = bytes(payload)[: data.draw(st.none() | st.integers(0, len(payload) + 1))] + data.draw(
         st.just(b"") | st.binary(max_size=2)
     )
-    assert outcome(read, name, payload, count) == outcome(decoded, name, payload, count)
+    assert outcome(read, name, payload, count) == outcome(read_by_codec, name, payload, count)

@@ -60,7 +60,8 @@ def test_notice_counts_from_the_first_round_that_ended_after_the_signal():
     ("agreed", "honest"), [(40, True), (45, True), (35, False), (50, False), (41, False)]
 )
 def test_the_runs_tokens_must_confirm_what_the_workers_count(agreed, honest):
-    """Two survivors, one a round ahead with five steps more, and a victim whose last five steps may have counted."""
+    """Two survivors, one a round ahead with five steps more, and a victim whose last five steps may
+    have counted."""
     workers = [Said("a"), Said("victim"), Said("b")]
     watch = Watch(workers)
     watch.note(workers[0], said(7, agreed=agreed, counted=15))

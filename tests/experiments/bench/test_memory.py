@@ -1,4 +1,5 @@
-"""Memory is what two real processes hold resident while they exchange, above what they held before."""
+"""Memory is what two real processes hold resident while they exchange, above what they held
+before."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The benchmark of overlap: what it compares, that a piece holds one whole exchange, and a small one over real lines."""
+"""The benchmark of overlap: what it compares, that a piece holds one whole exchange,
+and a small one over real lines."""
 
 import contextlib
 import json

@@ -1,4 +1,5 @@
-"""The planner's numbers: worst cases are the worst, each baseline has its own line, and the cases are the papers'."""
+"""The planner's numbers: worst cases are the worst, each baseline has its own line,
+and the cases are the papers'."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The simulator is held against a plain loop that takes as many steps, and its peers have a price."""
+"""The simulator is held against a plain loop that takes as many steps, and its peers have a
+price."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The benchmark of a whole sync, small: what it counts as ideal, and that what it times was a sync."""
+"""The benchmark of a whole sync, small: what it counts as ideal, and that what it times was a
+sync."""
 
 import pytest
 

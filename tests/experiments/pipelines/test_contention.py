@@ -49,7 +49,8 @@ hops = st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.floats(0, 1)
 @given(st.lists(hops, max_size=20))
 @settings(deadline=None)
 def test_no_wire_and_no_line_carries_two_messages_at_a_time(sent):
-    """Each message is on its lines from its arrival, less latency and transfer, for as long as the transfer takes."""
+    """Each message is on its lines from its arrival, less latency and transfer,
+    for as long as the transfer takes."""
     line, now_s, busy = wires(overhead=0.0), 0.0, {}
     for sender, receiver, wait_s in sent:
         now_s += wait_s

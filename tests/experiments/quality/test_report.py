@@ -1,4 +1,5 @@
-"""Tables, lines and the page: nothing that failed is left out, and writing twice changes nothing."""
+"""Tables, lines and the page: nothing that failed is left out, and writing twice changes
+nothing."""
 
 import json
 import math

@@ -31,7 +31,7 @@ def test_many_processes_give_the_same_outcomes_as_this_one(noise):
     assert multiprocessing.active_children() == []
 
 
-def test_whoever_stops_listening_leaves_no_process_behind(noise):
+def test_a_reader_that_stops_listening_leaves_no_process_behind(noise):
     found = workers.run_all([noise(seed=seed, rounds=20) for seed in range(6)], 2, silent)
     next(found)
     found.close()

@@ -33,14 +33,16 @@ def damage(node, scale):
 
 
 async def train(bench, victim, scale):
-    """Three nodes to the end, one of them damaged on its way; who adopted, and the nodes."""
+    """Three nodes to the end, one of them damaged on its way: each adoption, and the nodes."""
     adopted, nodes = [], {}
 
     async def live(number):
         async with bench.peer(number).running() as peer:
-            told = lambda kind, fields: (
-                adopted.append((number, fields["reason"])) if kind == "adopt" else None
-            )  # noqa: E731
+
+            def told(kind, fields):
+                if kind == "adopt":
+                    adopted.append((number, fields["reason"]))
+
             node = nodes[number] = bench.node(peer, told)
             quick = node.loop.train
 
@@ -71,7 +73,7 @@ async def train(bench, victim, scale):
 
 
 def apart(nodes):
-    """The largest difference between the parameters of any two nodes that have applied as many rounds."""
+    """The largest difference of parameters between nodes that have applied equally many rounds."""
     by_round = {}
     for node in nodes.values():
         by_round.setdefault(node.loop.driver.method._book.number, []).append(params(node))
@@ -84,7 +86,7 @@ def apart(nodes):
 
 
 @pytest.mark.parametrize(("method", "victim"), [("demo", 0), ("flexdemo", 2)])
-def test_who_has_parted_adopts_the_state_of_the_others(bench, text, method, victim):
+def test_a_replica_that_drifted_away_adopts_the_state_of_the_others(bench, text, method, victim):
     made = bench(text, method, peers=3, total=TOKENS, **OPTIONS[method])
     adopted, nodes = run_virtual(train(made, victim, 0.1))
     assert [number for number, _ in adopted] == [victim]

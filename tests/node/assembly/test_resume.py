@@ -87,7 +87,7 @@ def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
 
 
 def with_pending(bench, node):
-    """A node with three exchanges on their way: answered by a mean, answered by a gather, not answered."""
+    """A node with three exchanges in flight: answered by a mean, by a gather, and not answered."""
     driver = node.loop.driver
     node.loop.step = 9
     template = driver.method.streams(driver.replica)[0]
@@ -166,7 +166,7 @@ def test_an_exchange_without_an_answer_has_failed_once(bench, text, tmp_path):
     assert run_virtual(main()).status == "failed"
 
 
-def test_who_goes_back_into_a_swarm_takes_its_cursor_and_moments_only(bench, text, tmp_path):
+def test_a_peer_that_rejoins_a_swarm_takes_only_its_cursor_and_moments(bench, text, tmp_path):
     made = bench(text, "diloco", period=7)
 
     async def main():

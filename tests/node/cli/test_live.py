@@ -1,4 +1,4 @@
-"""The live view says of a node who is there, how fast, over which road, and who is waited for and for how long."""
+"""The live view shows the peers, their speed, their route, and each peer that a round waits for."""
 
 import sys
 
@@ -82,8 +82,10 @@ def test_a_node_that_has_not_stepped_shows_no_loss_and_no_pace(capsys):
 
 @pytest.fixture
 def terminal(monkeypatch, capsys):
-    """A function that makes standard error a terminal (in the test itself: capturing replaces the stream between a test and
-    its fixtures), and gives one for what was shown since the last time."""
+    """A function that makes standard error a terminal, and returns one for the text shown since.
+
+    It does so in the test itself: capturing replaces the stream between a test and its fixtures.
+    """
 
     def begin():
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

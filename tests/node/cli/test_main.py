@@ -1,4 +1,4 @@
-"""The command line starts fast, says each error in one sentence, and ends with the exit code that was promised."""
+"""The command line starts fast, prints each error as one sentence, and ends with its exit code."""
 
 import json
 import os
@@ -19,18 +19,6 @@ from farflock.node.state import checkpoint
 
 ROOT = Path(__file__).parents[3]
 TINY = PRESETS["tiny"]
-
-
-@pytest.fixture
-def farflock(capfd):
-    """A function that runs a command in this process -> (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        return (ended.value.code, *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One printer: words and results are kept apart, JSON is always JSON, and a terminal gets more than a pipe."""
+"""One printer: words and results stay apart, JSON is always JSON, only a terminal gets bars."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Who counts in a demo: a newcomer that came in, and an end with an error of anybody but one who came too late."""
+"""Success of a demo: a newcomer came in, and no peer failed except one that came too late."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ STATUS = Status(
 
 @pytest.fixture
 def demo(tmp_path):
-    """A function that makes a demo of one peer and a newcomer: who ended with which code, having trained how many tokens."""
+    """A function that makes a demo of one peer and a newcomer from exit codes and token counts."""
 
     def made(newcomer_code, *, tokens=100, came_in):
         demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None)
@@ -41,10 +41,10 @@ def test_a_newcomer_is_counted_once_it_came_in(demo):
 def test_one_that_came_after_the_end_is_not_counted_and_fails_nothing(demo):
     late = demo(1, came_in=False)
     assert late.joined == 0
-    late._require_success()
+    late.require_success()
 
 
 @pytest.mark.parametrize("case", [{"came_in": True}, {"came_in": False, "tokens": 60}])
 def test_an_error_before_the_end_or_of_one_that_was_in_fails_the_demo(demo, case):
     with pytest.raises(Failure, match="newcomer ended with an error"):
-        demo(1, **case)._require_success()
+        demo(1, **case).require_success()

@@ -1,4 +1,4 @@
-"""The demo of a pipeline without its processes: what it trains, whom it kills when, and what it makes of what is left."""
+"""The pipeline demo without its processes: its training, its kills, and its final verdict."""
 
 import signal
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ class Process:
 class Watched(PipelineDemo):
     """A demo whose processes are none."""
 
-    def _start(self, name, command):
+    def start(self, name, command):
         self.children.append(Child(name, self.folder / name, Process()))
         self.commands = {**getattr(self, "commands", {}), name: command}
         return self.children[-1]
@@ -60,9 +60,9 @@ class Watched(PipelineDemo):
 @pytest.fixture
 def demo(tmp_path):
     made = Watched(tmp_path, tmp_path / "run.toml", STAGES * SERVERS, lambda moment: None)
-    made._start("founder", ["run", "run.toml"])
-    for name, arguments in made._others():
-        made._start(name, ["join", "invite", *arguments])
+    made.start("founder", ["run", "run.toml"])
+    for name, arguments in made.others():
+        made.start(name, ["join", "invite", *arguments])
     return made
 
 
@@ -74,7 +74,7 @@ def killed(demo):
 
 
 @pytest.mark.parametrize("steps", [20, 390])
-def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from_its_neighbours(
+def test_it_trains_on_n_batches_and_its_middle_stage_can_be_made_from_its_neighbours(
     steps,
 ):
     manifest = pipeline_manifest(steps)
@@ -91,7 +91,7 @@ def test_it_trains_so_many_batches_of_equal_stages_one_of_which_can_be_made_from
     assert parse(manifest.canonical()) == manifest
 
 
-# who is there, and who dies
+# the processes, and those that are killed
 
 
 def test_each_stage_has_as_many_servers_and_the_founder_is_one_of_the_first(demo):
@@ -110,18 +110,18 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
     demo,
 ):
     for share in (0.0, 0.1, 0.24):
-        demo._happen(share, "invite")
+        demo.let_happen(share, "invite")
     assert not demo.news
     for _ in range(3):
-        demo._happen(0.26, "invite")
+        demo.let_happen(0.26, "invite")
     assert killed(demo) == ["server 2b"]
     assert not demo.newcomers()
     for _ in range(3):
-        demo._happen(0.46, "invite")
+        demo.let_happen(0.46, "invite")
     assert sorted(killed(demo)) == ["server 1", "server 1b", "server 2b"]
     assert [child.name for child in demo.newcomers()] == ["newcomer"]
     for share in (0.56, 0.8, 1.0):
-        demo._happen(share, "invite")
+        demo.let_happen(share, "invite")
     assert [child.name for child in demo.newcomers()] == ["newcomer", "newcomer b"]
     assert [demo.commands[child.name] for child in demo.newcomers()] == [["join", "invite"]] * 2
     assert demo.killed == 3
@@ -133,9 +133,9 @@ def test_one_server_is_killed_then_a_whole_stage_and_two_newcomers_choose_their_
     assert len(demo.news) == 5
 
 
-def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
+def test_in_a_run_that_is_looked_at_late_all_events_happen_one_by_one(demo):
     for _ in range(4):
-        demo._happen(1.0, "invite")
+        demo.let_happen(1.0, "invite")
     assert (demo.killed, len(demo.newcomers())) == (3, 2)
     stages = [
         demo.commands[child.name][-1] for child in demo.survivors() if child not in demo.newcomers()
@@ -148,8 +148,10 @@ def test_a_run_that_is_seen_late_has_it_all_happen_one_by_one(demo):
 
 @pytest.fixture
 def left(tmp_path):
-    """A function that writes the checkpoint of a stage by a child, as if it had trained so many tokens, and returns the
-    child."""
+    """A function that writes a stage's checkpoint as a child that trained `tokens` would.
+
+    It returns the child.
+    """
     plan, pipeline = pipeline_manifest(20).plan(), pipeline_manifest(20).pipeline_plan()
 
     def write(name, *stages, tokens=100, filled=None, killed=False):
@@ -184,7 +186,7 @@ def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that
         left("d", 1, tokens=99, filled=4.0, killed=True),
         left("e", 2, tokens=80, filled=5.0),
         left("f"),  # a trainer
-        left("e", 1, tokens=60, filled=6.0),  # who served another stage before
+        left("e", 1, tokens=60, filled=6.0),  # it served another stage before
     ]
     model = dict(assembled(plan, len(pipeline.stages), children).named_parameters())
     for span, value in zip(pipeline.stages, (2.0, 3.0, 5.0), strict=True):

@@ -1,4 +1,4 @@
-"""A loop in a thread of its own: what is called there, what ends it, and how errors and Ctrl-C come through."""
+"""A loop in its own thread: calls into it, what ends it, and how errors and Ctrl-C come through."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ def background():
     made = Background("background")
     yield made
     made.close()
-    assert not made._thread.is_alive()
+    assert not made.thread.is_alive()
 
 
 class Room:
@@ -56,7 +56,7 @@ def test_a_call_runs_in_the_other_thread_and_gives_its_result(background):
     async def where():
         return threading.current_thread()
 
-    assert life.call(where) is background._thread
+    assert life.call(where) is background.thread
     assert life.call(lambda: give(7)) == 7
 
 
@@ -83,9 +83,10 @@ def test_the_end_leaves_the_context_and_later_calls_say_so(background):
 
 
 def test_what_is_under_way_hears_of_the_end(background):
-    life, heard = background.enter(Room()), threading.Event()
+    life, begun, heard = background.enter(Room()), threading.Event(), threading.Event()
 
     async def wait_long():
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -97,8 +98,7 @@ def test_what_is_under_way_hears_of_the_end(background):
 
     caller = threading.Thread(target=call)
     caller.start()
-    while not life._calls:
-        life.call(lambda: give(0))
+    assert begun.wait(5)
     life.end()
     caller.join(5)
     assert heard.is_set()
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_the_wait_and_the_call_only_unless_it_must_go_through(backgr
     life, ended = background.enter(Room()), []
 
     async def work():
-        background._loop.call_later(
+        asyncio.get_running_loop().call_later(
             0.05, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT
         )
         await asyncio.sleep(SOON_S)
@@ -162,8 +162,8 @@ def test_a_thread_can_be_asked_to_close_from_inside(background):
 
     with contextlib.suppress(Failure):
         life.call(close)
-    background._thread.join(5)
-    assert not background._thread.is_alive()
+    background.thread.join(5)
+    assert not background.thread.is_alive()
 
 
 def test_a_life_keeps_nothing_of_its_calls(background):

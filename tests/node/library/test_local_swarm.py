@@ -1,4 +1,4 @@
-"""A whole swarm in this process: what notebooks see of it, and what is left of it afterwards (nothing)."""
+"""A whole swarm in this process: what a notebook sees of it, and that nothing of it is left."""
 
 import threading
 

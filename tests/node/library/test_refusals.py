@@ -1,4 +1,4 @@
-"""What cannot run is refused before anything starts: no file, no process, no port; with the reason and what is possible."""
+"""What cannot run is refused before anything starts: no file, process or port, and a reason."""
 
 import inspect
 import tempfile
@@ -303,7 +303,7 @@ def test_what_is_known_of_an_optimizer_without_building_it_is_what_it_keeps(name
 
 @pytest.fixture
 def farflock_command(tmp_path, monkeypatch, capfd):
-    """A function that runs a command here -> (exit code, standard error); it fails if anything but the words was left."""
+    """A function that runs a command: (exit code, standard error); only words may be left by it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -377,7 +377,7 @@ def test_the_simulator_counts_its_own_peers(farflock_command):
     assert farflock_command("sim", "--peers", 3, "--dry-run", *words)[0] == 0
 
 
-# somebody's own model
+# a user's own model
 
 
 def stack(layers):

@@ -1,4 +1,4 @@
-"""A torch optimizer in every respect, and a peer: alone it is what it is built from, to the last bit."""
+"""A torch optimizer in every respect, and a peer: alone it equals its inner one to the last bit."""
 
 import asyncio
 import contextlib
@@ -56,6 +56,11 @@ def weights(model):
 
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def life_of(optimizer):
+    """The optimizer's context in the background; its value is the node."""
+    return optimizer._life
 
 
 @pytest.fixture
@@ -348,16 +353,17 @@ def test_an_error_of_the_peer_surfaces_in_step_with_its_cause(alone):
     model = net()
     optimizer = alone(model, period=2)
     train(optimizer, model, range(3))
+    life = life_of(optimizer)
 
     async def break_down():
         await asyncio.sleep(0)
         raise OSError(28, "no space left")
 
     async def plant():
-        optimizer._life.value.peer._spawn(break_down())
+        life.value.peer.context.spawn(break_down())
 
     with contextlib.suppress(Failure):
-        optimizer._life.call(plant)
+        life.call(plant)
     with pytest.raises(Failure, match="no space left") as caught:
         train(optimizer, model, range(3, 30))
     assert isinstance(caught.value.__cause__, OSError)
@@ -379,13 +385,13 @@ def test_an_error_in_the_program_s_closure_is_its_own(alone):
 def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(alone):
     model = net()
     optimizer = alone(model, period=1)
-    loop, background = optimizer._life.value.loop, optimizer._life._loop
+    loop = life_of(optimizer).value.loop
     exchange, slow = loop.client.exchange, [True]
 
     async def slowly(offer):
         if slow:
             slow.clear()
-            background.call_later(
+            asyncio.get_running_loop().call_later(
                 0.1, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT
             )
             await asyncio.sleep(0.5)
@@ -411,7 +417,7 @@ def test_closed_it_says_so_and_closing_twice_is_harmless(alone):
 def test_an_optimizer_that_is_forgotten_leaves_its_run():
     swarm = farflock.local_swarm(1)
     optimizer = SwarmOptimizer(net(), "diloco", _LocalDoor(swarm, 0))
-    life = optimizer._life
+    life = life_of(optimizer)
     train(optimizer, net(), [0])
     del optimizer
     gc.collect()

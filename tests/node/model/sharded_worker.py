@@ -1,9 +1,10 @@
-"""One of the processes of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`. They meet in a file of FOLDER.
+"""One process of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`.
 
-Rank 0 runs the law and the cases below, and writes what became of each to FOLDER/results.json; the others follow it.
+The folder `tests` must be on the path. The processes meet in a file of FOLDER. Rank 0 runs the
+law and the cases below, and writes the result of each to FOLDER/results.json; the others follow
+it.
 """
 
-import importlib.util
 import json
 import sys
 import traceback
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from worlds import node_replica_law as law
 
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.catalog import method
@@ -22,19 +24,7 @@ TIMEOUT_S = 40.0
 END, BACKWARD, LOSS = range(3)
 
 
-def load_law():
-    spec = importlib.util.spec_from_file_location(
-        "replica_law", Path(__file__).with_name("replica_law.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-law = load_law()
-
-
-class Sharded(law.World):
+class Sharded(law.Subject):
     """Each process computes its part of every batch; FSDP takes the mean of the gradients."""
 
     exact = False
@@ -82,7 +72,7 @@ class Sharded(law.World):
         return act, float(value) / parts
 
 
-# cases that only a sharded replica has, beside the law
+# cases that only a sharded replica has, in addition to the law
 
 
 def shards_are_really_apart(world):
@@ -92,8 +82,8 @@ def shards_are_really_apart(world):
 
 
 def a_method_trains_as_on_a_plain_replica(world, name="diloco"):
-    """The same method over the same batches, once on two processes and once on one; alone, so both must agree."""
-    plain = law.World()
+    """The same method over the same batches, on two processes and on one: both must agree."""
+    plain = law.Subject()
     ended = []
     for each in (world, plain):
         options = {"codec": "fp32", "deadline_s": 5.0}
@@ -154,7 +144,7 @@ def run_case(case, inner):
 
 
 def spmd_reads():
-    """Called side by side instead of through `follow`: the leader gets the tensors, the others nothing."""
+    """Called on each side instead of through `follow`: the leader alone gets the tensors."""
     world = Sharded()
     read = world.replica.read(world.replica.names, "param")
     world.replica.write(read, "param")

@@ -1,4 +1,4 @@
-"""The shipped plays are what they say, whole plays are held out, and other texts are refused in a sentence."""
+"""The shipped plays are the right ones, whole plays are held out, and other texts are refused."""
 
 import hashlib
 import lzma

@@ -1,4 +1,4 @@
-"""Each peer's batches are a pure function of run seed, peer, round and step; evaluation is the same for all."""
+"""A peer's batches are a pure function of seed, peer, round and step; all evaluate on the same."""
 
 import hashlib
 
@@ -40,7 +40,7 @@ def test_a_batch_depends_on_its_cursor_alone(peer, seed, step, round_):
 
 
 @given(members=st.lists(peers, min_size=1, max_size=8, unique=True), step=counters)
-def test_who_else_is_there_does_not_matter(members, step):
+def test_the_other_members_do_not_matter(members, step):
     alone = batches(members[0]).starts(step)
     crowd = {peer: batches(peer).starts(step) for peer in reversed(members)}
     assert np.array_equal(alone, crowd[members[0]])

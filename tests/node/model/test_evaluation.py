@@ -1,4 +1,4 @@
-"""Held-out losses: the unigram floor by hand, a model's mean and standard error, and a small model that beats it."""
+"""Held-out losses: the unigram floor by hand, a model's mean and standard error, a better model."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sampling is a pure function of its arguments, respects its limits, and slides beyond the context."""
+"""Sampling is a pure function of its arguments, respects its limits, slides past the context."""
 
 import itertools
 import math

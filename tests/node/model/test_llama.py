@@ -1,4 +1,7 @@
-"""The decoder equals a slow reference and Hugging Face's, splits at any layer, and touches no global generator."""
+"""The decoder equals a slow reference and Hugging Face's, splits at any layer, and draws nothing.
+
+No global random generator is touched.
+"""
 
 import math
 from itertools import pairwise

@@ -1,36 +1,23 @@
 """The law of `Replica` on the plain one, and what only it has."""
 
-import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
+from worlds import node_replica_law as law
 
 from farflock.node.model.replica import PlainReplica, blend
 from farflock.optimizers.parts.inner import InnerConfig
 
 
-def load_law():
-    spec = importlib.util.spec_from_file_location(
-        "replica_law", Path(__file__).with_name("replica_law.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-law = load_law()
-
-
 @pytest.mark.parametrize("rule", law.LAW, ids=lambda rule: rule.__name__)
 def test_law(rule):
-    rule(law.World())
+    rule(law.Subject())
 
 
 @pytest.mark.parametrize("rule", law.SGD_LAW, ids=lambda rule: rule.__name__)
 def test_law_under_sgd(rule):
-    rule(law.World("sgd"))
+    rule(law.Subject("sgd"))
 
 
 def test_every_rule_of_the_law_is_in_its_list():

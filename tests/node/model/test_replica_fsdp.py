@@ -1,6 +1,8 @@
-"""The law of `Replica` on a module that two processes share (FSDP2, gloo, loopback), and what only a sharded one has."""
+"""The law of `Replica` on a module that two processes share, and the rules of a sharded one alone.
 
-import importlib.util
+FSDP2 over gloo on the loopback interface.
+"""
+
 import json
 import os
 import subprocess
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds import node_replica_law as law
 
 HERE = Path(__file__).parent
 COUNT = 2
@@ -16,13 +19,7 @@ TIMEOUT_S = 100
 pytestmark = pytest.mark.net
 
 
-def law_names():
-    spec = importlib.util.spec_from_file_location("replica_law", HERE / "replica_law.py")
-    law = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(law)
-    return [rule.__name__ for rule in (*law.LAW, *law.SGD_LAW)]
-
-
+RULES = [rule.__name__ for rule in (*law.LAW, *law.SGD_LAW)]
 CASES = [
     "shards_are_really_apart",
     "a_method_trains_as_on_a_plain_replica",
@@ -58,7 +55,7 @@ def folder(nursery, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", law_names())
+@pytest.mark.parametrize("name", RULES)
 def test_law(folder, name):
     assert json.loads((folder / "results.json").read_text())[name] is None
 
@@ -69,7 +66,10 @@ def test_case(folder, name):
 
 
 def test_every_case_that_ran_is_looked_at(folder):
-    assert set(json.loads((folder / "results.json").read_text())) == {*law_names(), *CASES}
+    assert set(json.loads((folder / "results.json").read_text())) == {
+        *RULES,
+        *CASES,
+    }
 
 
 def test_only_the_leader_gets_full_tensors(folder):

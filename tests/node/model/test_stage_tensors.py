@@ -1,4 +1,4 @@
-"""Checkpoints of so many stages become those of any other number."""
+"""Checkpoints of N stages become checkpoints of any other number of stages."""
 
 import msgspec
 import pytest

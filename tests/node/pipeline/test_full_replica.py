@@ -1,4 +1,4 @@
-"""A full replica's own training among scripted servers: what it gives them, when it holds back, and what it hears of rounds."""
+"""A full replica's own training among scripted servers: what it gives, and when it holds back."""
 
 import asyncio
 import collections
@@ -43,8 +43,8 @@ class Server:
         return len(self.here) - self.taken
 
 
-class World:
-    """All that it reads of the swarm, and its servers; a pass through one stage takes a virtual second."""
+class ReplicaWorld:
+    """The swarm as a full replica reads it; a pass takes its servers one virtual second a stage."""
 
     me = "me"
 
@@ -111,7 +111,7 @@ WHOLE_S = PASS_S * BACKWARD_COST * STAGES
 
 
 def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_key():
-    world = World()
+    world = ReplicaWorld()
     world.run(2 * WHOLE_S)
     assert world.costs == [BACKWARD_COST * STAGES] * 2
     whole = Stage(build(MODEL, 3).double())
@@ -136,7 +136,7 @@ def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_
 
 
 def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_without_it():
-    world = World(ahead=1, kept=1, order=lambda number: (0, 2))
+    world = ReplicaWorld(ahead=1, kept=1, order=lambda number: (0, 2))
     for server in world.servers:
         server.taken = 100
     trainer = world.run(
@@ -156,7 +156,7 @@ def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_w
 
 
 def test_the_rounds_of_the_weights_are_those_of_the_moment_when_they_were_used():
-    world = World()
+    world = ReplicaWorld()
 
     def apply(stage, number):
         world.servers[stage].applied = number
@@ -166,7 +166,7 @@ def test_the_rounds_of_the_weights_are_those_of_the_moment_when_they_were_used()
 
 
 def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_finished():
-    world = World(ahead=2, kept=2)
+    world = ReplicaWorld(ahead=2, kept=2)
 
     def close():
         for stage in range(STAGES):
@@ -182,14 +182,14 @@ def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_fini
 
 
 def test_it_begins_in_its_stream_where_the_run_is():
-    world = World(agreed=5 * TOKENS)
+    world = ReplicaWorld(agreed=5 * TOKENS)
     world.run(WHOLE_S)
     assert world.numbers() == [FIRST + 5]
     assert world.trainer.source.begun == 1
 
 
 def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():
-    world, seen = World(ahead=3), []
+    world, seen = ReplicaWorld(ahead=3), []
 
     def take(*counts):
         seen.append(len(world.numbers()))
@@ -204,7 +204,7 @@ def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():
 
 def test_a_step_that_lacks_something_is_not_waited_for_at_the_same_time_as_it_waits_for_this_peer():
     """As when others are gone, and what they had told with them."""
-    world, seen = World(ahead=3), []
+    world, seen = ReplicaWorld(ahead=3), []
 
     def enough(stage, enough):
         seen.append(len(world.numbers()))
@@ -218,7 +218,7 @@ def test_a_step_that_lacks_something_is_not_waited_for_at_the_same_time_as_it_wa
 
 
 def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_stage_has_named_it():
-    world, seen = World(kept=2), []
+    world, seen = ReplicaWorld(kept=2), []
     for server in world.servers:
         server.taken = 100
 
@@ -242,13 +242,13 @@ def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_sta
 
 
 def test_what_is_named_twice_at_a_stage_is_told():
-    world = World(kept=1)
+    world = ReplicaWorld(kept=1)
     world.run(2 * WHOLE_S, at_10=lambda: world.close(1, FIRST), at_11=lambda: world.close(1, FIRST))
     assert world.trainer.commits.doubled == 1
 
 
 def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_doubt():
-    world = World(ahead=2, kept=2)
+    world = ReplicaWorld(ahead=2, kept=2)
     trainer = world.run(
         4 * WHOLE_S,
         at_20=lambda: [world.close(stage, FIRST, FIRST + 1) for stage in (0, 2)],
@@ -259,7 +259,7 @@ def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_d
 
 
 def test_a_gradient_that_is_not_finite_counts_nowhere():
-    world = World()
+    world = ReplicaWorld()
     weight = next(iter(world.servers[1].stage.model.parameters()))
     kept = weight.detach().clone()
 
@@ -277,8 +277,8 @@ def test_a_gradient_that_is_not_finite_counts_nowhere():
     assert trainer.kept == 3
 
 
-def test_who_is_no_member_yet_or_was_told_to_stop_trains_nothing():
-    world = World()
+def test_a_node_that_is_no_member_yet_or_must_stop_trains_nothing():
+    world = ReplicaWorld()
     world.is_member = False
     world.run(2 * WHOLE_S)
     assert not world.costs
@@ -290,7 +290,7 @@ def test_who_is_no_member_yet_or_was_told_to_stop_trains_nothing():
 
 
 def test_a_pass_is_of_one_moments_weights_and_each_stages_part_is_its_own():
-    world = World()
+    world = ReplicaWorld()
     world.run(3 * WHOLE_S)
     assert collections.Counter(map(len, (server.here for server in world.servers))) == {3: 3}
     names = [name for server in world.servers for name in server.here[0][1].gradients]

@@ -1,18 +1,17 @@
-"""A node's part in a pipeline on the simulated network: what its process sees of it, each kind of method, lives that end."""
+"""A node's part in a pipeline on the simulated network: its process's view, each method, deaths."""
 
 import asyncio
 import collections
-import logging
 import math
-import runpy
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec import structs
+from worlds import pipeline_audit
+from worlds.pipeline_audit import MODEL, TEXT, TOKENS, Audit
 
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.llama import build
@@ -36,8 +35,7 @@ from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "pipeline_audit.py"))
-Audit, MODEL, TOKENS, TEXT = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS", "TEXT"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8
 METHODS = {
     "diloco": {"period": 2},
@@ -55,14 +53,8 @@ def often(names, *everyday):
     ]
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
-
-
 def plan(total=10**9, seed=0, rate=0.3, model=MODEL, **options):
-    made = _AUDIT["plan"](seed, total, rate=rate, **options)
+    made = pipeline_audit.plan(seed, total, rate=rate, **options)
     return replace(made, model=model)
 
 
@@ -71,27 +63,30 @@ def audit(who, plan, stages, limit_s=600.0, **options):
         who, plan.schedule.total_tokens, view_s=2.0, away_s=(3.0, 8.0), limit_s=limit_s
     )
     cut = replace(
-        _AUDIT["pipeline"](stages, BATCH, **options), stages=tuple(even(plan.model, stages))
+        pipeline_audit.pipeline(stages, BATCH, **options), stages=tuple(even(plan.model, stages))
     )
     return Accounts(plan, cut, around)
 
 
 class Accounts(Audit):
-    """The audit for methods whose servers step on their own: a contribution is made of its own microbatches, each counts once,
-    and the group agrees on its state after every round."""
+    """The audit for methods whose servers step on their own.
+
+    A contribution is made of its own microbatches, each counts once, and the group agrees on its
+    state after every round.
+    """
 
     def __init__(self, *world):
         super().__init__(*world)
         self.begun_anew = True  # the servers of a stage have weights of their own between rounds
         self.agreed = collections.defaultdict(set)  # by stage, stream and round
-        self.noted = collections.Counter()  # by stage and round, who had that state
+        self.noted = collections.Counter()  # by stage and round, the peers with that state
 
-    def _weights_of(self, life):
+    def weights_of(self, life):
         life.weights.clear()  # they change between two rounds as well
-        return super()._weights_of(life)
+        return super().weights_of(life)
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         for serving in node.servings:
             self._note_states(serving)
 
@@ -200,22 +195,22 @@ def test_a_server_that_fails_ends_its_nodes_run():
         look(number, node)
         if number == 1:
             server = node.serving.server
-            back = server.passes._backward_one
+            read = server.passes.read
 
-            def fails_in_time(job):
+            def fails_in_time(asked):
                 if server.served["backward"] > 5:
                     raise ZeroDivisionError("a bug")
-                return back(job)
+                return read(asked)
 
-            server.passes._backward_one = fails_in_time
+            server.passes.read = fails_in_time
 
-    look, one._look = one._look, with_a_bug
+    look, one.watch = one.watch, with_a_bug
     with pytest.raises(ZeroDivisionError, match="a bug"):
         one.run()
 
 
-def test_who_is_a_member_before_it_runs_lets_calls_wait():
-    """A founder waits for others; they need not wait an hour for it because their first call failed."""
+def test_a_member_that_does_not_run_yet_lets_calls_wait():
+    """A founder waits for others; the others must not wait an hour because a first call failed."""
     steps = 3
     one = audit((PeerRole(0), PeerRole(1), PeerRole(trains=True)), plan(steps * BATCH * TOKENS), 2)
     began = []
@@ -232,7 +227,7 @@ def test_who_is_a_member_before_it_runs_lets_calls_wait():
 
             node.run = later
 
-    look, one._look = one._look, late_founder
+    look, one.watch = one.watch, late_founder
     one.run().check()
     assert began[0] > 0, "nobody asked the founder before it ran"
     assert one.tale.virtual_s < 120
@@ -297,7 +292,7 @@ def driver_of(node, stage):
 
 
 @pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "streaming"))
-def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
+def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
     made = plan(
         20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
@@ -335,7 +330,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
 
 
 def stride_of(one):
-    return one.sim.nodes[0].stage_directory._streams[1].stride
+    return one.sim.nodes[0].stage_directory.streams[1].stride
 
 
 def parameters(node):
@@ -347,8 +342,8 @@ def parameters(node):
 
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
     still = plan(
-        rate=_AUDIT["STILL"]
-    )  # who adopts a state has fp32 weights, which steps would move apart from doubles
+        rate=pipeline_audit.STILL
+    )  # an adopted state has fp32 weights, which steps would move apart from doubles
     one = audit(parts(2, 3, 1), still, 2)
 
     async def cut_off(sim):
@@ -385,7 +380,7 @@ def test_a_life_that_is_over_says_why_and_where_to():
 # the run's end
 
 
-def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_stage_ends_with_one_state():
+def test_a_peer_that_knows_of_the_end_stays_until_all_know_so_a_stage_ends_with_one_state():
     total, over_s, stage_directory = 6 * BATCH * TOKENS, [], []
     one = audit((PeerRole(EVERY, trains=True), PeerRole(0), PeerRole(1)), plan(total, rate=1e-3), 2)
 
@@ -405,7 +400,7 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
             node.stage_directory.tokens = heard
         look(number, node)
 
-    look, one._look = one._look, late
+    look, one.watch = one.watch, late
     one.run().check()
     ended = collections.defaultdict(set)
     for node in one.sim.nodes.values():
@@ -437,7 +432,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     begun = {}
 
     def load_state(number, node):
-        node._saved = {number: saved[number]}
+        node.saved = {number: saved[number]}
         look(number, node)
 
     async def watch(sim):
@@ -446,20 +441,20 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
         for number in (0, 1):
             begun[number] = one.sim.nodes[number].tokens
 
-    look, again._look = again._look, load_state
+    look, again.watch = again.watch, load_state
     again.run(watch)
     for stage, rounds in again.named.items():
         before = max(one.named[stage])
         assert min(rounds) == before + 1, stage
         assert max(rounds) >= before + steps - 1
-        first = min(entry for entry in again._weights if entry[0] == stage)
+        first = min(entry for entry in again.versions if entry[0] == stage)
         assert first[1] == before
-        for name, x in again._weights[first][0].items():
+        for name, x in again.versions[first][0].items():
             assert torch.equal(x.float(), saved[stage].parts["model"][name])
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
 
-def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(
+def test_a_full_replica_resumes_from_checkpoints_of_its_stages_made_at_different_times(
     tmp_path,
 ):
     steps = 5
@@ -485,14 +480,14 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
     again = audit((PeerRole(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
 
     def load_state(number, node):
-        node._saved = saved
+        node.saved = saved
         look(number, node)
 
-    look, again._look = again._look, load_state
+    look, again.watch = again.watch, load_state
     again.run().check().check_finished()
     for stage, rounds in again.named.items():
         assert min(rounds) == before[stage] + 1
-        for name, x in again._weights[stage, before[stage]][0].items():
+        for name, x in again.versions[stage, before[stage]][0].items():
             assert torch.equal(x.float(), saved[stage].parts["model"][name])
     assert again.sim.nodes[0].tokens >= 2 * steps * BATCH * TOKENS
 
@@ -508,7 +503,7 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(
     bench, staleness, batch, window, expected
 ):
     made = plan()
-    base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
+    base = pipeline_audit.pipeline(2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
     node = node_of(bench, made, cut, NOTHING, tokens=TEXT)
     assert node.trainer._terms.window == expected
@@ -526,9 +521,9 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
 
 
 def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
-    cut = _AUDIT["pipeline"](3, BATCH)
+    cut = pipeline_audit.pipeline(3, BATCH)
     node = node_of(bench, plan(), cut, EVERY, tokens=TEXT)
-    assert (node.role, list(node.stage_directory._streams)) == ("replica", [0, 1, 2])
+    assert (node.role, list(node.stage_directory.streams)) == ("replica", [0, 1, 2])
     assert [serving.model.span for serving in node.servings] == list(cut.stages)
     together = joined(serving.model.state_dict() for serving in node.servings)
     whole = build(MODEL, plan().run_seed).double().state_dict()
@@ -547,7 +542,7 @@ def test_a_full_replicas_rounds_say_of_which_stage_they_are_and_one_stage_notes_
     node = node_of(
         bench,
         plan(),
-        _AUDIT["pipeline"](3, BATCH),
+        pipeline_audit.pipeline(3, BATCH),
         EVERY,
         report=lambda kind, fields: said.append((kind, fields)),
     )
@@ -572,10 +567,10 @@ def test_several_downloads_are_told_as_one():
 
 @pytest.mark.parametrize("stage", [0, 2, NOTHING])
 def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
-    cut = _AUDIT["pipeline"](3, BATCH)
+    cut = pipeline_audit.pipeline(3, BATCH)
     node = node_of(bench, plan(), cut, stage, tokens=TEXT if stage == NOTHING else None)
     assert node.role == role_of(stage)
-    assert list(node.stage_directory._streams) == [0, 1, 2]
+    assert list(node.stage_directory.streams) == [0, 1, 2]
     assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)
     if stage != NOTHING:
         assert node.serving.model.span == cut.stages[stage]
@@ -584,7 +579,7 @@ def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
 
 def test_a_server_counts_its_steps_on_from_its_checkpoint_and_learns_as_a_newcomer_does(bench):
     saved = {1: SimpleNamespace(step=500)}
-    serving = node_of(bench, plan(), _AUDIT["pipeline"](2, BATCH), 1, saved=saved).serving
+    serving = node_of(bench, plan(), pipeline_audit.pipeline(2, BATCH), 1, saved=saved).serving
     assert (serving.loop.step, serving.training_task.joined_at) == (500, 500)
 
 
@@ -596,13 +591,13 @@ def test_the_stages_tensors_together_are_the_models():
 
 
 def test_all_agree_on_what_goes_over_an_edge():
-    made, cut = plan(), _AUDIT["pipeline"](2, BATCH, codec="int8")
+    made, cut = plan(), pipeline_audit.pipeline(2, BATCH, codec="int8")
     edges = edges_of(made, cut)
     assert (edges.batch, edges.seq, edges.tokens, edges.dtype) == (1, TOKENS, TOKENS, torch.float64)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "skip:4"])
-def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
+def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_equal_questions(name):
     layers = [1, 2, 2, 1]
     serving = StageServers(
         1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4))
@@ -629,11 +624,9 @@ def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_
 def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(bench, name):
     """The whole model's size is what no node has room for."""
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
-    node = node_of(bench, plan(method=name, options=options), _AUDIT["pipeline"](3, BATCH), 1)
-    assert set(node._exchanges._specimens) == {0, 1, 2}, (
-        "its own ones too are asked for shapes alone"
-    )
-    for templates in node._exchanges._specimens.values():
+    node = node_of(bench, plan(method=name, options=options), pipeline_audit.pipeline(3, BATCH), 1)
+    assert set(node.exchanges.specimens) == {0, 1, 2}, "its own ones too are asked for shapes alone"
+    for templates in node.exchanges.specimens.values():
         tensors = [x for template in templates for x in template.tensors.values()]
         assert tensors
         assert all(x.device.type == "meta" for x in tensors)

@@ -1,4 +1,4 @@
-"""Which stage a machine serves and whether it trains: by its option, or by what the members lack; and the node that does so."""
+"""A machine's stage and whether it trains: by its option or by the members' need; and its node."""
 
 import asyncio
 import collections
@@ -103,7 +103,7 @@ def test_a_founder_serves_the_first_stage_and_trains_unless_told_otherwise(role,
         ("replica", (EVERY, True)),
     ],
 )
-def test_who_is_told_what_to_do_asks_nobody(role, found):
+def test_a_machine_with_a_given_role_asks_no_peer(role, found):
     members = Members(0, 0, 0)
     assert joined(role, members) == found
     assert not members.asked
@@ -140,20 +140,22 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     [
         ((0, 0, 1, 2, 2), (), 1),
         ((0, 0, 1, 1, 2), (), 2),
-        ((0, 1, 1, 2, 2, NOTHING, NOTHING), (), 0),  # who only trains serves nothing
+        ((0, 1, 1, 2, 2, NOTHING, NOTHING), (), 0),  # a peer that only trains serves nothing
         ((0, 1, 1, 1, 2, 2), ("m1", "m2", "m3"), 1),  # still listed
         ((1, 2, EVERY), (), 0),  # a whole replica has a part in each
     ],
 )
-def test_who_joins_serves_the_stage_that_fewest_living_members_serve(role, stages, gone, stage):
+def test_a_newcomer_serves_the_stage_that_the_fewest_living_members_serve(
+    role, stages, gone, stage
+):
     assert joined(role, Members(*stages, gone=gone)) == (stage, False)
 
 
-def test_who_was_a_member_before_does_not_count_itself():
+def test_a_former_member_does_not_count_itself():
     assert joined("auto", Members(0, 0, 1, 2, me="m2")) == (1, False)
 
 
-def test_members_who_do_not_answer_are_said_so():
+def test_members_that_do_not_answer_are_named():
     with pytest.raises(TimeoutError):
         joined("auto", Members(0, answers=False))
 
@@ -167,7 +169,7 @@ def test_the_emptiest_stage_has_none_that_is_emptier_and_is_one_peers_choice(ser
     assert emptiest(servers, me) == stage
 
 
-def test_many_who_come_at_once_go_to_different_stages():
+def test_newcomers_at_the_same_time_go_to_different_stages():
     peers = [hashlib.sha256(bytes([number])).hexdigest() for number in range(60)]
     chosen = collections.Counter(emptiest((2, 1, 1, 1), peer) for peer in peers)
     assert chosen.keys() == {1, 2, 3}
@@ -219,6 +221,11 @@ def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(
     made(bench, text, tmp_path, stage, trains, look=look)
 
 
+def steps_of(node, keeper):
+    """The step at which each stage's checkpoint lets the node go on, by stage."""
+    return {serving.index: serving.loop.step for serving in node.servings}
+
+
 def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(
     bench, text, tmp_path
 ):
@@ -228,8 +235,8 @@ def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_sta
 
     written = made(bench, text, tmp_path, 1, False, look=save)
     assert written == folder_of(RunFolder(tmp_path), "stage:1") / "step-5"
-    assert made(bench, text, tmp_path, 1, False, look=lambda node, keeper: node._saved[1].step) == 5
-    assert made(bench, text, tmp_path, 2, False, look=lambda node, keeper: node._saved) == {}
+    assert made(bench, text, tmp_path, 1, False, look=steps_of) == {1: 5}
+    assert made(bench, text, tmp_path, 2, False, look=steps_of) == {2: 0}
 
 
 def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
@@ -265,7 +272,7 @@ def test_all_that_touches_weights_has_one_thread(bench, text, tmp_path):
     async def names(node, keeper):
         import threading
 
-        means = node._means
+        means = node.means
         ways = [means.compute, means.train, lambda work: means.run_pass(work, 3.0)]
         return {await way(lambda: threading.current_thread().name) for way in ways}
 
@@ -309,9 +316,8 @@ def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(benc
             path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))
         ]
         assert saved.name == f"step-{5 + stage}"
-    look = lambda node, keeper: {index: each.step for index, each in node._saved.items()}  # noqa: E731
-    assert made(bench, text, tmp_path, EVERY, True, look=look) == {0: 5, 1: 6, 2: 7}
-    assert made(bench, text, tmp_path, 1, False, look=look) == {1: 6}, (
+    assert made(bench, text, tmp_path, EVERY, True, look=steps_of) == {0: 5, 1: 6, 2: 7}
+    assert made(bench, text, tmp_path, 1, False, look=steps_of) == {1: 6}, (
         "a replica's stage is a stage's"
     )
 

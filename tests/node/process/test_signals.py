@@ -1,4 +1,4 @@
-"""Signals end long work: gently where it knows how, at once the second time, and never what ignores them."""
+"""Signals end long work: gently where it knows how, at once on the second, never if ignored."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def test_a_signal_breaks_off_what_does_not_know_how_to_end(number):
 
 
 def test_what_fails_after_the_signal_is_its_doing():
-    """The directory's daemon hears a terminal's Ctrl-C as well, and its end fails whoever waits for it."""
+    """The directory's daemon gets a terminal's Ctrl-C too, and its end fails every waiting call."""
 
     async def work():
         send(signal.SIGINT)
@@ -82,7 +82,7 @@ def test_what_fails_after_the_signal_is_its_doing():
     assert ending.asked == signal.SIGINT
 
 
-def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
+def test_an_error_before_the_end_is_asked_for_or_during_the_save_is_raised():
     async def fails():
         raise OSError("no disk")
 
@@ -114,7 +114,7 @@ def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
     assert ending.asked == signal.SIGTERM
 
 
-def test_who_does_not_end_in_time_is_broken_off(monkeypatch):
+def test_work_that_does_not_end_in_time_is_broken_off(monkeypatch):
     monkeypatch.setattr(module, "STOP_S", 0.05)
 
     async def work():

@@ -1,4 +1,4 @@
-"""A node's status file: always whole, with this node's own pace, and never a reason for the node to end."""
+"""A node's status file is always whole, has this node's own pace, and never ends the node."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     )
 
 
-def test_what_is_written_can_be_read_and_says_who_is_waited_for(tmp_path):
+def test_a_status_can_be_read_back_and_names_the_peers_that_are_waited_for(tmp_path):
     StatusWriter(node_in(tmp_path)).write()
     status = read_status(tmp_path / "status.json")
     assert status.waits == (Waiting("delta", 4, ("other",), 2.0),)
@@ -139,7 +139,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog
     assert read_status(tmp_path / "status.json").run == "ab"
 
 
-def test_who_is_waited_for_is_called_by_the_name_that_is_known():
+def test_a_peer_that_is_waited_for_is_called_by_its_known_name():
     wait = Waiting("delta", 4, ("12D3KooWabcdefgh", "12D3KooWother123"), 2.4)
     assert (
         wait.said({"12D3KooWother123": "peer 1"}) == "abcdefgh, peer 1 (delta, round 4, 2 s left)"

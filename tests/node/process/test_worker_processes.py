@@ -1,4 +1,4 @@
-"""Processes for work are forks of one that has imported its module, and of nobody who has opened anything."""
+"""Worker processes are forks of one that has imported its module and has opened nothing."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The basis of a run: made from the seed by whoever needs it, with the same bits, and nothing else than the manifest names."""
+"""The basis of a run: made from the seed, bit by bit alike, only as the manifest names it."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def test_it_follows_from_seed_and_sizes_and_from_nothing_else():
 
 
 def test_its_bits_are_written_down():
-    """Another version of this program must make the same ones, or it cannot take part in a run of this one."""
+    """Another version of this program must draw the same basis, or it cannot take part in a run."""
     assert run_basis(1, 32, 4, 20).digest.hex()[:16] == "a9a34ee954a75d3c"
 
 
@@ -119,7 +119,10 @@ from farflock.compression.subspace import project
 from farflock.node.run.basis import run_basis
 from farflock.optimizers.parts.philox import words
 basis = run_basis(3, 200, 30, 64)
-drawn = {name: (words(9, at, 0, 200 * 77) - 2**31).float().view(200, 77) * 2.0**-33 for at, name in enumerate("ab")}
+drawn = {
+    name: (words(9, at, 0, 200 * 77) - 2**31).float().view(200, 77) * 2.0**-33
+    for at, name in enumerate("ab")
+}
 drawn["b"] = drawn["b"].T.contiguous()
 project(drawn, {"a": 0, "b": 1}, basis)
 bits = b"".join(x.contiguous().numpy().tobytes() for x in drawn.values())

@@ -126,7 +126,7 @@ def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction
         )
 
 
-def test_a_codec_that_remembers_fits_pinned_routes_samples_that_come_again_and_room_for_a_microbatch():
+def test_a_codec_with_a_memory_needs_pinned_routes_samples_that_return_and_room_for_a_microbatch():
     require_composable(parts(**SEEN))
     require_composable(
         parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512})
@@ -145,7 +145,7 @@ FREE = {
 @pytest.mark.parametrize(
     "given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}]
 )
-def test_free_replicas_beside_constrained_pipelines_are_not_refused(given):
+def test_free_replicas_next_to_constrained_pipelines_are_not_refused(given):
     require_composable(parts(**(FREE | given)))
 
 
@@ -406,7 +406,7 @@ def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batc
 
 
 def of_microbatches(sequences):
-    """Parts whose microbatches have so many sequences of 64 tokens."""
+    """Parts whose microbatches have this many sequences of 64 tokens."""
     made = parts(seq=64, codec="raw")
     plan = dataclasses.replace(made.plan, batch=sequences)
     pipeline = dataclasses.replace(made.pipeline, batch_tokens=16 * sequences * plan.seq)

@@ -1,4 +1,4 @@
-"""An invite comes back as it was minted; everything else is refused with a sentence, and nothing crashes."""
+"""An invite comes back as it was minted; all else is refused with a sentence; nothing crashes."""
 
 import base64
 import hashlib

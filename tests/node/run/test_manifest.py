@@ -1,4 +1,4 @@
-"""A manifest resolves to one text, says where it is wrong, and cannot be made to take memory or read files."""
+"""A manifest resolves to one text, says where it is wrong, and cannot take memory or read files."""
 
 import hashlib
 

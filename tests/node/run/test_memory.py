@@ -15,7 +15,7 @@ def manifest(model="10m", method="diloco", **train):
 
 
 def test_it_is_as_much_as_whole_nodes_were_seen_to_take():
-    """Peak memory over that of a node with a tiny model, as measured with batches of 2 sequences of 32 tokens."""
+    """Peak memory above a tiny model's node, as measured with batches of 2 x 32 tokens."""
     seen_bytes = {"local": 861e6, "ddp": 1298e6, "noloco": 1293e6, "diloco": 1251e6}
     for method, peak_bytes in seen_bytes.items():
         assert (

@@ -127,7 +127,7 @@ def test_the_plan_is_what_the_terms_say():
     assert manifest.pipeline_plan() == expected
 
 
-def test_free_replicas_are_spelt_out_with_a_new_table_after_so_many_rounds():
+def test_free_replicas_are_spelt_out_with_a_new_table_every_n_rounds():
     given = {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"}
     overrides = ("method.name=diloco", "method.options.period=4")
     manifest = resolved(given, *overrides)

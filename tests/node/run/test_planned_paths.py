@@ -1,5 +1,7 @@
-"""Planned paths as a part of the manifest: read, written, made from measured hosts, and refused by name where no run can follow
-them."""
+"""Planned paths in the manifest: read, written, and made from measured hosts.
+
+A plan that no run can follow is refused by name.
+"""
 
 import itertools
 

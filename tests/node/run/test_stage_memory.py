@@ -1,4 +1,4 @@
-"""A stage that cannot fit is refused by arithmetic alone, with the numbers and a stage that fits."""
+"""A stage that cannot fit is refused by arithmetic alone, with numbers and a stage that fits."""
 
 import dataclasses
 import math

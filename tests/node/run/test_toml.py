@@ -1,4 +1,4 @@
-"""Whatever is written as TOML, the standard library reads back; and it is the same text each time."""
+"""The standard library reads back every TOML that is written, and the text is always the same."""
 
 import json
 import math
@@ -53,8 +53,8 @@ def test_it_reads_well():
         }
     )
     assert (
-        text
-        == 'top = 1\n\n[run]\nname = "a b"\nseed = 1\n\n[method]\nname = "x"\n\n[method.options.outer]\nlr = 0.5\n'
+        text == 'top = 1\n\n[run]\nname = "a b"\nseed = 1\n\n[method]\nname = "x"\n\n'
+        "[method.options.outer]\nlr = 0.5\n"
     )
 
 

@@ -1,8 +1,9 @@
-"""Runs of whole nodes that lose a majority, for good or for a while: they go on to their end, as one run."""
+"""Whole nodes that lose a majority, for good or for a while, reach their end as one run."""
 
 import asyncio
 
 import pytest
+from worlds.waiting import until
 
 from farflock.node.train.ending import drain
 from farflock.optimizers.parts.state import state_hash
@@ -10,11 +11,6 @@ from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 
 AFTER_S = 15.0
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110 - virtual time
-        await asyncio.sleep(0.1)
 
 
 class Crowd:
@@ -121,7 +117,7 @@ def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_e
 
 
 @pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
-def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_and_the_run_ends_as_one(
+def test_when_a_branch_meets_the_majority_the_one_with_fewer_tokens_gives_up_and_one_run_ends(
     bench, text, method
 ):
     async def main(made):

@@ -1,4 +1,4 @@
-"""How a disaster is made: every fault meets every phase in turn, only what hit something counts, and hangs are found."""
+"""A disaster: every fault meets every phase in turn, only hits count, and hangs are found."""
 
 import asyncio
 import collections
@@ -55,7 +55,7 @@ def until_all_are_in(seed, main):
         for index in range(len(disaster.population.identities)):
             disaster.population.begin(index)
             await asyncio.sleep(0.3)
-        await disaster._progress(1, "the start")
+        await disaster.progress(1, "the start")
         await main(disaster)
         await disaster.population.end_all()
         return disaster
@@ -69,7 +69,7 @@ def test_each_kind_of_fault_hits_something(seed):
 
     async def main(disaster):
         for kind in KINDS:
-            hits[kind] = await disaster._strike(kind)
+            hits[kind] = await disaster.strike(kind)
 
     until_all_are_in(seed, main)
     assert hits.keys() == set(KINDS)
@@ -77,17 +77,15 @@ def test_each_kind_of_fault_hits_something(seed):
 
 
 @pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
-def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(
-    seed, peers, may_die
-):
+def test_a_majority_always_lives_and_a_fault_that_hits_no_peer_is_not_counted(seed, peers, may_die):
     async def main(disaster):
         assert len(disaster.population.lives) == peers
         await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
-        assert [await disaster._kill(index) for index in disaster.population.lives] == [
+        assert [await disaster.kill(index) for index in disaster.population.lives] == [
             n < may_die for n in range(peers)
         ]
         for kind in ("kill", "restart"):
-            assert not await disaster._strike(kind)
+            assert not await disaster.strike(kind)
         assert all(
             not life.task.done()
             for index, life in disaster.population.lives.items()
@@ -98,14 +96,14 @@ def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_i
 
 
 @pytest.mark.parametrize("seed", [EXACT, PAIRS])
-def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, seed):
+def test_no_peer_is_killed_that_a_view_needs_for_its_quorum(monkeypatch, seed):
     monkeypatch.setattr(
         chaos, "is_quorum", lambda members, size: 0 in members
     )  # so the view's first member decides all
 
     async def main(disaster):
-        assert not await disaster._kill(0)
-        assert await disaster._kill(1)
+        assert not await disaster.kill(0)
+        assert await disaster.kill(1)
 
     until_all_are_in(seed, main)
 
@@ -153,8 +151,8 @@ def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
 
         disaster.population.lives[1].loop.train = fail
         await asyncio.sleep(3)
-        disaster._repair()
-        await disaster._progress(1, "the fault")
+        disaster.repair()
+        await disaster.progress(1, "the fault")
 
     disaster = until_all_are_in(EXACT, main)
     assert ["out of order" in violation for violation in disaster.watch.violations] == [True]
@@ -164,7 +162,7 @@ def test_peers_that_do_not_come_in_are_a_violation():
     async def main(disaster):
         disaster.population.lives[1].loop.stop()
         await asyncio.sleep(1)
-        await disaster._progress(1, "the fault")
+        await disaster.progress(1, "the fault")
 
     violations = until_all_are_in(EXACT, main).watch.violations
     assert len(violations) == 1
@@ -180,7 +178,7 @@ def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violati
         disaster.population.lines[0].sent_bytes += 1
         disaster.network.bytes["sent"] += 1
         await disaster.population.end_all()
-        disaster._check_rest(looking)
+        disaster.check_rest(looking)
         forgotten.cancel()
 
     found = until_all_are_in(EXACT, main).watch.violations
@@ -213,8 +211,8 @@ def test_reports_come_in_the_order_of_seeds(monkeypatch):
 
 def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():
     async def main(disaster):
-        disaster._streams += 1
-        await disaster._progress(1, "the fault")
+        disaster.streams += 1
+        await disaster.progress(1, "the fault")
 
     violations = until_all_are_in(EXACT, main).watch.violations
     assert len(violations) == len(Chaos(EXACT, case_of(EXACT)).population.identities)

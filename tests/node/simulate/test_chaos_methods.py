@@ -1,4 +1,4 @@
-"""What disasters run: every method, with rounds of each of its streams within a few steps of a replica that can be judged."""
+"""Disasters run every method, each stream's rounds within a few steps of a replica to judge by."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The watch is told what no correct swarm does, one thing at a time, and must say so; what is correct it lets pass."""
+"""The watch is told what no correct swarm does and must say so; it lets pass what is correct."""
 
 import asyncio
 from dataclasses import replace
@@ -234,7 +234,7 @@ def test_means_that_differ_in_one_bit_are_found():
     the_only(violations(main), "peer 2 has another mean in round 0")
 
 
-def test_who_sent_nothing_does_not_count():
+def test_a_member_that_sent_nothing_does_not_count():
     async def main(scene):
         scene.results["one"] = scene.result(1, ["one", "two"], 60)
         await scene.offer(0, 1)
@@ -353,7 +353,7 @@ def test_a_container_that_has_grown_is_a_violation(monkeypatch, count, found):
 
 
 def a_loop(age_s, done=False):
-    """One exchange that is open since so many seconds before 100."""
+    """One exchange that was opened this many seconds before 100."""
     key = ExchangeKey("delta", 4)
     exchange = SimpleNamespace(key=key, deadline_s=DEADLINE_S)
     table = (SimpleNamespace(exchange=exchange, since_s=100.0 - age_s),)

@@ -16,20 +16,21 @@ MANY = 500
 
 
 def in_a_peer(test):
-    """Run `test(peer)` on one that has founded a run."""
+    """Run `test(peer, network)` with a peer that has started a run on the network."""
 
     async def main():
         identity = Identity.from_seed(bytes(32))
-        links = SimNetwork(1).links(identity.peer)
+        network = SimNetwork(1)
+        links = network.links(identity.peer)
         peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
         peer.found()
-        test(peer)
+        await test(peer, network)
 
     run_virtual(main())
 
 
 def test_a_fresh_peer_holds_next_to_nothing():
-    def check(peer):
+    async def check(peer, network):
         count, way = longest(peer)
         assert 0 < count < 10
         assert way.startswith("peer.")
@@ -48,7 +49,7 @@ def test_a_fresh_peer_holds_next_to_nothing():
     ],
 )
 def test_a_container_that_grows_is_found_and_named(part, name, grown):
-    def check(peer):
+    async def check(peer, network):
         setattr(operator.attrgetter(part)(peer), name, grown)
         count, way = longest(peer)
         assert count == MANY
@@ -58,19 +59,21 @@ def test_a_container_that_grows_is_found_and_named(part, name, grown):
 
 
 def test_frames_that_nobody_takes_out_of_an_inbox_are_found():
-    def check(peer):
-        assert isinstance(peer._links._inbox, asyncio.Queue)
+    async def check(peer, network):
+        other = network.links("somebody")
         for _ in range(MANY):
-            peer._links._inbox.put_nowait(("somebody", b""))
+            assert other.send(peer.me, b"")
+        await asyncio.sleep(60)
         assert longest(peer) == (MANY, "peer._links._inbox.queue")
 
     in_a_peer(check)
 
 
 def test_what_belongs_to_the_network_and_not_to_the_peer_is_not_counted():
-    def check(peer):
+    async def check(peer, network):
         before = longest(peer)
-        peer._links._network._randoms.update(dict.fromkeys((str(n), "") for n in range(MANY)))
+        for number in range(MANY):
+            network.links(str(number))
         assert longest(peer) == before
 
     in_a_peer(check)

@@ -1,4 +1,4 @@
-"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and come back."""
+"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and return."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def text():
     return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
 
 
-def run(
+def simulated(
     text,
     method: str,
     *,
@@ -62,7 +62,7 @@ def facts(outcome: SimulationResult):
 
 @pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
 def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
-    once, again = (run(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
+    once, again = (simulated(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
     assert once.kills
     assert facts(once) == facts(again)
 
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: st
     ],
 )
 def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
-    whole = run(
+    whole = simulated(
         text,
         method,
         loss=0.1,
@@ -92,7 +92,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: s
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(
+        simulated(
             text,
             method,
             loss=0.1,
@@ -103,18 +103,18 @@ def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: s
             progress=interrupt,
         )
     assert not (tmp_path / "cut" / "leg-2").exists()
-    again = run(
+    again = simulated(
         text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut"
     )
     assert facts(again) == facts(whole)
-    once_more = run(
+    once_more = simulated(
         text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut"
     )
     assert facts(once_more) == facts(whole)
 
 
 def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
-    whole = run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)
+    whole = simulated(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)
     (tmp_path / "leg-3" / "story.json").unlink()
     (
         tmp_path
@@ -123,27 +123,27 @@ def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
         / next(path.name for path in (tmp_path / "leg-2" / "peer-1").iterdir())
         / "method.safetensors"
     ).write_bytes(b"torn")
-    assert facts(run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)) == facts(
-        whole
-    )
+    assert facts(
+        simulated(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)
+    ) == facts(whole)
 
 
 def test_a_folder_of_another_run_is_refused(text, tmp_path):
-    run(text, "local", peers=1, leg_tokens=10_000, folder=tmp_path)
+    simulated(text, "local", peers=1, leg_tokens=10_000, folder=tmp_path)
     with pytest.raises(Usage, match="another run's"):
-        run(text, "local", peers=1, seed=2, leg_tokens=10_000, folder=tmp_path)
+        simulated(text, "local", peers=1, seed=2, leg_tokens=10_000, folder=tmp_path)
 
 
 def test_another_seed_gives_another_run(text):
     assert (
-        run(text, "noloco", total=3_000).state_hash
-        != run(text, "noloco", seed=2, total=3_000).state_hash
+        simulated(text, "noloco", total=3_000).state_hash
+        != simulated(text, "noloco", seed=2, total=3_000).state_hash
     )
 
 
 @pytest.mark.parametrize("method", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
-    outcome = run(text, method, peers=4, loss=0.2, total=6_000)
+    outcome = simulated(text, method, peers=4, loss=0.2, total=6_000)
     newest = max(int(state["round"]) for state in outcome.states.values())
     hashes = {
         state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest
@@ -161,25 +161,25 @@ def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: st
     ],
 )
 def test_the_loss_falls(text, method: str):
-    outcome = run(text, method, peers=2)
+    outcome = simulated(text, method, peers=2)
     assert outcome.losses[-1] < outcome.losses[0] - 0.5
 
 
 def test_peers_that_are_killed_come_back_and_the_run_ends(text):
-    outcome = run(text, "noloco", peers=4, churn_s=6.0)
+    outcome = simulated(text, "noloco", peers=4, churn_s=6.0)
     assert outcome.kills >= 1
     assert outcome.losses[-1] < outcome.losses[0]
 
 
 def test_int8_loses_no_more_than_noise_against_raw(text):
-    raw, small = run(text, "diloco", codec="fp32"), run(text, "diloco", codec="int8")
+    raw, small = simulated(text, "diloco", codec="fp32"), simulated(text, "diloco", codec="int8")
     assert abs(raw.losses[-1] - small.losses[-1]) < 0.15
     assert small.bytes < raw.bytes
 
 
 @pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
 def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(text, method: str):
-    outcome = run(text, method, peers=3)
+    outcome = simulated(text, method, peers=3)
     x, y = evaluation(text, 32, 16)
     plan = plan_of(method)
     each = [held_out(plan, [state], x, y) for state in outcome.states.values()]

@@ -1,4 +1,7 @@
-"""Whatever happens while a checkpoint is written or kept, what is read is whole, and nothing is overwritten."""
+"""Whatever happens while a checkpoint is written or kept, it reads whole or not at all.
+
+Nothing is overwritten.
+"""
 
 import errno
 import logging
@@ -56,7 +59,7 @@ def assert_whole(found, step):
 
 
 class Trap:
-    """Counts the system calls of a save and fails at the chosen one; `log` has each call's name and path."""
+    """Counts a save's system calls and fails at the chosen one; `log` has their names and paths."""
 
     def __init__(self, monkeypatch, at, failure):
         self.at, self.failure, self.log, self.paths = at, failure, [], {}
@@ -87,7 +90,7 @@ class Trap:
 
 
 def interrupted(monkeypatch, folder, at, failure):
-    """Save step 2 and fail at call number `at`; return what was raised (None at the end) and the log."""
+    """Save step 2 and fail at call number `at`; return the error (None at the end) and the log."""
     with monkeypatch.context() as patch:
         trap = Trap(patch, at, failure)
         try:

@@ -1,4 +1,7 @@
-"""Where files are: the named folder, or the user's data folder, which one variable moves; naming makes nothing."""
+"""Files are in the named folder or in the user's data folder; one variable moves that one.
+
+To name a folder does not make it.
+"""
 
 from pathlib import Path
 

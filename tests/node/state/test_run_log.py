@@ -1,4 +1,4 @@
-"""Every applied round leaves an event and a receipt; the bytes of all receipts add up to those of the links."""
+"""Every applied round leaves an event and a receipt; all receipts' bytes add up to the links'."""
 
 import pytest
 

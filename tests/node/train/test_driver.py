@@ -1,4 +1,7 @@
-"""The driver: what starts, what is applied, what training waits for, and in which order; on a method that only takes notes."""
+"""The driver: what starts, what is applied, and what training waits for, in order.
+
+The method under it only takes notes.
+"""
 
 import pytest
 import torch
@@ -196,7 +199,7 @@ def test_forgetting_drops_everything_that_is_pending(driver, notes):
 
 
 def offered(driver, notes, exchange, tokens=64):
-    """The driver after a step of so many tokens and the claim of an exchange."""
+    """The driver after a step of this many tokens, and the claim of an exchange."""
     driver.trained(tokens, 2)
     notes.stepped(driver, exchange)
     return driver.claim(exchange)

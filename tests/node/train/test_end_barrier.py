@@ -1,4 +1,4 @@
-"""When a run of an exact method is over to a node, and for whom it waits then."""
+"""When a run of an exact method is over for a node, and the peers that it then waits for."""
 
 import asyncio
 import collections
@@ -16,7 +16,7 @@ PATIENCE_S = 7.0
 
 
 class Here:
-    """What it needs of a peer, a driver and a state sync, in one; `said` are the others' last words by stream and peer."""
+    """A peer, a driver and a state sync in one; `said` has others' last words by stream, peer."""
 
     def __init__(self, members=2):
         self.time_s, self.alone, self.agreed, self.estimate = 0.0, False, 0, 0
@@ -46,7 +46,7 @@ class Here:
         return {
             "me": TallyReport(True, self.ended[name]),
             **self.said[name],
-        }  # who has told nothing has no book
+        }  # a peer that has told nothing has no book
 
     def called(self, name):
         return name in self.open_rounds
@@ -73,7 +73,7 @@ def test_the_run_is_over_with_its_agreed_tokens_whatever_a_node_has_done_since(h
     assert due(EndBarrier(here, here, here), here, 130, 130), "also for who comes in only then"
 
 
-def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
+def test_a_peer_that_heard_no_other_for_long_goes_by_its_estimate(here):
     together, here.alone = EndBarrier(here, here, here), True
     assert not due(together, here, 50, 120, 1.0)
     assert not due(together, here, 50, 120, 0.9 + CUT_OFF_S)
@@ -81,7 +81,7 @@ def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
     assert not due(together, here, 50, 99, 1.0 + CUT_OFF_S), "which says that it is not over"
 
 
-def test_who_was_slow_to_answer_is_not_gone(here):
+def test_a_peer_that_was_slow_to_answer_is_not_gone(here):
     together = EndBarrier(here, here, here)
     for time_s, alone in (
         (0.0, True),
@@ -153,7 +153,7 @@ def test_before_it_has_told_anything_it_waits_for_nobody(here):
     assert seen == [[]]
 
 
-def test_it_waits_for_who_has_not_ended(here):
+def test_it_waits_for_a_peer_that_has_not_ended(here):
     here.said["delta"]["mate"] = TallyReport(False, 4)
     took_s, ((wait,),) = ended_after_s(
         here, [(3.02, lambda: here.said["delta"].update(mate=TallyReport(True, 4)))]

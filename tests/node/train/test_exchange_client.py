@@ -1,4 +1,4 @@
-"""A method's exchange over two real peers and back: the mean, everybody's tensors, and what cannot be carried."""
+"""A method's exchange over two real peers and back: the mean, all tensors, and what is refused."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def exchange(values, number=0, kind="mean", group=None, **options):
     )
 
 
-async def run(client, asked, state=b"", notes=b""):
+async def exchanged(client, asked, state=b"", notes=b""):
     """Encode, exchange and decode, as the loop does."""
     offer = client.encode(asked, Claim(10, state, notes))
     return client.decode(asked.key, await client.exchange(offer), offer.payloads)
@@ -59,7 +59,7 @@ def carried(bench, text, *exchanges, states=(b"", b"")):
         for client, make, state in zip(clients, exchanges, states, strict=True):
             asked = make(first)
             client.open(asked, first - 1)
-            jobs.append(run(client, asked, state))
+            jobs.append(exchanged(client, asked, state))
         return await asyncio.gather(*jobs)
 
     return between(bench, text, work)
@@ -114,7 +114,7 @@ def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
         for client, state in zip(clients, (b"x" * 32, b"y" * 32), strict=True):
             asked = exchange([1.0, 2.0], first)
             client.open(asked, first - 1)
-            jobs.append(run(client, asked, state))
+            jobs.append(exchanged(client, asked, state))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     answers = between(bench, text, work)
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
         asked = exchange([float("nan"), 1.0], first)
         clients[0].open(asked, first - 1)
         with pytest.raises(UnencodableTensor):
-            await run(clients[0], asked)
+            await exchanged(clients[0], asked)
 
     between(bench, text, work)
 
@@ -143,7 +143,7 @@ def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, 
 
 
 def means_of_rounds(bench, text, rounds, *, compensate):
-    """What comes of the same two contributions, round after round, with a return codec of two magnitudes."""
+    """Results of two constant contributions round after round; the return has two magnitudes."""
 
     async def work(clients, first):
         moved = torch.zeros(4)
@@ -162,7 +162,7 @@ def means_of_rounds(bench, text, rounds, *, compensate):
                 )
                 if number == first:
                     client.open(asked, first - 1)
-                jobs.append(run(client, asked))
+                jobs.append(exchanged(client, asked))
             one, other = await asyncio.gather(*jobs)
             assert torch.equal(one.mean["x"], other.mean["x"])
             moved += one.mean["x"]
@@ -188,15 +188,15 @@ MINE, YOURS = [("t", 1), ("t", 3)], [("t", 2), ("u", 1)]
 
 
 def noted(bench, text, one, other, kind="mean", number=0):
-    """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
+    """The results of two contributions (values, notes) to stage 2; None only brings replays."""
 
     async def work(clients, first):
-        clients = [ExchangeClient(client._peer, 3, 2) for client in clients]
+        clients = [ExchangeClient(client.peer, 3, 2) for client in clients]
         jobs = []
         for client, part in zip(clients, (one, other), strict=True):
             client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
             if part is not None:
-                jobs.append(run(client, exchange(part[0], number, kind), notes=part[1]))
+                jobs.append(exchanged(client, exchange(part[0], number, kind), notes=part[1]))
         results = await asyncio.gather(*jobs)
         if other is None:
             while (missed := clients[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
@@ -221,7 +221,7 @@ def test_what_contributions_are_made_of_is_agreed_upon_with_their_mean(bench, te
 
 
 @pytest.mark.parametrize("kind", ["mean", "gather"])
-def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind):
+def test_a_member_without_a_contribution_hears_what_the_round_was_made_of(bench, text, kind):
     one, missed = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), None, kind=kind)
     assert notes.read(missed.notes) == notes.read(one.notes) == MINE
     assert torch.equal(missed.mean["a"], torch.tensor([1.0, 2.0]))
@@ -231,7 +231,7 @@ def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind)
 
 @pytest.mark.parametrize("kind", ["mean", "gather"])
 def test_a_contribution_whose_notes_cannot_be_read_is_left_out_as_a_whole(bench, text, kind):
-    """Else its gradient would count and nobody would know."""
+    """Otherwise its gradient would count and no peer would know."""
     one, other = noted(
         bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind
     )
@@ -248,11 +248,11 @@ def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
 
 
 @pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
-def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
+def test_a_member_that_watches_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
     async def work(clients, first):
-        client = ExchangeClient(clients[0]._peer, 3, 5)
+        client = ExchangeClient(clients[0].peer, 3, 5)
         name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, client._peer.rounds._streams[name].stream
+        return name, client.peer.rounds.stream(name).stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

@@ -316,7 +316,7 @@ def test_with_nothing_usable_there_is_no_mean_and_everybody_is_named():
 @pytest.mark.parametrize("back", ["fp32", "bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("peers", [1, 2, 3, 7, 63])
 def test_what_comes_back_of_the_largest_values_is_let_in_by_everybody(back, peers):
-    """Rounding may lift a mean of values at the limit over it; then the round would fail for all."""
+    """Rounding may lift a mean of values at the limit over it; the round would fail for all."""
     huge = [(f"{peer:02}", 1.0, packed(MAX_ABS, -MAX_ABS, 1.0, 0.0)) for peer in range(peers)]
     result = reducer(EXACT, codec(back)).reduce(0, 0, huge)
     decoded = ShardLayout(EXACT.shards, codec(back), 0).decode(0, 0, result.data)[0]
@@ -410,7 +410,7 @@ def test_of_a_round_that_failed_only_what_was_owed_before_is_owed_still(compensa
     assert feedback(made) == {"0.0": [3, -1, -1, -1]}
 
 
-def test_who_was_not_chosen_owes_nothing_any_more(compensating):
+def test_a_reducer_whose_result_was_not_chosen_owes_no_correction(compensating):
     made, reduce = compensating
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     reduce(1, 1.0, 0.0, 0.0, 0.0)
@@ -418,7 +418,7 @@ def test_who_was_not_chosen_owes_nothing_any_more(compensating):
     assert feedback(made) == {}
 
 
-def test_who_did_not_reduce_owes_nothing_any_more(compensating):
+def test_a_member_that_did_not_reduce_owes_no_correction(compensating):
     made, reduce = compensating
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     made.settle(1, [b"another's"])

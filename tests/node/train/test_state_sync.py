@@ -89,7 +89,7 @@ def serve(node, snapshots):
 
 
 def joined(bench, text, broken):
-    """A newcomer to a founder that first serves what `broken(state)` makes of its state, then the truth."""
+    """A newcomer to a founder that first serves `broken(state)` of its state, then the truth."""
     made = bench(text, "diloco", peers=2)
 
     async def main():
@@ -232,7 +232,7 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
             shards = [
-                peer.rounds._streams[entry.key.stream].stream.terms.shards
+                peer.rounds.stream(entry.key.stream).stream.terms.shards
                 for entry in (first, *others)
             ]
             assert shards == [2] + [1] * len(others)
@@ -267,7 +267,7 @@ def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench,
             peer.context.chain.views.append(Certified(View(1, newest.hash, 0, members)))
             state_sync.open()
             driver.trained(64, client.members())
-            return set(peer.snapshots._providers), driver.members, driver.tokens
+            return set(peer.snapshots.served), driver.members, driver.tokens
 
     served, members, tokens = run_virtual(main())
     assert served == {"state/1"}

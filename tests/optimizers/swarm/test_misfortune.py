@@ -1,7 +1,8 @@
-"""Whole swarms under misfortune: late, partial, dropped and missed results. Nothing is lost and nothing is counted twice.
+"""Whole swarms under misfortune: late, partial, dropped and missed results.
+Nothing is lost and nothing is counted twice.
 
-Gradients are dyadic and do not depend on the parameters, so all local work can be added up exactly: with plain SGD at
-rate 1 it is the sum of the gradients.
+Gradients are dyadic and do not depend on the parameters, so all local work can be added up exactly:
+with plain SGD at rate 1 it is the sum of the gradients.
 """
 
 import pytest
@@ -267,7 +268,8 @@ def test_a_joiner_that_adopts_takes_part_from_the_next_round_on(loopback, same):
 
 
 def test_permuting_the_peers_names_of_equal_work_leaves_phi_bitwise_unchanged(loopback, same):
-    """The sum is made in the order of peers, so only who did what may matter, never who came first."""
+    """The sum is made in the order of peers, so only who did what may matter,
+    never who came first."""
     swarms = [loopback(local_sgd(3), order) for order in ("abcdefg", "gfedcba", "dagcebf")]
     for swarm in swarms:
         swarm.steps(9)

@@ -1,8 +1,10 @@
-"""A newcomer gets its first chunk from whoever has it, whole or not at all, and leaves nothing running."""
+"""A newcomer gets its first chunk from whoever has it, whole or not at all,
+and leaves nothing running."""
 
 import asyncio
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm.chunks import PIECE_BYTES, Store, digest_of
 from farflock.swarm.frame import Frame, pack, unpack
@@ -17,7 +19,7 @@ MANIFEST = b"the run's manifest " * 10_000  # three pieces
 DIGEST, SIZE = digest_of(MANIFEST), len(MANIFEST)
 
 
-class World:
+class BootstrapWorld:
     """A newcomer's links and some holders of chunks."""
 
     def __init__(self, link=None):
@@ -69,7 +71,7 @@ def in_a_world(main):
 
     def test():
         async def whole():
-            world = World()
+            world = BootstrapWorld()
             await main(world)
             assert asyncio.all_tasks() - world.tasks == {asyncio.current_task()}
 
@@ -78,12 +80,8 @@ def in_a_world(main):
     return test
 
 
-def now():
-    return asyncio.get_running_loop().time()
-
-
 @in_a_world
-async def test_the_chunk_comes_from_the_one_who_has_it(world):
+async def test_the_chunk_comes_from_the_peer_that_has_it(world):
     world.holder("a")
     world.holder("b", MANIFEST)
     assert await world.fetch("a", "b") == MANIFEST
@@ -150,7 +148,7 @@ async def test_a_chunk_of_another_size_than_promised_is_not_taken(world):
 
 
 @in_a_world
-async def test_who_gives_up_waiting_leaves_nothing_running(world):
+async def test_a_caller_that_gives_up_waiting_leaves_nothing_running(world):
     world.holder("a")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5):

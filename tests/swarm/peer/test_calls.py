@@ -1,11 +1,12 @@
-"""A call is served at most once and answered, or fails in time with a reason; and whatever happens, nothing is kept for it."""
+"""A call is served at most once and answered, or fails in time with a reason; and whatever happens,
+nothing is kept for it."""
 
 import asyncio
 import contextlib
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
+from worlds.waiting import now
 
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
@@ -25,13 +26,6 @@ from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
-RTT_S, LINK, STALE_S, data_of, backwards, Echo, in_a_world, now = (
-    _BOARD[name]
-    for name in ("RTT_S", "LINK", "STALE_S", "data_of", "backwards", "Echo", "in_a_world", "now")
-)
-
 
 # In the quiet.
 
@@ -220,7 +214,7 @@ async def test_a_call_fails_at_its_deadline_and_the_handler_goes_on_alone(world)
 
 
 @in_a_world
-async def test_nobody_there_fails_at_the_deadline_and_who_is_dead_at_once(world):
+async def test_a_call_to_an_unknown_peer_fails_at_the_deadline_and_to_a_dead_one_at_once(world):
     caller, server = world.pair()
     assert await caller.fails("nobody", timeout_s=2.0) == "deadline"
     server.kill()

@@ -1,9 +1,12 @@
-"""Pairs over the simulated network: who meets whom, what each side gets, and how strayed partners meet again."""
+"""Pairs over the simulated network: who meets whom, what each side gets,
+and how strayed partners meet again."""
 
 import asyncio
 
 import msgspec
 import pytest
+from worlds.tasks import Spawner
+from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
@@ -49,15 +52,14 @@ class Peer:
         self.pairing = Pairing(self.context)
         self.heard, self.keeps = [], lambda message: True
         self.check = lambda number, shard, data: True
-        self.pairing.open(
-            Stream(
-                NAME,
-                RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
-                SHARD_BYTES,
-                lambda *_: Reduction(None),
-                self.checked,
-            )
+        self.stream = Stream(
+            NAME,
+            RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
+            SHARD_BYTES,
+            lambda *_: Reduction(None),
+            self.checked,
         )
+        self.pairing.open(self.stream)
         world.spawn(self.receive())
 
     def checked(self, number, shard, data):
@@ -84,24 +86,15 @@ class Peer:
         return await self.pairing.exchange(NAME, self.offer(number, **fields))
 
 
-class World:
+class PairingWorld(Spawner):
     """Members of one view."""
 
     def __init__(self, count=2):
-        self.network, self.tasks, self.failures = SimNetwork(1), set(), []
+        super().__init__()
+        self.network = SimNetwork(1)
         self.names = "abcde"[:count]
         self.view = View(0, bytes(32), 0, tuple(Member(name, 1) for name in self.names))
         self.peers = {name: Peer(self, name, self.view, 1) for name in self.names}
-
-    def spawn(self, work):
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.ended)
-
-    def ended(self, task):
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failures.append(task.exception())
 
     def roles(self, number=0):
         """Leader and follower of a round of two."""
@@ -121,13 +114,13 @@ def in_a_world(count=2):
     def decorate(main):
         def test():
             async def whole():
-                world = World(count)
+                world = PairingWorld(count)
                 await main(world)
                 await asyncio.sleep(2 * DEADLINE_S)
                 assert not world.failures
                 for peer in world.peers.values():
                     assert not peer.store.size_bytes, "something stayed pinned"
-                    assert not peer.pairing._current
+                    assert not peer.pairing.open_pairs
 
             run_virtual(whole())
 
@@ -135,10 +128,6 @@ def in_a_world(count=2):
         return test
 
     return decorate
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 # A swap.
@@ -215,7 +204,7 @@ async def test_a_partner_that_is_dead_or_suspect_costs_no_time(world):
 @pytest.mark.parametrize("role", [0, 1], ids=["leader", "follower"])
 def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline_and_no_longer(role):
     async def main():
-        world = World()
+        world = PairingWorld()
         waiting, partner = world.roles()[role], world.roles()[1 - role]
         task = asyncio.create_task(waiting.swap(0))
         await asyncio.sleep(1.0)
@@ -241,7 +230,7 @@ async def test_a_partner_that_dies_in_the_middle_ends_the_wait_when_it_is_suspec
 
 
 @in_a_world()
-async def test_who_is_no_member_is_alone(world):
+async def test_a_peer_that_is_not_a_member_is_alone(world):
     a, _ = world.peers.values()
     a.context.incarnation = 2  # a life that the view does not know
     assert (await a.swap(0)).status == "alone"
@@ -282,7 +271,7 @@ async def test_a_corrupt_payload_fails_on_both_sides_and_is_counted(world):
 )
 def test_an_offer_that_is_not_of_this_stream_fails_and_nothing_is_fetched(digests, sizes):
     async def main():
-        world = World()
+        world = PairingWorld()
         leader, follower = world.roles()
         leader.keeps = lambda message: False
         said = []
@@ -368,7 +357,7 @@ async def test_a_proposal_that_comes_before_its_time_is_kept_and_answered_then(w
 async def test_a_leader_that_lags_behind_is_told_where_its_partner_is_and_skips_to_it(world):
     number = world.led_by("a", after=3)
     a, b = world.peers.values()
-    b.pairing._rounds[NAME] = number + 20
+    b.pairing.open(b.stream, after_round=number + 19)
     result = await a.swap(number)
     assert (result.status, result.next_round) == ("alone", number + 20)
     assert now() < 0.5
@@ -389,7 +378,7 @@ async def test_a_follower_that_lags_behind_learns_from_the_proposal_and_skips_to
 @in_a_world()
 async def test_one_message_moves_a_peer_ahead_by_a_bounded_number_of_rounds(world):
     leader, follower = world.roles()
-    follower.pairing._rounds[NAME] = 10**9
+    follower.pairing.open(follower.stream, after_round=10**9 - 1)
     assert (await leader.swap(0)).next_round == MAX_JUMP
 
 
@@ -453,5 +442,4 @@ async def test_what_is_remembered_of_past_rounds_is_bounded(world):
     for number in range(DONE_KEPT + 5):
         await asyncio.gather(a.swap(number), b.swap(number))
     for peer in (a, b):
-        assert len(peer.pairing._done) == DONE_KEPT
-        assert not peer.pairing._early
+        assert peer.pairing.remembered == DONE_KEPT

@@ -29,7 +29,7 @@ class Part:
         self.world.context.counters["stale view"] += self.name != "membership"
 
 
-class World:
+class RouterWorld:
     def __init__(self, chain="known"):
         self.came, self.reconciled = [], []
         self.context = SimpleNamespace(chain=chain, counters=collections.Counter())
@@ -59,26 +59,26 @@ def test_a_peer_has_a_receiver_for_every_message():
 
 def test_a_second_receiver_of_a_kind_is_a_mistake():
     with pytest.raises(AssertionError, match="Leave has a receiver already"):
-        World().router.add(print, Leave)
+        RouterWorld().router.add(print, Leave)
 
 
 @pytest.mark.parametrize(
     ("key", "part"), [(view_key(7), "membership"), (Key("weights", 7), "rounds")]
 )
 def test_a_vote_goes_where_its_key_is_decided(key, part):
-    assert World().deliver(Prepare(key, VIEW, (1, 0))) == [(part, "somebody", 3)]
+    assert RouterWorld().deliver(Prepare(key, VIEW, (1, 0))) == [(part, "somebody", 3)]
 
 
 def test_only_what_is_about_views_and_time_is_taken_in_before_a_view_is_known():
-    world = World(chain=None)
+    world = RouterWorld(chain=None)
     assert world.deliver(Ping(1.0)) == [("membership", "somebody", 3)]
     assert world.deliver(Prepare(view_key(7), VIEW, (1, 0)))
     assert not world.deliver(OFFER)
     assert not world.deliver(Prepare(OFFER.key, VIEW, (1, 0)))
 
 
-def test_after_a_message_of_another_view_it_is_found_out_who_lacks_views():
-    world = World()
+def test_after_a_message_of_another_view_the_views_are_reconciled():
+    world = RouterWorld()
     assert world.deliver(OFFER)
     assert world.reconciled == [("somebody", VIEW)]
     world.deliver(Prepare(view_key(7), VIEW, (1, 0)))  # the decision sees to that itself

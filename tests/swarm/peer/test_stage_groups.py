@@ -1,289 +1,23 @@
-"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, everybody votes, and whoever
-comes, goes or dies, each contribution counts once and each stage goes on."""
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute,
+everybody votes, and whoever comes, goes or dies, each contribution counts once and each stage goes
+on."""
 
 import asyncio
-import collections
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from worlds.flock import SHARDS, TOKENS, VIEW_S, flock, ids, name_of, stream
+from worlds.waiting import until
 
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Piece, Prepare
 from farflock.swarm.peer.catch_up import HOPELESS_S
-from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.round_log import LOG_ROUNDS
-from farflock.swarm.peer.snapshots import Snapshot
 from farflock.swarm.protocol import axes
-from farflock.swarm.protocol.exchange.close_list import RoundTerms
-from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.protocol.views import view_key
-from farflock.swarm.record import Record, seal
-from farflock.swarm.roles import NOTHING, role_of
-from farflock.swarm.sim.network import Faults, SimNetwork
-from farflock.swarm.sim.virtual_time import run_virtual
-
-_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
-reduce, identity, until, now = (_HERD[name] for name in ("reduce", "identity", "until", "now"))
-SHARDS, TOKENS, VIEW_S = 2, 10, 2.0
-
-
-def name_of(stage):
-    return f"grad/{stage}"
-
-
-def stream(stage, wants="all", witnessed=False):
-    terms = RoundTerms("mean", SHARDS, deadline_s=6.0, uniform=True, witnessed=witnessed)
-    return Stream(
-        name_of(stage),
-        terms,
-        100_000,
-        reduce,
-        lambda number, shard, data: True,
-        stage=stage,
-        wants=wants,
-    )
-
-
-class Node:
-    """One life of one peer: it brings a named contribution to each round of its stage, and looks on at the others."""
-
-    def __init__(self, flock, number, stage, life, wants):
-        self.flock, self.number, self.stage, self.life, self.wants = (
-            flock,
-            number,
-            stage,
-            life,
-            wants,
-        )
-        mine = identity(number)
-        blob = seal(mine, Record("run", mine.peer, life, life, bytes(32), role=role_of(stage)))
-        self.record = blob
-        links = flock.network.links(mine.peer)
-        self.peer = Peer(
-            RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob
-        )
-        self.applied, self.tokens, self.serial = -1, 0, 0
-        self.statuses = []
-        self.task = asyncio.create_task(self.live())
-
-    @property
-    def id(self):
-        return self.peer.me
-
-    @property
-    def rounds(self):
-        return self.peer.rounds
-
-    @property
-    def view(self):
-        return self.peer.context.views.newest
-
-    async def live(self):
-        async with self.peer.running():
-            if len(self.flock.nodes) == 0:
-                self.peer.found()
-                self.begin()
-            else:
-                await self.peer.meet(self.flock.records(), 30.0)
-                await self.join()
-                self.peer.ask_in()
-            while True:
-                await asyncio.sleep(self.flock.pace_s[self.stage])
-                if self.stage not in {NOTHING, *self.flock.quiet}:
-                    await self.step()
-
-    def begin(self):
-        for stage in range(self.flock.stages):
-            if stage == self.stage:
-                self.peer.open(
-                    stream(stage, witnessed=self.flock.witnessed), self.applied, self.tokens
-                )
-                self.peer.snapshots.serve(f"state/{stage}", self.snapshot)
-            elif name_of(stage) not in self.rounds.names:
-                self.peer.open(stream(stage, self.wants, self.flock.witnessed))
-
-    async def join(self):
-        """With the state of a mate, or where there is none, after the last round that anybody knows of."""
-        port, view = self.peer.context, self.view
-        mates = (
-            [view.peers[index] for index in view.serving(self.stage)]
-            if self.stage != NOTHING
-            else []
-        )
-        if any(not port.gone(view, mate) for mate in mates if mate != self.id):
-            await self.adopt()
-        elif self.stage != NOTHING:
-            name = name_of(self.stage)
-            self.peer.open(stream(self.stage, "last", self.flock.witnessed))
-            await asyncio.sleep(6.0)
-            self.applied, self.tokens = self.rounds.newest(name), self.rounds.tokens(name)
-            self.rounds.close(name)
-            self.begin()
-        else:
-            self.begin()
-
-    async def snapshot(self):
-        chunk = json.dumps([self.applied, self.tokens]).encode()
-        return Snapshot(self.applied, bytes(32), self.tokens, (chunk,))
-
-    async def adopt(self):
-        found = await self.peer.snapshots.fetch(
-            f"state/{self.stage}", 30.0, least=self.peer.reach(self.stage), stage=self.stage
-        )
-        self.applied, self.tokens = json.loads(found.chunks[0])
-        self.begin()
-
-    async def step(self):
-        number, name = self.applied + 1, name_of(self.stage)
-        outcome = self.peer.decided(name, number)
-        mine = None
-        if outcome is None:
-            self.serial += 1
-            mine = f"{self.number}.{self.life}.{self.serial}"
-            payload = json.dumps({"name": mine}).encode()
-            outcome = await self.peer.exchange(name, number, [payload] * SHARDS, tokens=TOKENS)
-        self.statuses.append(outcome.status if mine else "replayed")
-        if outcome.status == "lost":
-            await self.adopt()
-            return
-        assert outcome.key.round == number
-        self.applied, self.tokens = number, outcome.tokens
-        self.flock.take_in(self, outcome, mine)
-
-
-class Flock:
-    """Nodes of some stages on one network, and the laws that hold over all of them at all times."""
-
-    def __init__(self, stages, seed=1, witnessed=False):
-        self.stages, self.network, self.witnessed = stages, SimNetwork(seed), witnessed
-        self.pace_s = collections.defaultdict(lambda: 0.5)
-        self.nodes, self.lives, self.serving = {}, 100, {}
-        self.quiet = set()  # stages that bring nothing by themselves
-        self.results = {
-            stage: {} for stage in range(stages)
-        }  # by round: (names, participants, tokens)
-        self.counted = collections.Counter()
-        self.forsaken, self.may_forsake = (
-            set(),
-            False,
-        )  # rounds that were applied by some, and had failed for others
-
-    def records(self):
-        return [node.record for node in self.nodes.values()]
-
-    def start(self, number, stage, wants="last"):
-        self.lives += 1
-        node = Node(self, number, stage, self.lives, wants)
-        self.serving[node.id, self.lives] = stage
-        asyncio.get_running_loop().call_soon(self.nodes.__setitem__, number, node)
-        return node
-
-    def kill(self, number):
-        node = self.nodes.pop(number)
-        self.network.kill(node.id)
-        node.task.cancel()
-        return node
-
-    def of(self, stage):
-        return [node for node in self.nodes.values() if node.stage == stage]
-
-    def newest(self, stage):
-        return max(self.results[stage], default=-1)
-
-    def take_in(self, node, outcome, mine):
-        stage, number, contents = node.stage, outcome.key.round, outcome.reduced or ()
-        names = tuple(json.loads(contents[0])["names"]) if contents else ()
-        for shard, content in enumerate(contents):
-            assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
-        result = (names, outcome.participants, outcome.tokens)
-        if (
-            self.may_forsake
-            and outcome.status == "failed"
-            and self.results[stage].get(number, ((),))[0]
-        ):
-            self.forsaken.add((stage, number))
-            assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
-            return
-        if number not in self.results[stage]:
-            self.counted.update(names)
-        assert self.results[stage].setdefault(number, result) == result, (
-            f"two results of round {number}"
-        )
-        assert max(self.counted.values(), default=0) <= 1, "a contribution counted twice"
-        if mine is not None and outcome.status != "failed":
-            assert outcome.taken == (mine in names,) * SHARDS
-        served = {peer for (peer, _), other in self.serving.items() if other == stage}
-        assert set(outcome.participants) <= served, "somebody of another stage contributed"
-
-    def check(self):
-        """Of each stage all rounds are there, and tokens are those of what counted in it."""
-        for stage, results in self.results.items():
-            tokens = 0
-            for number in range(min(results, default=0), max(results, default=-1) + 1):
-                names, _, after = results.get(number, ((), (), None))
-                tokens += TOKENS * len(names)
-                assert after in (None, tokens), (
-                    f"round {number} of stage {stage} says {after} tokens, {tokens} count"
-                )
-
-    async def go_on(self, stage, rounds=3, within_s=15.0):
-        """Until so many more rounds of a stage are applied; how long that took."""
-        goal = self.newest(stage) + rounds
-        return await until(
-            lambda: self.newest(stage) >= goal, within_s, f"round {goal} of stage {stage}"
-        )
-
-    async def end(self):
-        for node in self.nodes.values():
-            node.task.cancel()
-        for ended in await asyncio.gather(
-            *(node.task for node in self.nodes.values()), return_exceptions=True
-        ):
-            if isinstance(ended, Exception):
-                raise ended
-
-
-def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
-    """Run a test `main(flock)` whose nodes serve these stages, in virtual time; check that all laws held."""
-
-    def decorate(main):
-        def test():
-            async def whole():
-                made = Flock(max(stages) + 1, seed, witnessed)
-                made.pace_s.update(pace_s or {})
-                for number, stage in enumerate(stages):
-                    made.start(number, stage, wants)
-                    await asyncio.sleep(0.1)
-                nodes = made.nodes.values()
-                await until(
-                    lambda: all(
-                        n.peer.context.chain is not None and len(n.view.members) == len(stages)
-                        for n in nodes
-                    ),
-                    40.0,
-                    "a view of all",
-                )
-                for stage in range(made.stages):
-                    await made.go_on(stage, 2)
-                await main(made)
-                await made.end()
-                made.check()
-                assert asyncio.all_tasks() == {asyncio.current_task()}
-
-            run_virtual(whole())
-
-        test.__doc__ = main.__doc__
-        return test
-
-    return decorate
-
-
-def ids(*nodes):
-    return tuple(sorted(node.id for node in nodes))
-
+from farflock.swarm.roles import NOTHING
+from farflock.swarm.sim.network import Faults
 
 # Contributors, voters, and what lookers-on hear.
 
@@ -309,12 +43,12 @@ async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_
 @pytest.mark.parametrize(
     ("wants", "fetched"), [("last", {SHARDS - 1}), ("none", set()), ("all", set(range(SHARDS)))]
 )
-def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
+def test_an_onlooker_fetches_what_it_wants_and_no_more(wants, fetched):
     @flock(0, 0, NOTHING, wants=wants)
     async def main(made):
         await made.go_on(0, 3)
         node, name = made.nodes[2], name_of(0)
-        entry = node.rounds._streams[name].log[number := node.rounds.newest(name) - 1]
+        entry = node.rounds.stream(name).log[number := node.rounds.newest(name) - 1]
         here = {item.index for item in entry.close.items if item.digest in node.peer.context.store}
         assert here == fetched
         assert entry.complete
@@ -341,7 +75,7 @@ async def test_of_rounds_that_are_not_decided_or_have_left_the_log_nothing_is_to
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_what_there_is(made):
+async def test_an_onlooker_away_for_longer_than_the_log_goes_on_with_what_there_is(made):
     looker, name = made.nodes[3], name_of(0)
     made.network.partition({looker.id}, set(ids(*made.of(0), *made.of(1))))
     await asyncio.sleep(1.0)
@@ -389,7 +123,7 @@ def starved(node):
 
 
 @flock(0, 1, NOTHING, NOTHING)
-async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(
+async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_next_server(
     made,
 ):
     """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
@@ -412,21 +146,21 @@ async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who
 
 
 @flock(0, 0, 0, 1, NOTHING, NOTHING, NOTHING)
-async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_never_again(made):
+async def test_a_member_without_the_content_of_a_round_never_contributes_that_part_again(made):
     """Its contribution counts: it must not go on as if the round had failed."""
     left = made.nodes[2]
     made.network.tap = starved(left)
     await asyncio.sleep(2.0)
     stuck = left.applied + 1
     assert made.newest(0) >= stuck
-    assert left.rounds._streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
+    assert left.rounds.stream(name_of(0)).log[stuck].taken == (True,) * SHARDS
     for number in range(2):
         made.kill(number)
     made.network.tap = None
     await until(lambda: left.peer.context.counters["forsaken rounds"], 90.0, "that it gives up")
     assert left.applied == stuck - 1
     await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
-    assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
+    assert not left.rounds.names or stuck not in left.rounds.stream(name_of(0)).log
 
 
 @flock(0, 1, NOTHING, NOTHING)
@@ -468,7 +202,7 @@ def test_a_stage_of_two_that_loses_one_goes_on_with_the_other(victim):
 
 
 @flock(0, 0, 1, 1, NOTHING)
-async def test_who_comes_back_has_its_stage_s_state_and_contributes_again(made):
+async def test_a_server_that_comes_back_has_its_stages_state_and_contributes_again(made):
     made.kill(1)
     await asyncio.sleep(8.0)
     back = made.start(1, 0)
@@ -501,7 +235,7 @@ async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_g
 
 
 @flock(0, 0, 0, 1, 1)
-async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made):
+async def test_a_server_that_says_goodbye_is_out_of_its_stage_and_no_member_waits_for_it(made):
     goer, (left,) = made.nodes[3], [made.nodes[4]]
     goer.peer.leave()
     await until(lambda: goer.id not in left.view.peers, VIEW_S + 3.0, "the view without it")
@@ -512,7 +246,7 @@ async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made
 
 
 @flock(0, 0, 0, 1, NOTHING)
-async def test_who_serves_another_stage_from_now_on_contributes_there_and_no_more_where_it_was(
+async def test_a_server_that_changes_stage_contributes_only_to_the_new_one(
     made,
 ):
     made.kill(2)
@@ -571,8 +305,9 @@ async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_o
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_while(made):
-    """Who has told it where a view may begin votes in no round from there on; else neither could ever be decided."""
+async def test_a_member_that_wants_a_view_and_falls_silent_delays_the_stages_only_for_a_while(made):
+    """Who has told it where a view may begin votes in no round from there on;
+    else neither could ever be decided."""
     silent, before = made.nodes[3], made.nodes[0].view
     me = before.index(silent.id, silent.life)
     ask = Prepare(view_key(before.number + 1), before.hash, (1, me))
@@ -612,7 +347,7 @@ async def test_a_round_that_has_begun_gets_no_votes_either_once_a_view_may_begin
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_views_say_who_does_what(made):
+async def test_views_say_what_each_member_does(made):
     for node in made.nodes.values():
         assert {(member.peer, member.stage) for member in node.view.members} == {
             (other.id, other.stage) for other in made.nodes.values()

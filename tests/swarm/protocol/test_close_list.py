@@ -1,4 +1,5 @@
-"""What liars put forward to a group: close lists that could not be applied, and announcements of what cannot be."""
+"""What liars put forward to a group: close lists that could not be applied,
+and announcements of what cannot be."""
 
 import hashlib
 
@@ -41,7 +42,7 @@ def items(*masks, first=0):
     )
 
 
-def encoded(close):
+def wire_of(close):
     return msgspec.msgpack.encode(close)
 
 
@@ -56,7 +57,7 @@ def test_sound_lists_pass():
         (CloseList((), (), 5), TERMS),
         (CloseList((), (), 0), GATHER),
     ):
-        assert decode_close_list(encoded(close), terms, range(2)) == close
+        assert decode_close_list(wire_of(close), terms, range(2)) == close
 
 
 @pytest.mark.parametrize(
@@ -64,24 +65,24 @@ def test_sound_lists_pass():
     [
         (b"", TERMS),
         (b"\xc0", TERMS),
-        (encoded(GOOD)[:-1], TERMS),
-        (b"\x95" + encoded(GOOD)[1:] + b"\x91" * 100_000, TERMS),
-        (encoded(CloseList(GOOD.items[:1], GOOD.members, 5)), TERMS),
-        (encoded(CloseList(GOOD.items[::-1], GOOD.members, 5)), TERMS),
-        (encoded(CloseList((GOOD.items[0],) * 2, ((0, 1.0), (1, 1.0)), 5)), TERMS),
-        (encoded(CloseList(GOOD.items, GOOD.members[:1], 5)), TERMS),
-        (encoded(CloseList(GOOD.items, (*GOOD.members, (2, 1.0)), 5)), TERMS),
-        (encoded(CloseList(GOOD.items, (GOOD.members[0],) * 2, 5)), TERMS),
-        (encoded(CloseList(items(mask(0, 2), mask(0)), ((0, 1.0), (2, 1.0)), 5)), TERMS),
-        (encoded(CloseList(items(mask(0), mask()), ((0, 1.0),), 5)), TERMS),
-        (encoded(CloseList((), GOOD.members, 5)), TERMS),
-        (encoded(CloseList(GOOD.items, ((0, float("nan")), (1, 1.0)), 5)), TERMS),
-        (encoded(CloseList(GOOD.items, ((0, float("inf")), (1, 1.0)), 5)), TERMS),
-        (encoded(CloseList(GOOD.items, ((0, -1.0), (1, 1.0)), 5)), TERMS),
-        (encoded(GOOD), GATHER),
-        (encoded(CloseList(GATHERED.items[:1], GATHERED.members, 5)), GATHER),
-        (encoded(CloseList(items(mask(0), mask(0), first=2), ((0, 1.0),), 5)), GATHER),
-        (encoded(CloseList(items(mask(1), mask(0, 1), first=2), ((0, 1.0), (1, 1.0)), 5)), GATHER),
+        (wire_of(GOOD)[:-1], TERMS),
+        (b"\x95" + wire_of(GOOD)[1:] + b"\x91" * 100_000, TERMS),
+        (wire_of(CloseList(GOOD.items[:1], GOOD.members, 5)), TERMS),
+        (wire_of(CloseList(GOOD.items[::-1], GOOD.members, 5)), TERMS),
+        (wire_of(CloseList((GOOD.items[0],) * 2, ((0, 1.0), (1, 1.0)), 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, GOOD.members[:1], 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, (*GOOD.members, (2, 1.0)), 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, (GOOD.members[0],) * 2, 5)), TERMS),
+        (wire_of(CloseList(items(mask(0, 2), mask(0)), ((0, 1.0), (2, 1.0)), 5)), TERMS),
+        (wire_of(CloseList(items(mask(0), mask()), ((0, 1.0),), 5)), TERMS),
+        (wire_of(CloseList((), GOOD.members, 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, ((0, float("nan")), (1, 1.0)), 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, ((0, float("inf")), (1, 1.0)), 5)), TERMS),
+        (wire_of(CloseList(GOOD.items, ((0, -1.0), (1, 1.0)), 5)), TERMS),
+        (wire_of(GOOD), GATHER),
+        (wire_of(CloseList(GATHERED.items[:1], GATHERED.members, 5)), GATHER),
+        (wire_of(CloseList(items(mask(0), mask(0), first=2), ((0, 1.0),), 5)), GATHER),
+        (wire_of(CloseList(items(mask(1), mask(0, 1), first=2), ((0, 1.0), (1, 1.0)), 5)), GATHER),
     ],
 )  # fmt: skip
 def test_a_list_that_could_not_be_applied_is_refused_wherever_it_comes_from(raw, terms):
@@ -126,9 +127,9 @@ def test_the_largest_mean_fits_one_value():
     everybody = mask(*range(MAX_MEMBERS))
     rows = tuple(RoundItem(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
     close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
-    assert len(encoded(close)) <= MAX_VALUE_BYTES
+    assert len(wire_of(close)) <= MAX_VALUE_BYTES
     assert (
-        decode_close_list(encoded(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS))
+        decode_close_list(wire_of(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS))
         == close
     )
     shards = MAX_SHARDS // MAX_MEMBERS
@@ -136,8 +137,8 @@ def test_the_largest_mean_fits_one_value():
         RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS)
     )
     close = CloseList(rows, close.members, 2**62, STATE)
-    assert len(encoded(close)) <= MAX_VALUE_BYTES
+    assert len(wire_of(close)) <= MAX_VALUE_BYTES
     assert (
-        decode_close_list(encoded(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS))
+        decode_close_list(wire_of(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS))
         == close
     )

@@ -1,131 +1,21 @@
 """One value for one key, whatever is lost, doubled, late, or crashes."""
 
 import itertools
-import random
 
 import pytest
+from worlds.decisions import KEY, VIEW, Ruled, Schedule
 
 from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
 from farflock.swarm.protocol import decide
-from farflock.swarm.protocol.decide import AcceptanceRules, Decision, is_certified, signed_text
+from farflock.swarm.protocol.decide import Decision, is_certified, signed_text
 from farflock.swarm.protocol.quorum import is_quorum
 
-KEY, VIEW = Key("weights", 3), bytes(32)
 EVERYDAY_SCHEDULES = 3000
 
 
 def group(size, proposers=None, **options):
     order = tuple(proposers or range(size))
     return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
-
-
-class Ruled(AcceptanceRules):
-    """Members for whom some of the rules are others."""
-
-    def __init__(self, **rules):
-        for name, rule in rules.items():
-            setattr(self, name, rule)
-
-
-class Schedule:
-    """Members and a bag of messages; chance decides what is delivered, doubled, lost, and who crashes."""
-
-    def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
-        self.chance = random.Random(seed)
-        self.size = size or self.chance.randint(1, 7)
-        order = list(range(self.size))
-        self.chance.shuffle(order)
-        self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
-        self.members = [
-            Decision(
-                KEY,
-                VIEW,
-                me,
-                tuple(order),
-                rules=Ruled(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
-            )
-            for me in range(self.size)
-        ]
-        self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
-        most = (self.size - 1) // 2 if crashes is None else crashes
-        self.crash_left = self.chance.randint(0, most)
-        self.crashed = set()
-        self.bag = []
-        self.proposed = set()
-        self.seen = {}
-
-    def send(self, sender, sends):
-        for to, message in sends:
-            if self.chance.random() >= self.loss:
-                self.bag.append((sender, to, message))
-            if self.chance.random() < 0.1:
-                self.bag.append((sender, to, message))
-
-    def deliver(self):
-        sender, to, message = self.bag.pop(self.chance.randrange(len(self.bag)))
-        if to not in self.crashed:
-            self.send(to, self.members[to].receive(sender, message))
-            self.observe(to)
-
-    def propose(self, me):
-        value = b"value of %d, try %d" % (me, len(self.proposed))
-        self.proposed.add(value)
-        self.send(me, self.members[me].propose(value))
-        self.observe(me)
-
-    def observe(self, me):
-        """What was decided at a member once stays, and is the same everywhere, crashed ones included."""
-        value = self.members[me].decided
-        if me in self.seen:
-            assert value == self.seen[me], "a decision changed"
-        elif value is not None:
-            self.seen[me] = value
-            assert set(self.seen.values()) == {value}, f"two values were decided: {self.seen}"
-            assert value in self.proposed, f"{value} was never proposed"
-
-    def refuse(self, me, value):
-        """From now on and for ever, unless this member has just accepted it."""
-        accepted = self.members[me].accepted
-        if accepted is None or accepted[1] != value:
-            self.refused[me].add(value)
-
-    def is_open(self, value, live):
-        """Whether nobody can tell any more if a value was chosen: those who could know are gone."""
-        members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
-        return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
-
-    def step(self):
-        live = [me for me in range(self.size) if me not in self.crashed]
-        if self.refusals and self.chance.random() < self.refusals:
-            accepted = [member.accepted[1] for member in self.members if member.accepted]
-            for me in range(self.size) if accepted else ():
-                if self.chance.random() < 0.8:
-                    self.refuse(me, self.chance.choice(accepted))
-        draw = self.chance.random()
-        if draw < 0.06:
-            self.propose(self.chance.choice(live))
-        elif draw < 0.12:
-            me = self.chance.choice(live)
-            self.send(me, self.members[me].retry())
-        elif draw < 0.13 and self.crash_left and len(live) > 1:
-            self.crash_left -= 1
-            self.crashed.add(self.chance.choice(live))
-        elif self.bag:
-            self.deliver()
-
-    def disturb(self, steps):
-        for _ in range(steps):
-            self.step()
-
-    def calm_down(self, tries=2):
-        """From now on nothing is lost or refused anew and each live member tries some times, one after the other."""
-        self.loss = self.refusals = 0.0
-        live = [me for me in range(self.size) if me not in self.crashed]
-        for me in live * tries:
-            self.propose(me)
-            while self.bag:
-                self.deliver()
-        return live
 
 
 def test_no_schedule_decides_two_values_or_one_that_nobody_proposed():
@@ -180,7 +70,8 @@ def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
 
 
 def refusing_group(size, refusers):
-    """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
+    """Members of which some refuse the value `old`; member 1 has accepted it of member 0,
+    and nobody else."""
     members = [
         Decision(
             KEY,
@@ -205,7 +96,8 @@ def test_a_value_that_too_many_refuse_for_good_binds_nobody():
 
 
 def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it():
-    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it, must not put its own forward."""
+    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it,
+    must not put its own forward."""
     members = [None, *refusing_group(3, {2})[1:]]
     for number in range(4):
         run(members, members[2].propose(b"own, try %d" % number), sender=2)
@@ -222,7 +114,8 @@ def test_the_agreement_test_can_fail(monkeypatch):
 
 
 def test_an_acceptor_that_forgets_its_promises_breaks_agreement():
-    """Why a restarted member comes back under a new incarnation: with amnesia, the schedules find two values."""
+    """Why a restarted member comes back under a new incarnation: with amnesia,
+    the schedules find two values."""
     with pytest.raises(AssertionError, match="two values were decided"):
         for seed in range(3000):
             schedule = Schedule(seed, size=3)
@@ -254,7 +147,8 @@ def test_of_exactly_half_only_the_half_with_the_senior_member_decides(size):
 
 
 def run(members, sends, sender=0):
-    """Deliver everything in order, to the dead (None) in vain; returns how many messages that took."""
+    """Deliver everything in order, to the dead (None) in vain; returns how many messages that
+    took."""
     bag = [(sender, to, message) for to, message in sends]
     count = 0
     while bag:
@@ -355,8 +249,9 @@ def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
     assert {member.decided for member in members} == {b"late enough"}
 
 
-def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepted_by_a_few_and_refused_by_the_rest():
-    """A value that two slow members accept and a fast one refuses binds them for good, once the other one is dead."""
+def test_members_out_of_step_tell_their_floors_before_any_value_is_accepted():
+    """A value that two slow members accept and a fast one refuses binds them for good,
+    once the other one is dead."""
     begun = (0, 7, 1, 0)
     members = [
         Decision(
@@ -378,7 +273,7 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
     assert members[2].known_floor == (8,)
 
 
-def test_who_works_on_a_decided_key_is_told_the_decision():
+def test_a_member_that_works_on_a_decided_key_is_told_the_decision():
     members = group(3)
     run([*members[:2], Decision(KEY, VIEW, 2, (0, 1, 2))], members[0].propose(b"v"))
     (answer,) = members[0].receive(2, Prepare(KEY, VIEW, (9, 2)))
@@ -396,7 +291,7 @@ def test_nothing_can_be_announced_before_it_is_decided():
 # Where members sign: what convinces outsiders.
 
 
-def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
+def test_a_member_held_back_promises_and_accepts_nothing_until_it_may():
     held = {1, 2}
     members = [
         Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)
@@ -412,7 +307,7 @@ def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may()
     assert {member.decided for member in members} == {b"v"}
 
 
-def test_who_is_held_back_still_learns_what_others_decided():
+def test_a_member_held_back_still_learns_what_others_decided():
     members = [
         Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)
     ]

@@ -1,5 +1,6 @@
-"""A trainer's ledger and its servers' staging together, over a network that loses, repeats and reorders: no gradient counts
-twice, and each counts once as long as its trainer lives, whatever dies in between."""
+"""A trainer's ledger and its servers' staging together, over a network that loses,
+repeats and reorders: no gradient counts twice, and each counts once as long as its trainer lives,
+whatever dies in between."""
 
 import random
 
@@ -27,8 +28,9 @@ class Server:
             self.offered[number] = self.staging.offer(number)
 
 
-class World:
-    """All of it, driven by one seed; `named` is what the close lists of each stage say, round by round."""
+class LedgerWorld:
+    """All of it, driven by one seed; `named` is what the close lists of each stage say,
+    round by round."""
 
     def __init__(self, seed):
         self.random, self.now_s, self.wire, self.births = random.Random(seed), 0.0, [], 0
@@ -71,12 +73,13 @@ class World:
 
     def give_up(self, trainer):
         ledger = self.trainers[trainer]
-        for place, entry in list(ledger._entries.items()):
-            if entry.phase == "sent" and self.random.random() < 0.2:
-                ledger.silent(place, entry.attempt)
+        for place, attempt in ledger.unanswered():
+            if self.random.random() < 0.2:
+                ledger.silent(place, attempt)
 
     def hear(self, trainer):
-        """The trainer learns of closed rounds, in order, and that a server is gone only after all of its rounds."""
+        """The trainer learns of closed rounds, in order, and that a server is gone only after all
+        of its rounds."""
         ledger, heard = self.trainers[trainer], self.heard[trainer]
         for stage in range(STAGES):
             if heard[stage] < len(self.named[stage]):
@@ -202,7 +205,8 @@ class World:
                     self.carry(loss)
 
     def run(self):
-        """Bad luck for a while, then none, until everybody knows that everything counts; what did count."""
+        """Bad luck for a while, then none, until everybody knows that everything counts;
+        what did count."""
         for _ in range(600):
             self.step(loss=0.15, deaths=0.3)
         for _ in range(300):
@@ -226,7 +230,7 @@ class World:
     def done(self):
         for ledger in self.trainers:
             ledger.finish()
-        return all(not ledger._entries for ledger in self.trainers)
+        return all(not len(ledger) for ledger in self.trainers)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +245,7 @@ class World:
 )
 def test_every_gradient_counts_exactly_once_whatever_happens(first):
     for seed in range(first, first + (50 if first < 200 else 200)):
-        world = World(seed)
+        world = LedgerWorld(seed)
         assert world.run() == EVERYTHING, (
             f"seed {seed}: {sorted(EVERYTHING - world.committed)} never counted"
         )
@@ -252,7 +256,7 @@ def violations(seeds):
     found = 0
     for seed in seeds:
         try:
-            World(seed).run()
+            LedgerWorld(seed).run()
         except AssertionError as error:
             assert "counts twice" in str(error) or "brought the same key" in str(error)
             found += 1
@@ -261,14 +265,14 @@ def violations(seeds):
 
 def test_a_trainer_that_asks_again_too_early_is_caught(monkeypatch):
     """A planted bug: a server that dies is given up before its last round is known."""
-    hear = World.hear
+    hear = LedgerWorld.hear
 
     def hasty(self, trainer):
         for server, _ in self.gone:
             self.trainers[trainer].lost(server.stage, server.name)
         hear(self, trainer)
 
-    monkeypatch.setattr(World, "hear", hasty)
+    monkeypatch.setattr(LedgerWorld, "hear", hasty)
     assert violations(range(100)) > 0
 
 
@@ -290,7 +294,7 @@ def test_a_trainer_that_hears_answers_to_older_attempts_is_caught(monkeypatch):
 
 
 def test_a_server_that_forgets_what_it_refused_is_caught(monkeypatch):
-    """A planted bug: a request that comes once more after its confirmation was refused is computed, and a late confirmation
-    merges it."""
+    """A planted bug: a request that comes once more after its confirmation was refused is computed,
+    and a late confirmation merges it."""
     monkeypatch.setattr(GradientLeases, "_refuse", lambda self, key, attempt: None)
     assert violations(range(100)) > 0

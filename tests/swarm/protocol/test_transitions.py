@@ -1,13 +1,15 @@
-"""The tables of states, walked: all states can be reached, real machines make all transitions, and no others."""
+"""The tables of states, walked: all states can be reached, real machines make all transitions,
+and no others."""
 
 import ast
 import collections
 import inspect
 import itertools
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.collective import ExchangeWorld, offering_world, unlucky_world
+from worlds.decisions import Schedule
+from worlds.pair_rounds import KEY, Round, lead
 
 from farflock.swarm.messages import PairRefuse
 from farflock.swarm.protocol import decide, pair
@@ -32,10 +34,6 @@ MACHINES = [
     (decide, Proposer, "state"),
     (pair, Pair, "stage"),
 ]
-
-
-def beside(name):
-    return runpy.run_path(str(Path(__file__).parent / name))
 
 
 def states(table):
@@ -64,7 +62,8 @@ def test_what_the_table_does_not_hold_does_not_happen(table, first, last):
 
 
 def assigned(cls, attribute):
-    """The methods of a class that set an attribute of its instances, or one of the attribute's places."""
+    """The methods of a class that set an attribute of its instances, or one of the attribute's
+    places."""
     tree = ast.parse(inspect.getsource(cls))
     for function in ast.walk(tree):
         for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
@@ -119,12 +118,11 @@ def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_oth
     made = recorded(
         monkeypatch, Closing, lambda self: type(self._content).__name__, lambda self, *_: self.state
     )
-    whole = beside("exchange/test_collective.py")
     for kind in ("mean", "gather"):
         for seed in range(16):
-            whole["unlucky_world"](seed, kind, staged=seed % 2 == 0).run(until_s=60.0)
+            unlucky_world(seed, kind, staged=seed % 2 == 0).run(until_s=60.0)
         for seed in range(2):  # over lines so long that a proposer has to begin again
-            whole["offering_world"](seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=2.0).run(
+            offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=2.0).run(
                 until_s=300.0
             )
     assert made == {
@@ -138,13 +136,12 @@ def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
     made = recorded(
         monkeypatch, Mean, lambda self: "shard", lambda self, shard, _: self._states[shard]
     )
-    whole = beside("exchange/test_collective.py")
-    spoilt = whole["World"](7)
+    spoilt = ExchangeWorld(7)
     for me in range(3):
         spoilt.offer_at(0.1, me, broken=True)
     spoilt.run()
     for step in range(0, 40, 2):
-        narrowed = whole["offering_world"](2, n=4, kind="uniform")
+        narrowed = offering_world(2, n=4, kind="uniform")
         narrowed.crash_after[1] = step + 1
         narrowed.run()
     assert made["shard"] == rows(SHARD_TABLE)
@@ -152,9 +149,8 @@ def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
 
 def test_real_proposers_make_every_transition_and_no_other(monkeypatch):
     made = recorded(monkeypatch, Proposer, lambda self: "proposer", lambda self, *_: self.state)
-    schedule = beside("test_decide.py")["Schedule"]
     for seed in range(60):
-        schedule(seed).disturb(150)
+        Schedule(seed).disturb(150)
     assert made["proposer"] == rows(PROPOSER_TABLE)
 
 
@@ -165,8 +161,7 @@ def test_real_pairs_make_every_transition_of_their_role_and_no_other(monkeypatch
         lambda self: "leader" if self.leader else "follower",
         lambda self, *_: self.stage,
     )
-    whole = beside("test_pair.py")
     for seed in range(400):
-        whole["Round"](seed, faults=True).run()
-    whole["lead"]().receive(0.1, PairRefuse(whole["KEY"], 7))
+        Round(seed, faults=True).run()
+    lead().receive(0.1, PairRefuse(KEY, 7))
     assert made == {role: rows(table) for role, table in PAIR_TABLES.items()}

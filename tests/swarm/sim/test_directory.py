@@ -1,4 +1,5 @@
-"""The directory in memory does the real one's misdeeds on request, and peers find each other in spite of them."""
+"""The directory in memory does the real one's misdeeds on request, and peers find each other in
+spite of them."""
 
 import asyncio
 import contextlib
@@ -26,7 +27,7 @@ def record(number, sequence=1, **fields):
     )
 
 
-class World:
+class TableWorld:
     """A table with a clock that is moved by hand, and so many directories on it."""
 
     def __init__(self, count, seed=1, **faults):
@@ -54,7 +55,7 @@ def at_once(coroutine):
 
 
 def test_without_faults_everybody_sees_at_once_what_was_announced():
-    world = World(3)
+    world = TableWorld(3)
     assert world.announce(0)
     assert world.announce(1, sequence=5)
     assert world.seen(0) == world.seen(1) == world.seen(2) == [(0, 1), (1, 5)]
@@ -62,7 +63,7 @@ def test_without_faults_everybody_sees_at_once_what_was_announced():
 
 
 def test_a_record_lives_as_long_as_it_says_and_announcing_it_again_gives_it_another_life():
-    world = World(2)
+    world = TableWorld(2)
     world.announce(0, lifetime_s=60.0)
     world.now_s = 50.0
     world.announce(0, lifetime_s=60.0)
@@ -73,7 +74,7 @@ def test_a_record_lives_as_long_as_it_says_and_announcing_it_again_gives_it_anot
 
 
 def test_heads_are_published_by_anybody_shown_once_each_and_expire():
-    world = World(3)
+    world = TableWorld(3)
     one, two, three = world.directories
     assert at_once(one.publish_head(RUN, b"head 2"))
     assert at_once(two.publish_head(RUN, b"head 1"))
@@ -86,7 +87,7 @@ def test_heads_are_published_by_anybody_shown_once_each_and_expire():
 
 
 def test_only_records_of_this_run_and_of_its_own_are_announced():
-    world = World(2)
+    world = TableWorld(2)
     for blob in (record(1), record(0, run="other"), b"no record", record(0)[:-1]):
         with pytest.raises(BadRecord):
             at_once(world.directories[0].announce(RUN, blob))
@@ -99,7 +100,7 @@ def test_only_records_of_this_run_and_of_its_own_are_announced():
 
 
 def test_a_stale_read_shows_a_version_that_was_the_newest_no_longer_than_stale_s_ago():
-    world = World(2, stale_s=10.0)
+    world = TableWorld(2, stale_s=10.0)
     shown = set()
     for second in range(200):
         world.now_s = float(second)
@@ -113,7 +114,7 @@ def test_a_stale_read_shows_a_version_that_was_the_newest_no_longer_than_stale_s
 
 
 def test_a_new_record_is_seen_late_but_not_later_than_stale_s_and_never_after_its_end():
-    world = World(2, stale_s=10.0)
+    world = TableWorld(2, stale_s=10.0)
     world.announce(0, lifetime_s=30.0)
     assert world.seen(1) == [], "just stored: only a read of no age at all shows it"
     world.now_s = 10.0
@@ -123,7 +124,7 @@ def test_a_new_record_is_seen_late_but_not_later_than_stale_s_and_never_after_it
 
 
 def test_versions_that_no_read_can_show_are_dropped():
-    world = World(2, stale_s=10.0)
+    world = TableWorld(2, stale_s=10.0)
     for second in range(1000):
         world.now_s = float(second)
         world.announce(0, sequence=second)
@@ -135,7 +136,7 @@ def test_versions_that_no_read_can_show_are_dropped():
 
 
 def test_lost_stores_say_yes_and_the_last_one_that_was_kept_is_seen():
-    world = World(2, lost=0.5)
+    world = TableWorld(2, lost=0.5)
     kept = 0
     for sequence in range(1, 400):
         before = world.table.fired["lost"]
@@ -145,9 +146,9 @@ def test_lost_stores_say_yes_and_the_last_one_that_was_kept_is_seen():
     assert 150 < world.table.fired["lost"] < 250
 
 
-def test_who_loses_what_follows_from_the_seed_and_not_from_what_others_do():
+def test_losses_follow_from_the_seed_and_not_from_what_others_do():
     def kept(seed, busy):
-        world, history = World(3, seed=seed, lost=0.5, stale_s=2.0), []
+        world, history = TableWorld(3, seed=seed, lost=0.5, stale_s=2.0), []
         for second in range(60):
             world.now_s = float(second)
             world.announce(0, second)
@@ -165,7 +166,7 @@ def test_who_loses_what_follows_from_the_seed_and_not_from_what_others_do():
 
 
 def test_in_a_split_everybody_sees_its_own_part_until_it_is_healed():
-    world = World(5)
+    world = TableWorld(5)
     peers = [directory.me for directory in world.directories]
     for number in range(5):
         world.announce(number)
@@ -179,8 +180,8 @@ def test_in_a_split_everybody_sees_its_own_part_until_it_is_healed():
     assert world.seen(3) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 2)]
 
 
-def test_a_lone_founder_is_told_so_and_found_by_who_comes_later():
-    world = World(1)
+def test_a_lone_founder_is_told_so_and_found_by_later_peers():
+    world = TableWorld(1)
     assert not world.announce(0)
     world.directories.append(world.table.directory(identity(1).peer))
     assert world.seen(1) == [(0, 1)]
@@ -188,7 +189,7 @@ def test_a_lone_founder_is_told_so_and_found_by_who_comes_later():
 
 
 def test_a_closed_directory_neither_stores_nor_shows_but_its_records_stay_until_they_expire():
-    world = World(2)
+    world = TableWorld(2)
     world.announce(0)
     at_once(world.directories[0].close())
     at_once(world.directories[0].close())
@@ -199,7 +200,7 @@ def test_a_closed_directory_neither_stores_nor_shows_but_its_records_stay_until_
 
 
 def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
-    world = World(2)
+    world = TableWorld(2)
     earlier, world.directories[0] = world.directories[0], world.table.directory(identity(0).peer)
     at_once(earlier.close())
     assert at_once(earlier.peers(RUN)) == []
@@ -211,7 +212,8 @@ def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
 
 
 async def member(stack, network, directory, number):
-    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it shows somebody."""
+    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it
+    shows somebody."""
     links = network.links(directory.me)
     peer = Peer(
         RunTerms(RUN, 1, 2.0),

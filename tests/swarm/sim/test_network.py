@@ -1,9 +1,11 @@
-"""The simulated network: frames take the time that their bytes and the lines say, and get lost as the seed says."""
+"""The simulated network: frames take the time that their bytes and the lines say,
+and get lost as the seed says."""
 
 import asyncio
 import collections
 
 import pytest
+from worlds.waiting import now
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.sim.network import (
@@ -20,10 +22,6 @@ from farflock.swarm.sim.network import (
 from farflock.swarm.sim.virtual_time import run_virtual
 
 QUIET = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e9, latency_s=0.05, jitter_s=0.0)
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 class Net:
@@ -262,7 +260,7 @@ async def test_a_cut_is_silent_both_ways_and_takes_what_is_on_its_way(net):
 
 
 @on_a_net()
-async def test_a_silent_partner_is_suspect_later_than_one_whose_connection_closed_and_dead_at_the_same_age(
+async def test_a_silent_partner_is_suspect_later_than_a_closed_one_and_dead_at_the_same_age(
     net,
 ):
     await asyncio.sleep(7)

@@ -1,21 +1,6 @@
-"""How the tests of commands run one: in this process, with what it wrote and how it ended; and with folders of their own."""
+"""A manifest for the tests of commands."""
 
 import pytest
-
-from farflock.node.cli import main as cli
-
-
-@pytest.fixture
-def farflock(capfd, monkeypatch, tmp_path):
-    """A function that runs a command -> (exit code, standard output, standard error); the user's data are elsewhere."""
-    monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(argument) for argument in arguments])
-        return (ended.value.code, *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`farflock leave` ends a node of ours in good order, and never another program that has its number by now."""
+"""`farflock leave` ends a node of ours, and never another program that now has its number."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def status_of(pid):
 
 @pytest.fixture
 def process():
-    """A function that starts a process which ends on SIGTERM, with these words in its command line."""
+    """A function that starts a process with these words in its command line; SIGTERM ends it."""
     started = []
 
     def start(*words):

@@ -1,4 +1,4 @@
-"""`farflock run` refuses what cannot run before it touches the network, and shows what it would do."""
+"""`farflock run` refuses what cannot run before it touches the network, and shows its plan."""
 
 import json
 import socket
@@ -66,7 +66,7 @@ def test_a_manifest_that_is_not_there_is_a_usage_error(farflock, tmp_path):
 
 @pytest.fixture
 def started(nursery):
-    """A function that runs the command in a process of its own: it imports the directory's library."""
+    """A function that runs the command in its own process: it imports the directory's library."""
     return lambda *arguments: _started(nursery, arguments)
 
 

@@ -54,7 +54,7 @@ def test_it_trains_and_the_same_seed_gives_the_same_state(farflock, manifest):
     assert first["kills"] == 0
 
 
-def test_a_dry_run_says_who_does_what(farflock, manifest):
+def test_a_dry_run_shows_the_role_of_each_process(farflock, manifest):
     described = facts(farflock, manifest(1280), "--peers", "5", "--dry-run")
     assert [part["stage"] for part in described["world"]["parts"]] == [0, 1, 0, 1, -2]
     assert [part["trains"] for part in described["world"]["parts"]] == [False] * 4 + [True]
@@ -66,7 +66,7 @@ def test_too_few_peers_are_refused(farflock, manifest):
     assert "leaves a stage without a server" in said
 
 
-def test_full_replicas_train_beside_the_others_or_alone(farflock, manifest):
+def test_full_replicas_train_next_to_the_others_or_alone(farflock, manifest):
     path = manifest(1280)
     mixed = facts(farflock, path, "--peers", "5", "--replicas", "2", "--step", "0.1")
     assert mixed["rounds"] >= 10

@@ -1,4 +1,4 @@
-"""How `run` and `join` end: the exit code says who asked for it, the last line what is left."""
+"""How `run` and `join` end: the exit code says what ended them, the last line what is left."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ SAVED = Path("checkpoints") / "step-3"
         (signal.SIGHUP, None, 129),
     ],
 )
-def test_the_exit_code_is_what_the_one_who_asked_expects(capsys, asked, saved, code):
+def test_the_exit_code_says_whether_the_end_was_asked_for_and_saved(capsys, asked, saved, code):
     assert conclude(Output(as_json=True), saved, asked) == code
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     if saved is None:

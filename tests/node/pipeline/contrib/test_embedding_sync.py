@@ -1,4 +1,4 @@
-"""Downloads of versions of the frozen embedding: what is asked of whom, what is taken of what comes, and what is handed on."""
+"""Downloads of versions of the frozen embedding: what a keeper asks for, accepts and hands on."""
 
 import asyncio
 import logging
@@ -52,9 +52,12 @@ class Rounds:
         return self.at
 
 
-class World:
-    """A keeper whose swarm is what a test says: `there` are the snapshots by stage and name, `others` how many serve each
-    stage. Who is not there never answers."""
+class KeeperWorld:
+    """A keeper whose swarm is what a test says.
+
+    `there` are the snapshots by stage and name, `others` how many peers serve each stage. A peer
+    that is not there never answers.
+    """
 
     def __init__(self, newest=-1, every=1, others=(1, 1, 1), monkeypatch=None):
         self.rounds, self.snapshots, self.others = Rounds(newest), self, others
@@ -119,7 +122,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     def made(*given, **terms):
-        return World(*given, **terms, monkeypatch=monkeypatch)
+        return KeeperWorld(*given, **terms, monkeypatch=monkeypatch)
 
     return made
 
@@ -141,7 +144,7 @@ def run_for(one, seconds):
     run_virtual(main())
 
 
-def test_what_is_lacking_is_downloaded_all_at_once_from_the_first_stage_first_and_what_is_over_forgotten(
+def test_missing_versions_are_downloaded_together_the_first_stages_first_and_old_ones_dropped(
     world,
 ):
     one = world(6)  # versions 5 to 8
@@ -155,7 +158,7 @@ def test_what_is_lacking_is_downloaded_all_at_once_from_the_first_stage_first_an
     )
 
 
-def test_who_never_answers_is_not_waited_for_and_another_stage_has_it_too(world):
+def test_a_silent_peer_is_not_waited_for_and_another_stage_has_it_too(world):
     one = world(0, others=(1, 0, 2))
     one.there[2, "table/2"] = offer(2)
     run_for(one, 4 * FIND_TIMEOUT_S)
@@ -205,7 +208,9 @@ def test_what_is_no_such_table_is_neither_held_nor_fetched_again_and_the_next_st
 
 
 def test_tables_are_read_and_written_where_everything_is_computed(world, monkeypatch):
-    """A table may have gigabytes: hashed in the loop, it would keep the peer silent until the others take it for dead."""
+    """A table may have gigabytes: to hash it in the loop would keep the peer silent until it seems
+    dead.
+    """
     one, done = world(0), []
     for name in ("decode_state", "encode_state", "finite_table"):
         inner = getattr(embedding_sync, name)
@@ -245,7 +250,7 @@ def test_what_is_held_is_handed_on_in_as_many_places_as_there_are_versions(world
     run_virtual(main())
 
 
-def test_who_adopted_the_first_stage_s_state_writes_its_weights_as_the_version_in_effect_has_them(
+def test_after_the_first_stage_s_state_is_adopted_its_weights_are_the_version_in_effect(
     world,
 ):
     one = world().at_first(9, table(9))  # version 10 is in effect
@@ -256,7 +261,7 @@ def test_who_adopted_the_first_stage_s_state_writes_its_weights_as_the_version_i
     assert one.asked == [("table/2", 0, 10)], "the others have time"
 
 
-def test_who_does_not_get_it_goes_on_in_the_version_that_everybody_has_until_it_comes(world):
+def test_a_peer_without_a_new_version_goes_on_in_the_common_one_until_it_comes(world):
     one = world(others=(1, 0, 0)).at_first(9, table(9))
     run_virtual(one.keeper.begun(anew=False))
     assert one.tables.codec.spoken == 1
@@ -274,7 +279,7 @@ def test_a_first_stage_that_nobody_has_is_begun_around_what_other_stages_hold(wo
     torch.testing.assert_close(one.embedding, around(table(10), table(5)), rtol=0, atol=2e-6)
 
 
-def test_a_founder_who_takes_a_run_up_alone_makes_the_versions_of_its_average(world, caplog):
+def test_a_founder_that_resumes_alone_makes_the_versions_of_its_average(world, caplog):
     one = world(others=(0, 0, 0)).at_first(9, table(9))
     with caplog.at_level(logging.WARNING, logger="farflock"):
         one.keeper.founded()

@@ -1,4 +1,4 @@
-"""When versions of the frozen embedding are made, spoken and given up, and what a round does to the first stage's weights."""
+"""Versions of the frozen embedding are made, announced and given up; a round updates weights."""
 
 import logging
 
@@ -52,7 +52,7 @@ def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
-def test_versions_are_made_after_every_so_many_rounds(every, applied):
+def test_versions_are_made_at_a_fixed_number_of_rounds(every, applied):
     turns = EmbeddingSchedule(every)
     assert (turns.newest(applied) != turns.newest(applied - 1)) == ((applied + 1) % every == 0)
     assert turns.made(FIRST_VERSION) == -1
@@ -93,7 +93,7 @@ def test_a_table_that_cannot_be_one_is_not_held(broken, caplog):
     assert "version 2 of the frozen embedding is not used" in caplog.text
 
 
-def test_who_embeds_nothing_forgets_what_is_over_although_it_never_spoke():
+def test_a_peer_that_embeds_nothing_forgets_old_versions_although_it_never_spoke():
     made = tables()
     for version in range(2, 9):
         made.hold(version, table(version))
@@ -138,7 +138,7 @@ class Books:
 
 
 class First:
-    """A first stage whose average is `average`; each round writes it to the replica, or leaves local work there."""
+    """A first stage with the average `average`; a round writes it to the replica, or local work."""
 
     def __init__(self, every=1, *, free=False):
         model = build(MODEL, 1, STAGES[0])
@@ -208,7 +208,7 @@ def test_work_that_a_round_did_not_take_is_brought_to_the_new_version_as_well():
     torch.testing.assert_close(first.embedding, around(table(0), mine), rtol=0, atol=2e-6)
 
 
-def test_who_lacks_the_version_in_effect_stays_in_its_own_and_says_so_until_it_has_come():
+def test_a_peer_without_the_version_in_effect_stays_in_its_own_and_says_so():
     first = First()
     first.round(0, table(0))
     first.tables.codec.give_up(1)
@@ -234,7 +234,7 @@ def test_a_free_replica_makes_versions_and_keeps_its_weights():
     assert torch.equal(first.embedding, before)
 
 
-def test_where_all_are_gone_who_had_a_version_the_embedding_as_it_is_takes_its_place():
+def test_the_current_embedding_replaces_a_version_that_no_living_peer_has():
     first = First(every=2)
     first.average = table(3)
     assert not first.contributions.begin_anew(-1), "the run's first needs none"

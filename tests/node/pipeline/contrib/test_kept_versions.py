@@ -1,4 +1,4 @@
-"""Versions of a stage at one server, against a plain list of copies; and the delays that are measured with them."""
+"""Versions of a stage at one server, against a plain list of copies, and the measured delays."""
 
 import statistics
 
@@ -162,7 +162,7 @@ def test_a_round_says_how_late_its_gradients_are_and_an_empty_one_says_nothing()
     ]
 
 
-def test_where_local_steps_part_members_passes_use_what_all_agreed_upon_and_steps_count_since_then():
+def test_with_local_steps_passes_use_the_agreed_weights_and_count_steps_since_then():
     agreed = {"weight": torch.full((1, 1), 5.0)}
     server = Server(Asynchronous(3), agreed=lambda: dict(agreed), local_steps=4)
     server.set(9.0)

@@ -1,5 +1,8 @@
-"""Three ends of an edge: a server before it, the trainer, and servers behind it; whatever is lost, doubled, late or forgotten,
-what is read is the trainer's m to the bit, or is asked for again."""
+"""Three ends of an edge: a server before it, the trainer, and servers behind it.
+
+Whatever is lost, doubled, late or forgotten, what is read is the trainer's m to the bit, or it is
+asked for again.
+"""
 
 import contextlib
 import dataclasses
@@ -45,7 +48,7 @@ def normal(seed, batch=1):
 
 
 class Edge:
-    """The edge out of stage 0 into stage 1, with a server `b` of each life behind it; `number` counts microbatches."""
+    """The edge out of stage 0 into stage 1; behind it one server `b` per life; `number` counts."""
 
     def __init__(self, batch=1, room=None, codec="aqsgd4", caller="t"):
         self.edges, self.caller = edges(batch, codec, room), caller
@@ -89,7 +92,7 @@ def kinds(payload, batch=1):
     return tuple(payload[:batch])
 
 
-def test_the_first_visit_is_whole_on_both_ways_and_later_ones_are_differences_and_a_tag_alone_for_the_way_back():
+def test_a_first_visit_is_whole_both_ways_later_ones_are_differences_and_a_tag_on_the_way_back():
     edge, x = Edge(), normal(0)
     rows, reply = edge.bring((4,), x)
     assert torch.equal(m_of(rows), x.half().float())
@@ -108,7 +111,7 @@ def test_the_first_visit_is_whole_on_both_ways_and_later_ones_are_differences_an
 
 
 def test_a_microbatch_keeps_its_activation_while_other_visits_move_the_samples():
-    """The law: forward and backward pass of one microbatch read the same bits, at any server, whatever passed meanwhile."""
+    """The law: both passes of a microbatch read the same bits, at any server, whatever passed."""
     edge = Edge()
     first, _ = edge.bring((4,), normal(0))
     edge.hand((4,), first)
@@ -155,7 +158,7 @@ def test_two_visits_at_once_are_each_read_by_what_was_known_when_they_were_asked
 
 
 @pytest.mark.parametrize("who", ["before", "trainer", "behind", "another life behind"])
-def test_who_begins_anew_gets_samples_whole(who):
+def test_an_end_that_restarts_gets_samples_whole(who):
     edge = Edge()
     edge.hand((4,), edge.bring((4,), normal(0))[0])
     server = "b/2" if who == "another life behind" else "b/1"
@@ -180,7 +183,7 @@ def test_who_begins_anew_gets_samples_whole(who):
 def test_only_the_rows_that_are_lacking_are_sent_again():
     edge = Edge(batch=2)
     edge.hand((4, 5), edge.bring((4, 5), normal(0, 2))[0])
-    edge.behind["b/1"]._got.forget(_names(edge.caller, 0, Visit((5,))))
+    edge.behind["b/1"].received.forget(_names(edge.caller, 0, Visit((5,))))
     rows, _ = edge.bring((4, 5), normal(1, 2))
     payload, lacking = edge.hand((4, 5), rows)
     assert (kinds(payload, 2), lacking) == ((DIFFERENCE, DIFFERENCE), (1,))
@@ -215,7 +218,7 @@ def test_trainers_and_sources_have_samples_of_their_own():
     request = Forward(1, 2, 1, 5, Visit((4,)))
     payload = TrainerMemory(edge.edges).handed(2, "b/1", (4,), (row,))
     assert torch.equal(edge.behind["b/1"].input("u", payload, request)[0], row.values.float())
-    assert len(edge.behind["b/1"]._got._cache) == 3
+    assert len(edge.behind["b/1"].received.cache) == 3
 
 
 def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_not_kept():
@@ -237,7 +240,7 @@ def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_n
         == edge.behind["b/1"].held_bytes
         == 2 * 2 * EACH
     )
-    assert edge.before._got.held_bytes == 0
+    assert edge.before.received.held_bytes == 0
 
 
 def test_what_the_server_before_does_not_keep_the_trainer_forgets():
@@ -275,10 +278,11 @@ events = st.lists(
 
 @settings(max_examples=80)
 @given(events, st.integers(1, 6), st.integers(0, 2**20))
-def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_three_times(
-    script, room, seed
-):
-    """Loss on either way, overtaking, restarts of any end, another server, small caches; backward passes much later."""
+def test_every_end_reads_the_trainers_m_and_no_end_is_asked_three_times(script, room, seed):
+    """Loss on either way, overtaking, restarts of any end, another server, small caches.
+
+    Backward passes come much later.
+    """
     edge, server, walked, waiting = Edge(batch=2, room=room), "b/1", [], None
     for step, (event, samples) in enumerate(script):
         samples, x = tuple(samples), normal(seed + step, 2)
@@ -315,7 +319,7 @@ def test_whatever_happens_every_end_reads_the_trainers_m_and_nobody_is_asked_thr
 
 
 def delivered(edge, samples, rows, meant, server, back=False):
-    """It is read, at the latest after two refusals: of what is lacking, and of what that pushed out of a small memory."""
+    """It is read after at most two refusals: for what is missing, and for what that pushed out."""
     for _ in range(3):
         payload, read = edge.hand(samples, rows, server, back)
         if not isinstance(read, tuple):
@@ -325,7 +329,7 @@ def delivered(edge, samples, rows, meant, server, back=False):
     raise AssertionError("it was asked for three times")
 
 
-# what nobody honest sends
+# messages that no honest peer sends
 
 
 def test_a_difference_to_what_was_not_said_to_be_held_is_refused_by_the_trainer():
@@ -406,7 +410,7 @@ def test_samples_are_named_where_the_codec_remembers_and_nowhere_else(codec, req
         ((), False),
     ],
 )
-def test_who_lacks_what_was_not_sent_whole_is_right_to_say_so(rows, excused):
+def test_a_server_that_lacks_a_row_sent_as_a_difference_may_say_so(rows, excused):
     payload = bytes([HELD, DIFFERENCE, KEPT]) + bytes(100)
     assert refers(payload, rows, 3) == excused
 

@@ -1,5 +1,7 @@
-"""Old versions of a stage's weights: that a late gradient is the right one at the weights that it is of, and that memory is
-bounded."""
+"""Old versions of a stage's weights: a late gradient is right at its own weights.
+
+Memory is bounded.
+"""
 
 import copy
 
@@ -39,7 +41,7 @@ SIZE_BYTES = 7 * 4
 
 
 def aged(keep, epochs):
-    """A module whose weights in epoch e are e, at the end of so many epochs, and its stash."""
+    """A module whose weights in epoch e are e, after this many epochs, and its stash."""
     module = Weights(0.0)
     stash = Stash(module, keep)
     for epoch in range(1, epochs + 1):
@@ -77,7 +79,7 @@ def test_a_late_backward_pass_is_that_of_the_weights_which_the_forward_pass_used
         inner.step()
 
 
-def test_forward_and_backward_of_one_request_see_the_same_weights_although_steps_are_taken_between():
+def test_both_passes_of_a_request_see_the_same_weights_although_steps_come_between():
     model = build(TINY, 0)
     stash = Stash(model)
     x = torch.arange(12).view(1, 12)

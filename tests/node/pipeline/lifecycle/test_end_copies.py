@@ -1,15 +1,17 @@
-"""An end stage that loses all its servers has its embedding, or its norm and head, again: bit for bit, from its neighbour."""
+"""An end stage that loses all its servers gets its tables back, bit for bit, from its neighbour.
+
+The tables are the embedding, or the norm and the head.
+"""
 
 import asyncio
 import itertools
-import logging
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
+from worlds import pipeline_audit
+from worlds.pipeline_audit import MODEL, TOKENS, Audit
 
 from farflock.node.pipeline.lifecycle.end_copies import KEEPERS, EndCopies, _Wanted, ends_beside
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP, end_tensors
@@ -17,23 +19,16 @@ from farflock.node.run.split import even
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import CorruptSnapshot, encode_state
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "pipeline_audit.py"))
-Audit, MODEL, TOKENS = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS"))
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8
 EMBEDDING = "model.embed_tokens.weight"
 EQUAL = structs.replace(MODEL, layers=6)
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    """Calls that fail because somebody was killed are what happens here."""
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
-
-
 @pytest.fixture
 def kept(monkeypatch):
     """Every copy that was kept: (peer, end, round, tensors)."""
-    found, keep = [], EndCopies._keep
+    found, keep = [], EndCopies.keep
 
     async def keeping(self, end):
         await keep(self, end)
@@ -41,13 +36,13 @@ def kept(monkeypatch):
             copy = self._copies[end]
             found.append((self._peer.me, end, copy.round, copy.tensors))
 
-    monkeypatch.setattr(EndCopies, "_keep", keeping)
+    monkeypatch.setattr(EndCopies, "keep", keeping)
     return found
 
 
-def run(stages, servers, every, during, batches=14, model=EQUAL, **options):
-    made = replace(_AUDIT["plan"](0, batches * BATCH * TOKENS, rate=0.05), model=model)
-    cut = _AUDIT["pipeline"](stages, BATCH, end_copies=every, **options)
+def audited(stages, servers, every, during, batches=14, model=EQUAL, **options):
+    made = replace(pipeline_audit.plan(0, batches * BATCH * TOKENS, rate=0.05), model=model)
+    cut = pipeline_audit.pipeline(stages, BATCH, end_copies=every, **options)
     world = PipelineWorld(
         parts(stages, servers, 1),
         batches * BATCH * TOKENS,
@@ -78,13 +73,13 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
         for number in (lost, lost + 3):
             sim.kill(number, 2.0 + number)
 
-    one = run(3, 2, 1, die_out)
+    one = audited(3, 2, 1, die_out)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(lost, "copy")}, begun
     after = begun[0]["round"]
-    rounds = sorted(number for stage, number in one._weights if stage == lost and number <= after)
+    rounds = sorted(number for stage, number in one.versions if stage == lost and number <= after)
     died = {
-        number: [ends_of(weights) for weights in one._weights[lost, number]] for number in rounds
+        number: [ends_of(weights) for weights in one.versions[lost, number]] for number in rounds
     }
     later = [life for life in one.lives[6:] if life.stage == lost and life.weights]
     assert later
@@ -97,17 +92,17 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
     assert newest >= after + 3, "the stage did not go on"
 
 
-def test_a_few_servers_of_the_stage_beside_keep_what_the_end_had_after_every_so_many_rounds(kept):
+def test_a_few_servers_of_the_neighbour_keep_the_end_s_tensors_every_n_rounds(kept):
     async def end_soon(one, sim):
         while min((len(one.named[stage]) for stage in range(3)), default=0) < 9:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         sim.end()
 
-    one = run(3, 3, 3, end_soon, batches=10**6)
+    one = audited(3, 3, 3, end_soon, batches=10**6)
     assert {end for _, end, _, _ in kept} == {0, 2}
     assert len({peer for peer, _, _, _ in kept}) == KEEPERS, "all of them did"
     for peer, end, number, tensors in kept:
-        assert same(ends_of(tensors), ends_of(one._weights[end, number][0])), (peer, end, number)
+        assert same(ends_of(tensors), ends_of(one.versions[end, number][0])), (peer, end, number)
     for keeper, end in {(peer, end) for peer, end, _, _ in kept}:
         rounds = sorted({number for peer, of, number, _ in kept if (peer, of) == (keeper, end)})
         assert len(rounds) >= 2
@@ -121,7 +116,7 @@ def test_without_copies_nothing_is_kept_and_a_lost_end_begins_with_initial_weigh
         for number in (0, 3):
             sim.kill(number, 2.0 + number)
 
-    one = run(3, 2, 0, die_out, batches=8)
+    one = audited(3, 2, 0, die_out, batches=8)
     assert kept == []
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {entry["from"] for entry in begun} == {"initial"}
@@ -135,7 +130,7 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
         for number in (1, 5):
             sim.kill(number, 2.0 + number)
 
-    one = run(4, 2, 0, die_out, policy="swap", model=MODEL)
+    one = audited(4, 2, 0, die_out, policy="swap", model=MODEL)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "copy")}, begun
     assert "copy of stage 2, which was trained to stand in for it" in begun[0]["why"]
@@ -145,7 +140,7 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
     ("stages", "beside"),
     [(1, [()]), (2, [(1,), (0,)]), (3, [(), (0, 2), ()]), (5, [(), (0,), (), (4,), ()])],
 )
-def test_ends_are_kept_by_the_stages_beside_them(stages, beside):
+def test_ends_are_kept_by_their_neighbours(stages, beside):
     assert [ends_beside(index, stages) for index in range(stages)] == beside
 
 

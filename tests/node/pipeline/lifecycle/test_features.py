@@ -1,4 +1,4 @@
-"""Rare features of pipelines are looked up by the terms that ask for them, and are not imported before."""
+"""Rare features of pipelines are looked up by the terms that need them, and imported only then."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When a server moves: not at the first look at a stage without servers, one at a time, and for load only now and then."""
+"""A server moves after a second look, one server at a time, and for load only now and then."""
 
 import asyncio
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_a_stage_that_a_full_replica_holds_is_not_lost():
     assert due_move(balance, gone, replace(gone, number=gone.number - 1)).target == 1
 
 
-def test_for_load_a_server_moves_only_in_every_so_many_periods():
+def test_for_load_a_server_moves_only_once_in_n_periods():
     balance = RebalanceTerms(every_s=300.0)
     loaded = [
         LoadSnapshot(

@@ -1,4 +1,4 @@
-"""Where a stage's state comes from when nobody has it: the ladder, and what strangers may send of the stages beside it."""
+"""Where a stage's state comes from when no peer has it: the ladder, and what strangers may send."""
 
 import asyncio
 import logging
@@ -56,13 +56,13 @@ class Swarm:
     """A peer that sees these members, and is given what a test serves."""
 
     def __init__(self, *stages, gone=(), me="nobody"):
-        self.me, self._gone, self.served, self.asked = me, gone, {}, []
+        self.me, self.departed, self.served, self.asked = me, gone, {}, []
         members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
         self.context = self.snapshots = self
 
     def gone(self, view, peer):
-        return peer in self._gone
+        return peer in self.departed
 
     async def fetch(self, name, timeout_s, *, stage, most_bytes):
         self.asked.append((name, stage))
@@ -72,7 +72,7 @@ class Swarm:
 
 
 def trained(plan, span, seed):
-    """A stage's replica and method some steps after the beginning, and nothing like the initial weights."""
+    """A stage's replica and method some steps after the start, far from the initial weights."""
     model = build(plan.model, plan.run_seed, span)
     driver = Driver(
         method(plan.method, **plan.options), PlainReplica(model, plan.inner.build(model))
@@ -105,7 +105,7 @@ def scaled(squared):
 
 
 def beside(plan, weights=(1.0, 3.0), stages=STAGES):
-    """A swarm whose middle stage is lost, and the drivers of those beside it."""
+    """A swarm whose middle stage is lost, and the drivers of its neighbours."""
     swarm, drivers = (
         Swarm(0, 2, NOTHING),
         {stage: trained(plan, stages[stage], stage) for stage in (0, 2)},
@@ -135,10 +135,10 @@ def layer(driver, stage):
     }
 
 
-# who is there
+# the peers that are there
 
 
-def test_those_who_serve_a_stage_and_are_not_known_to_be_gone_are_counted_without_oneself():
+def test_the_other_servers_of_a_stage_that_are_not_known_to_be_gone_are_counted():
     swarm = Swarm(0, 0, 1, 2, 2, NOTHING, EVERY, gone=("m1",), me="m3")
     assert living(swarm, 3) == (2, 2, 2)  # the whole replica has a part in each
     assert living(Swarm(0, 2), 3) == (1, 0, 1)
@@ -196,13 +196,13 @@ def test_of_unequal_stages_none_is_made_from_the_others():
 
 def test_neighbours_that_are_only_listed_are_not_asked():
     swarm, _ = beside(plan_of())
-    swarm._gone = ("m1",)
+    swarm.departed = ("m1",)
     found = begun(swarm, plan_of())
     assert found.kind == "initial"
     assert not swarm.asked
 
 
-# from the stages beside it
+# from the neighbouring stages
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,5 +1,7 @@
-"""What keeps weights in a run's subspace: the right tensors, after whatever changes them, without a bit of difference between
-peers; and gradients that do not depend on where a model is cut."""
+"""Weights stay in a run's subspace: the right tensors, after every change, alike on all peers.
+
+The gradients do not depend on where a model is cut.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,7 @@ def shaken(model, seed=0):
 # which tensors
 
 
-def test_of_a_whole_model_the_embedding_and_two_matrices_of_each_layer_before_the_tail_are_constrained():
+def test_a_whole_model_constrains_its_embedding_and_two_matrices_of_each_layer_before_the_tail():
     names = [name for name, _ in build(MODEL, 0).named_parameters()]
     expected = {"model.embed_tokens.weight": 1}
     for layer in range(4):
@@ -80,7 +82,7 @@ def test_each_stage_has_its_own_of_them_and_the_last_one_none():
 
 @pytest.mark.parametrize("span", STAGES[:2])
 def test_whatever_the_other_weights_are_a_stage_keeps_the_stream_inside(span):
-    """Norms' gains too: they act on what branches read. Each of the constrained tensors alone leads out of it."""
+    """Norms' gains too: they act on what branches read. Each tensor alone leads out of it."""
     model, constraint = constrained(span)
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -192,7 +194,7 @@ def test_after_a_method_wrote_weights_they_are_inside_and_gradients_and_moments_
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco", "sparta-diloco"])
-def test_who_adopts_a_state_has_the_same_weights_to_the_bit(name):
+def test_a_replica_that_adopts_a_state_has_the_same_weights_to_the_bit(name):
     options = {"period": 2} if name != "ddp" else {}
     model, constraint, replica = replica_of()
     shaken(model)
@@ -237,10 +239,10 @@ def test_gradients_are_those_of_the_loss_by_weights_that_are_projected_first(spa
     assert (found.input_gradient is None) == (plain.input_gradient is None)
 
 
-# beside free replicas
+# next to free replicas
 
 
-def test_an_embedding_that_drifted_stays_and_the_same_tables_are_near_it_as_by_the_rule_of_the_paper():
+def test_an_embedding_that_drifted_stays_and_the_same_tables_are_near_it_by_the_papers_rule():
     model, constraint = constrained()
     shaken(model, 7)
     table = weights(model)[EMBEDDING].clone()

@@ -1,4 +1,4 @@
-"""What goes over the edges between stages: both ends of an edge read the same, whatever the codec."""
+"""What goes over the edges between stages: both ends read the same, whatever the codec."""
 
 import dataclasses
 

@@ -113,8 +113,8 @@ def test_odd_bytes_are_refused(raw):
             decode(raw)
 
 
-def test_who_knows_no_versions_is_understood_and_understands():
-    """The version is the last field, and what is left out of the end of an array has its default; more of it is passed over."""
+def test_a_peer_that_knows_no_versions_is_understood_and_understands():
+    """The version is the last field: it has a default if it is missing; others are ignored."""
     old = msgspec.msgpack.encode(["backward", 1, 2, 1, 5, 3])
     assert decode_request(old) == Backward(1, 2, 1, 5, 3, None)
     assert decode_answer(msgspec.msgpack.encode(["done", 7, 1, 0.5, None, 0.0])) == Done(7, 1, 0.5)

@@ -1,4 +1,4 @@
-"""Stages: whatever the split and whichever replicas a microbatch visits, the gradients are the unsplit model's."""
+"""Stages: whatever the split and each pass's replica, the gradients are the unsplit model's."""
 
 import random
 
@@ -31,7 +31,7 @@ def microbatches(count, seed=0):
 
 
 def through(path, x, targets):
-    """One microbatch forward and back; `path` says by stage who does its forward and who its backward pass."""
+    """One microbatch there and back; `path` names by stage the replicas of both of its passes."""
     inputs = []
     for forward, _ in path:
         inputs.append(x)
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_unsplit_model_through_random_paths(sizes, se
 
 
 def test_what_is_lost_at_one_stage_is_divided_by_what_that_stage_has():
-    """N_s: a microbatch that never reached the first stage does not shrink that stage's gradient."""
+    """N_s: a microbatch that never reached the first stage does not shrink that one's gradient."""
     batches = microbatches(3)
     first, last = (Stage(build(CONFIG, 7, span).double()) for span in split(CONFIG, [2, 3]))
     sums = GradientAccumulator(), GradientAccumulator()

@@ -44,7 +44,8 @@ def test_an_older_one_gives_way_to_the_neighbours_mean():
     chosen = plan(lost(2, snapshots=fresh(2, 100)))[2]
     assert (chosen.kind, chosen.stages, chosen.round) == ("mean", (1, 3), 200)
     assert chosen.reason == (
-        "nobody of stage 2 is left; its freshest snapshot is 100 rounds old, 100 or more; mean of stages 1 and 3"
+        "nobody of stage 2 is left; its freshest snapshot is 100 rounds old, 100 or more; "
+        "mean of stages 1 and 3"
     )
     assert plan(lost(2, snapshots=fresh(2, 100), max_age_rounds=101))[2].kind == "snapshot"
 
@@ -117,9 +118,10 @@ def test_what_cannot_be_recovered_at_all_says_everything_that_was_tried():
     with pytest.raises(Unrecoverable) as caught:
         plan(lost(0, cut=None))
     assert str(caught.value) == (
-        "stage 0 cannot be recovered: nobody of stage 0 is left; no snapshot of it can be had; neighbour mean of an end "
-        "stage: nobody has an exact copy of its embedding; there is no round of which every stage has a checkpoint; keep "
-        "checkpoints of every stage at a common round, and begin again from what is left"
+        "stage 0 cannot be recovered: nobody of stage 0 is left; no snapshot of it can be had; "
+        "neighbour mean of an end stage: nobody has an exact copy of its embedding; "
+        "there is no round of which every stage has a checkpoint; "
+        "keep checkpoints of every stage at a common round, and begin again from what is left"
     )
 
 

@@ -1,4 +1,4 @@
-"""What lost stages are made of: the mean's formula and its guards, exact copies, and what nobody else loses by it."""
+"""Rebuild a lost stage: the mean's formula, its guards and exact copies; no other stage loses."""
 
 import itertools
 import math
@@ -242,7 +242,7 @@ def test_a_partner_is_copied_under_the_lost_stages_names():
 
 @pytest.mark.parametrize(("lost", "beside"), [(SPANS[0], SPANS[1]), (SPANS[2], SPANS[1])])
 def test_an_end_stage_is_its_neighbours_layers_and_its_own_ends_bit_for_bit(tmp_path, lost, beside):
-    """Invariant 4, through a file: the embedding, or the norm and the head, as after the last step."""
+    """Invariant 4, through a file: the embedding, or the norm and head, as after the last step."""
     own = tensors_of(lost, 5)
     kept = EndCopy.of(7, own)
     folder = checkpoint.save(tmp_path, 7, {"ends": kept.tensors}, {})
@@ -294,7 +294,7 @@ def test_a_bump_that_trains_nothing_is_refused(wrong):
 
 
 def test_a_replica_of_a_made_stage_has_zero_moments_and_counts_steps_from_zero():
-    """Invariant 3: its first step is that of a new optimizer, with the bias correction of step 1."""
+    """Invariant 3: its first step is a new optimizer's, with the bias correction of step 1."""
     made = neighbour_mean(CONFIG, LOST, *neighbours(2.0, 1.0))
     model = build(CONFIG, 0, LOST)
     model.load_state_dict(made)

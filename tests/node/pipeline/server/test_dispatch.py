@@ -1,4 +1,4 @@
-"""Calls at a node with several stages: each goes to its stage's server, and what fits none is refused by one of them."""
+"""Calls at a node with several stages go to the stage's server; one of them refuses the rest."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The table of gradients that wait for their confirmation, and of the replies that belong to them."""
+"""The table of gradients that wait for their confirmation, and of the replies that go with them."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_a_pass_runs_once_and_whoever_asks_again_gets_its_reply(table):
     assert begun(table, attempt=3)[0] == "again"
 
 
-def test_there_are_so_many_places_and_no_more(table):
+def test_the_number_of_places_is_bounded(table):
     assert [begun(table, ("t", number))[0] for number in range(3)] == ["run", "run", "busy"]
     assert len(table.replies) == 2
 

@@ -1,4 +1,4 @@
-"""A server's order of work: backward passes first, each kind in its order, and neither keeps the other out."""
+"""A server's order of work: backward passes first, each kind in order, and neither starves."""
 
 import random
 

@@ -1,22 +1,26 @@
-"""A stage server, asked directly: what it refuses, computes once, keeps aside, merges and brings into rounds."""
+"""A stage server, asked directly: what it refuses, computes once, keeps, merges and contributes."""
 
 import asyncio
-import contextlib
 import itertools
 
 import pytest
 import torch
+from worlds.node_stage_server import (
+    EPOCH,
+    LIFE,
+    MODEL,
+    PASS_S,
+    TOKENS,
+    Bench,
+    bytes_of,
+    changed,
+    served,
+)
 
 from farflock.compression import aqsgd
-from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import written
-from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.contrib.kept_versions import Versions
 from farflock.node.pipeline.contrib.sample_memory import Row, TrainerMemory
-from farflock.node.pipeline.lifecycle.features import edge_ends
-from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import (
-    Backward,
     Busy,
     Confirm,
     Done,
@@ -32,169 +36,11 @@ from farflock.node.pipeline.passes.requests import (
     decode_answer,
     encode,
 )
-from farflock.node.pipeline.passes.stage import GradientAccumulator, Stage
-from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
-from farflock.node.pipeline.server.weight_versions import WeightVersions
-from farflock.node.run.split import even
-from farflock.node.run.terms import Asynchronous, ServerTerms
+from farflock.node.pipeline.passes.stage import GradientAccumulator
+from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.messages import CodecId
 from farflock.swarm.sim.virtual_time import run_virtual
-
-MODEL = ModelConfig(
-    vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
-)
-SPANS = even(MODEL, 3)
-LIFE, EPOCH, TOKENS = 77, 5, 8
-PASS_S = 0.5
-
-
-class Bench:
-    """A server of one of three stages in fp64, and what is sent to it. A forward pass takes half a virtual second."""
-
-    def __init__(self, index=1, codec="raw", versions=None, others=(), **terms):
-        self.marks = {}
-        self.stage = Stage(build(MODEL, 3, SPANS[index]).double())
-        size = 1, TOKENS, MODEL.dim, MODEL.vocab_size
-        others = tuple(map(activation_codec, others))
-        self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
-        self.index, self.applied, self.passes = index, EPOCH, []
-        self.terms = ServerTerms(**{"lease_s": 20.0, **terms})
-        self.versions = (
-            self.versioned(versions, self.terms.staleness) if versions else WeightVersions()
-        )
-        self.server = self.made()
-
-    def made(self):
-        return StageServer(
-            self.index,
-            self.stage,
-            edge_ends(self.edges),
-            self.terms,
-            self,
-            life=LIFE,
-            applied=lambda: self.applied,
-            versions=self.versions,
-        )
-
-    def versioned(self, keep, bound):
-        inner = torch.optim.SGD(self.stage.model.parameters(), 0.1)
-        return Versions(
-            self.stage.model,
-            inner,
-            Asynchronous(keep),
-            bound,
-            lambda: self.applied,
-            lambda: self.marks,
-        )
-
-    def apply_round(self, noted=b""):
-        """A round changes the weights."""
-        self.server.accounts.closing(self.applied + 1, noted)
-        with torch.no_grad():
-            for parameter in self.stage.model.parameters():
-                parameter.add_(0.01)
-        self.applied += 1
-        self.server.accounts.closed(self.applied, noted)
-        self.server.accounts.absorb()
-
-    async def compute(self, work):
-        return work()
-
-    async def run_pass(self, work, cost):
-        self.passes.append(cost)
-        await asyncio.sleep(PASS_S * cost)
-        return work()
-
-    @contextlib.asynccontextmanager
-    async def running(self):
-        task = asyncio.create_task(self.server.run())
-        yield self
-        assert not task.done(), "the server died"
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    # what a trainer has of a microbatch
-
-    def tokens(self, number):
-        return torch.randint(
-            0, MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(number)
-        )
-
-    def values(self, number, salt):
-        generator = torch.Generator().manual_seed(1000 * number + salt)
-        return torch.randn(1, TOKENS, MODEL.dim, generator=generator, dtype=torch.float64)
-
-    def inside(self, number):
-        return self.tokens(number) if self.stage.is_first else self.values(number, 1)
-
-    def outside(self, number):
-        return self.tokens(number + 500) if self.stage.is_last else self.values(number, 2)
-
-    def forward(self, number, **changes):
-        request = Forward(number, self.index, self.index - 1, EPOCH)
-        payloads = [self.edges.pack(self.tokens(number))]
-        if not self.stage.is_first:
-            payloads.append(_bytes(self.values(number, 1)))
-        return _changed(request, changes), payloads
-
-    def backward(self, number, attempt=1, **changes):
-        outside = self.outside(number)
-        last = self.edges.pack(outside) if self.stage.is_last else _bytes(outside)
-        request = Backward(number, self.index, self.index - 1, EPOCH, attempt)
-        return _changed(request, changes), [*self.forward(number)[1], last]
-
-    # asking
-
-    def admit(self, request, payloads=(), caller="t"):
-        refusal = self.server.admit(caller, encode(request), tuple(map(len, payloads)))
-        return None if refusal is None else decode_answer(refusal)
-
-    async def ask(self, request, payloads=(), caller="t"):
-        refusal = self.admit(request, payloads, caller)
-        if refusal is not None:
-            return refusal, ()
-        reply = await self.server.serve(caller, encode(request), tuple(payloads))
-        return decode_answer(reply.body), reply.payloads
-
-    async def say(self, request, caller="t"):
-        return (await self.ask(request, caller=caller))[0]
-
-    async def put_aside(self, number, attempt=1, caller="t"):
-        answer, payloads = await self.ask(*self.backward(number, attempt), caller=caller)
-        assert isinstance(answer, Done)
-        return answer, payloads
-
-    async def merge(self, number, attempt=1, caller="t"):
-        await self.put_aside(number, attempt, caller)
-        assert await self.say(Confirm(number, self.index, attempt), caller) == Merged()
-
-
-def _bytes(x):
-    return x.numpy().tobytes()
-
-
-def _changed(request, changes):
-    fields = {name: getattr(request, name) for name in request.__struct_fields__}
-    return type(request)(**{**fields, **changes})
-
-
-def served(index=1, **options):
-    """Run a test `main(bench)` beside a running server in virtual time."""
-
-    def decorate(main):
-        def test():
-            async def whole():
-                async with Bench(index, **options).running() as bench:
-                    await main(bench)
-
-            run_virtual(whole())
-
-        test.__doc__ = main.__doc__
-        return test
-
-    return decorate
-
 
 # What is refused before anything is fetched.
 
@@ -316,7 +162,7 @@ def test_where_the_queue_is_full_both_kinds_are_busy_each_for_itself():
     run_virtual(main())
 
 
-def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come_again():
+def test_an_admitted_call_that_others_overtake_is_answered_busy_and_may_come_again():
     async def main():
         bench = Bench(queue=1, places=9)
         requests = [bench.backward(1), bench.backward(2), bench.forward(3), bench.forward(4)]
@@ -343,12 +189,12 @@ SAMPLE = 3
 
 
 def remembered(bench, values, there=bytes(8), back=False):
-    """A request for a pass with this m, float16 (L, D), at a server that is thought to hold the tag `there`."""
+    """A request for a pass with this m, float16 (L, D); its server may hold `there`."""
     part = Row(values, tag_of(values), bytes(8), b"", True).part(there)
     request, payloads = bench.backward(1) if back else bench.forward(1)
     payloads[1] = written([part])
-    payloads[2:] = [_bytes(bench.outside(1).float())] if back else []
-    return _changed(request, {"visit": Visit((SAMPLE,), b"" if back else bytes(8))}), payloads
+    payloads[2:] = [bytes_of(bench.outside(1).float())] if back else []
+    return changed(request, {"visit": Visit((SAMPLE,), b"" if back else bytes(8))}), payloads
 
 
 def tag_of(values):
@@ -438,7 +284,7 @@ async def test_forward_passes_that_wait_are_one_pass_and_each_has_the_result_tha
 async def test_what_cannot_be_read_is_refused_and_those_beside_it_are_not(bench):
     requests = [bench.forward(number) for number in range(4)]
     requests[1][1][0] = bytes([200]) * TOKENS  # ids beyond the vocabulary
-    requests[2][1][1] = _bytes(bench.values(2, 1) * float("nan"))
+    requests[2][1][1] = bytes_of(bench.values(2, 1) * float("nan"))
     answers = await asyncio.gather(*(bench.ask(*request) for request in requests))
     assert [type(answer) for answer, _ in answers] == [Done, Refused, Refused, Done]
     assert [answers[number][0].unread for number in (1, 2)] == [None, "input"]
@@ -476,7 +322,7 @@ CORRUPT = {
     "a gradient that is no number": (2, b"\xff" * 512, "gradient"),
     "a gradient whose own is infinite": (
         2,
-        _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)),
+        bytes_of(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)),
         "gradient",
     ),
 }
@@ -505,7 +351,7 @@ def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behin
 @served(0)
 async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
     request, payloads = bench.backward(1)
-    huge = _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64))
+    huge = bytes_of(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64))
     answer, _ = await bench.ask(request, [payloads[0], huge])
     assert answer == Refused("its gradient is not finite", "gradient")
     await bench.merge(2)
@@ -673,7 +519,7 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
 
 
 @served(2)
-async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(
+async def test_a_nodes_own_training_counts_next_to_what_others_ask_for_and_takes_no_place(
     bench,
 ):
     server, wanted = bench.server, GradientAccumulator()
@@ -727,7 +573,7 @@ async def test_two_steps_of_one_round_are_named_together(bench):
 
 
 @served()
-async def test_who_waits_for_a_merge_is_woken(bench):
+async def test_a_caller_that_waits_for_a_merge_is_woken(bench):
     waiting = asyncio.create_task(bench.server.accounts.merged.wait())
     await bench.put_aside(1)
     assert not waiting.done()
@@ -748,7 +594,7 @@ async def test_over_hundreds_of_microbatches_nothing_grows(bench):
     await asyncio.sleep(5.0)
     server = bench.server
     pending, accounts = server.pending, server.accounts
-    kept = [pending.gradients, pending.replies, pending.staging._slots]
+    kept = [pending.gradients, pending.replies, pending.staging]
     kept += [accounts.taken, accounts.sums.rounds, accounts.rounds_over]
     assert [len(entries) for entries in kept] == [0] * 6
     assert server.accounts.tokens == 0

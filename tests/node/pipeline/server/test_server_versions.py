@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from worlds.node_stage_server import EPOCH, MODEL, SPANS, TOKENS, Bench, bytes_of, served
 
 from farflock.compression.subspace import Basis, Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
@@ -25,12 +24,6 @@ from farflock.node.pipeline.passes.requests import (
 from farflock.node.pipeline.server.weight_versions import ORIGIN
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_BENCH = runpy.run_path(str(Path(__file__).with_name("test_server.py")))
-Bench, EPOCH, MODEL, SPANS, TOKENS, _bytes, served = (
-    _BENCH[name] for name in ("Bench", "EPOCH", "MODEL", "SPANS", "TOKENS", "_bytes", "served")
-)
-
 
 # versions
 
@@ -51,8 +44,8 @@ async def test_a_backward_pass_is_that_of_the_weights_that_its_forward_pass_had(
         done, payloads = await bench.ask(*bench.backward(number, version=version))
         assert done.version == (version or Version(EPOCH + 2))
         if expected is not None:
-            assert payloads == (_bytes(expected.input_gradient),)
-            assert payloads != (_bytes(newest.input_gradient),)
+            assert payloads == (bytes_of(expected.input_gradient),)
+            assert payloads != (bytes_of(newest.input_gradient),)
             staged = bench.server.pending.gradients["t", number].staged
             assert all(
                 torch.equal(x, expected.staged.gradients[name])
@@ -68,7 +61,7 @@ async def test_weights_that_are_not_here_are_named_as_gone_before_anything_is_se
         assert bench.admit(*bench.backward(1, version=Version(version))) == Gone(EPOCH + 2, late)
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1, 9))) == Gone(EPOCH + 2, True)
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) is None
-    bench.marks[ORIGIN] = 9  # the stage was begun anew
+    bench.marks[ORIGIN] = 9  # the stage was started again
     assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) == Gone(EPOCH + 2, True)
     assert bench.server.served["gone"] == 5
 
@@ -139,11 +132,15 @@ TABLES = {
 }
 
 
-def versioned_bench(index=1):
-    """A server that reads versions 2 and 3 of a subspace codec, whose outputs lie in the subspace."""
+def versioned_bench(index=1, later=(3,)):
+    """A server that reads version 2 of a subspace codec and `later` ones.
+
+    Its outputs lie in the subspace.
+    """
     bench = Bench(index)
     codec = SubspaceVersions(Subspace(TABLES[2], None, None))
-    codec.hold(TABLES[3])
+    for version in later:
+        codec.hold(TABLES[version])
     bench.edges = dataclasses.replace(bench.edges, codec=codec)
     bench.server = bench.made()
     names = [name for name, _ in bench.stage.model.named_parameters()]
@@ -189,7 +186,7 @@ def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_nothing_is_put_aside(
+def test_a_pass_in_an_outdated_version_must_start_again_or_is_gone_and_nothing_is_staged(
     index,
 ):
     async def main():
@@ -207,9 +204,8 @@ def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_n
 
 def test_what_came_in_a_version_that_is_not_here_yet_is_refused_by_name_and_done_once_it_is():
     async def main():
-        async with versioned_bench().running() as bench:
+        async with versioned_bench(later=()).running() as bench:
             codec = bench.edges.codec
-            codec._held = {2: codec._held[2]}
             for made in (bench.forward, bench.backward):
                 answer, _ = await bench.ask(*in_version(bench, 1, 3, made(1)))
                 assert isinstance(answer, Refused)

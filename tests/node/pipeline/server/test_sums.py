@@ -1,4 +1,4 @@
-"""What waits for a step, by the round of its weights, against a list that is looked through again each time."""
+"""Gradients that wait for a step, by the round of their weights, against a plain list."""
 
 import torch
 from hypothesis import given

@@ -164,7 +164,7 @@ async def test_a_round_that_others_have_called_is_joined_with_whatever_is_here(
 
 
 @waiting
-async def test_who_is_to_stop_waits_for_no_batch(batch, server, group, stop):
+async def test_a_task_that_must_stop_waits_for_no_batch(batch, server, group, stop):
     later(0.1, stop)
     full, took_s = await until_full(batch)
     assert not full

@@ -22,14 +22,14 @@ def test_one_server_is_one_word_however_often_it_refuses():
     assert origins.to_blame(INPUT) is None
 
 
-def test_the_only_server_has_it_made_anew_and_nobody_blamed():
+def test_the_only_server_has_a_message_made_again_and_no_server_is_blamed():
     origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     assert origins.refused(INPUT, "server", 1)
     assert origins.to_blame(INPUT) is None
 
 
-def test_what_is_made_anew_was_refused_by_nobody():
+def test_a_message_that_was_made_again_has_no_refusals():
     origins = PayloadOrigins()
     for maker in ("one", "other"):
         origins.made(INPUT, maker)
@@ -46,7 +46,7 @@ def test_for_what_the_trainer_made_nobody_is_to_blame():
     assert origins.to_blame((0, "input")) is None
 
 
-def test_who_refused_it_is_known_until_it_is_made_anew():
+def test_refusals_of_a_message_are_remembered_until_it_is_made_again():
     origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     origins.refused(INPUT, "a", 3)

@@ -1,4 +1,4 @@
-"""Which of a trainer's microbatches count, by what rounds name, name twice, leave out or never say."""
+"""Whether a trainer's microbatches count: rounds name them, name them twice, or leave them out."""
 
 from farflock.node.pipeline.trainer.commits import REMEMBERED, CommitTracker, DuplicateDetector
 
@@ -16,9 +16,10 @@ def test_its_own_numbers_are_told_and_what_a_stage_names_twice_is_counted():
 def test_only_the_last_numbers_are_remembered():
     detector = DuplicateDetector("me", 1)
     detector.of_round(0, [("me", number) for number in range(2 * REMEMBERED + 1)])
-    assert len(detector._named[0]) == REMEMBERED
-    detector.of_round(0, [("me", 0), ("me", 2 * REMEMBERED)])
-    assert detector.doubled == 1, "the first is forgotten, the last is not"
+    detector.of_round(0, [("me", 0), ("me", REMEMBERED)])
+    assert detector.doubled == 0, "the numbers before the last ones are forgotten"
+    detector.of_round(0, [("me", REMEMBERED + 1), ("me", 2 * REMEMBERED)])
+    assert detector.doubled == 2, "the last ones are not"
 
 
 class Heard:

@@ -1,4 +1,4 @@
-"""Which codec a trainer takes between two stages, and whom it asks, by what servers say that they read."""
+"""The codec that a trainer takes between two stages, and its servers, by what the servers read."""
 
 import logging
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ def test_the_first_that_all_of_both_stages_read_is_taken():
     assert made.choose(servers("d"), servers("d"), None) == INT8
 
 
-def test_who_has_said_nothing_is_taken_to_read_all():
+def test_a_silent_server_is_taken_to_read_every_codec():
     assert codecs({}).choose(servers("a"), servers("b"), None) == INT4
     assert codecs({"a": (INT8,)}).choose(servers("a", "x"), servers("y"), None) == INT8
 
 
-def test_who_cannot_read_what_comes_has_no_say_in_what_goes_out():
+def test_a_server_that_cannot_read_the_input_has_no_say_in_the_output():
     told = {"old": (INT8,), "new": (INT4, INT8), "next": (INT4, INT8)}
     assert codecs(told).choose(servers("old", "new"), servers("next"), INT4) == INT4
     assert codecs(told).choose(servers("old", "new"), servers("next"), INT8) == INT8
@@ -98,7 +98,7 @@ def test_of_a_codec_that_version_is_spoken_which_both_know():
     assert not mine.knows(CodecId("int8,int8", 3))
 
 
-def test_only_those_are_asked_who_read_all_that_a_pass_comes_with():
+def test_only_servers_that_read_all_parts_of_a_pass_are_asked():
     told = {"a": (INT4, INT8), "b": (INT8,), "c": (INT4,)}
     made = codecs(told)
     assert made.unfit(servers("a", "b", "c"), (INT4, INT8)) == {"b", "c"}
@@ -106,7 +106,7 @@ def test_only_those_are_asked_who_read_all_that_a_pass_comes_with():
     assert made.unfit(servers("a", "b", "c"), (None, None)) == set()
 
 
-def test_who_has_said_nothing_may_be_asked_and_if_nobody_reads_it_anybody_may():
+def test_a_silent_server_may_be_asked_and_if_none_reads_it_any_may():
     made = codecs({"a": (INT8,), "b": (INT4,)})
     assert made.unfit(servers("a", "b", "silent"), (INT4,)) == {"a"}
     assert made.unfit(servers("a", "silent"), (INT4,)) == {"a"}
@@ -136,7 +136,7 @@ def test_whatever_is_said_the_choice_is_the_first_that_all_read_if_there_is_one(
     assert chosen == everybodys[0] if everybodys else chosen in (INT4, INT8, BF16)
 
 
-def test_in_a_subspace_the_senders_weights_decide_and_who_lacks_their_version_is_not_asked():
+def test_in_a_subspace_a_server_without_the_sender_s_version_is_not_asked():
     first = Basis.drawn(8, 2, 2).with_tables(torch.zeros(16, 8))
     codec = SubspaceVersions(activation_codec("subspace:2", basis=first))
     mine = Edges(codec, 1, 4, 8, 16, 0)

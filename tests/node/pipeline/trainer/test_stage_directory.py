@@ -1,4 +1,4 @@
-"""What a trainer reads off views and logs of rounds: who serves, what counts, and who has left for good."""
+"""A trainer's view of its stages, from views and logs of rounds: servers, commits, departures."""
 
 import collections
 
@@ -70,7 +70,7 @@ def serving(stage_directory):
     return [[server.peer for server in stage] for stage in stage_directory.serving().stages]
 
 
-def test_who_serves_is_who_is_in_the_view_and_not_known_to_be_gone():
+def test_servers_are_the_members_of_the_view_that_are_not_known_to_be_gone():
     swarm, stage_directory = made(A, B, C, T, Member("all", 3, EVERY))
     assert stage_directory.stages == 2
     assert serving(stage_directory) == [["a", "all"], ["b", "c", "all"]]
@@ -172,7 +172,7 @@ def test_notes_that_went_with_all_servers_of_a_stage_are_skipped_after_a_while()
     assert stage_directory.skipped() is None
 
 
-def test_who_left_is_told_only_once_all_rounds_are_heard_that_it_could_be_in():
+def test_a_departure_is_reported_once_every_round_it_could_be_in_is_heard():
     swarm, stage_directory = made()
     assert list(stage_directory.left()) == []
     swarm.view(A, B, T, begins=(9, 4, 7))
@@ -190,7 +190,7 @@ def test_another_life_and_another_stage_are_leaving_too():
     assert list(stage_directory.left()) == [(1, "b/1"), (1, "c/1")]
 
 
-def test_who_goes_and_comes_between_two_looks_has_left_all_the_same():
+def test_a_server_that_goes_and_returns_between_two_looks_has_left():
     swarm, stage_directory = made()
     list(stage_directory.left())
     swarm.view(A, C, T)
@@ -205,7 +205,7 @@ def test_a_full_replica_leaves_every_stage():
     assert sorted(stage_directory.left()) == [(0, "all/3"), (1, "all/3")]
 
 
-def test_places_are_the_views_order_also_of_who_is_gone_until_the_next_view():
+def test_places_are_the_view_s_order_and_a_gone_server_keeps_its_place_in_it():
     swarm, stage_directory = made(C, A, B, T)
     assert stage_directory.serving().seniority == (("a",), ("c", "b"))
     swarm.dead = {"c"}

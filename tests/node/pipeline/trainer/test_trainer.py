@@ -1,10 +1,19 @@
-"""A trainer among scripted servers: whom it asks for what, and what it does about silence, lateness and loss."""
+"""A trainer among scripted servers: what it asks of each, and how it meets silence and loss."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import (
+    EPOCH,
+    LIFE,
+    STAGES,
+    TOKENS,
+    World,
+    saying,
+    silence,
+    stages_of,
+    trained,
+)
 
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -23,22 +32,6 @@ from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.sim.virtual_time import run_virtual
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-World, saying, silence, trained, stages_of, STAGES, TOKENS, EPOCH, LIFE = (
-    _WORLD[name]
-    for name in (
-        "World",
-        "saying",
-        "silence",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "TOKENS",
-        "EPOCH",
-        "LIFE",
-    )
-)
 
 
 @trained()
@@ -84,7 +77,7 @@ async def test_rounds_that_name_other_trainers_microbatches_end_none_of_mine(wor
     assert world.events == [("loss", 0)]
 
 
-def test_where_a_stage_finds_it_too_old_it_begins_anew_in_a_newer_round():
+def test_a_microbatch_that_a_stage_finds_too_old_starts_again_in_a_newer_round():
     @trained()
     async def main(world):
         def stale(request):
@@ -220,7 +213,7 @@ async def test_what_a_round_named_before_its_server_left_is_not_asked_again(worl
 
 
 @trained()
-async def test_who_is_gone_is_not_asked_to_confirm_but_waited_for_until_its_last_rounds_are_known(
+async def test_a_gone_server_confirms_nothing_and_its_last_rounds_are_waited_for(
     world,
 ):
     world.script("1a", Confirm, silence)
@@ -235,7 +228,7 @@ async def test_who_is_gone_is_not_asked_to_confirm_but_waited_for_until_its_last
 
 
 @trained()
-async def test_where_nobody_serves_a_stage_it_waits_until_somebody_does(world):
+async def test_it_waits_until_a_stage_has_a_server(world):
     world.order[1] = []
     await asyncio.sleep(20 * PAUSE_S)
     assert stages_of(world.log) == [0]
@@ -255,11 +248,11 @@ async def test_what_may_count_or_not_because_rounds_were_missed_is_given_up_and_
 
 
 @trained(window=3, kept=7)
-async def test_so_many_are_on_their_way_and_so_many_are_kept_and_no_more(world):
+async def test_microbatches_in_flight_and_microbatches_kept_are_bounded(world):
     most = 0
     for _ in range(200):
         await asyncio.sleep(0.03)
-        walking = len(world.trainer._walking)
+        walking = world.trainer.walking
         most = max(most, walking)
         assert walking <= 3
         assert world.trainer.kept <= 7
@@ -280,7 +273,7 @@ async def test_over_many_microbatches_nothing_grows(world):
     assert trainer.source.begun > 80
     assert trainer.kept <= 16
     assert len(trainer.commits.ledger) <= 16 * STAGES
-    assert len(trainer._tasks) <= 4 + 16 * STAGES
+    assert trainer.tasks <= 4 + 16 * STAGES
     assert sum(len(flight.asking) for flight in trainer._flights.values()) <= 16 * STAGES
     assert world.trainer.commits.lost == 0
 

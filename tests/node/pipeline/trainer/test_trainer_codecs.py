@@ -1,21 +1,10 @@
 """A trainer whose servers do not all read the same codecs."""
 
-import runpy
-from pathlib import Path
+from worlds.trainer_world import saying, trained
 
 from farflock.node.pipeline.passes.requests import Backward, Foreign, Forward, encode
 from farflock.node.pipeline.trainer.walker import ATTEMPTS_PER_SERVER
 from farflock.swarm.messages import CodecId
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-saying, trained = (
-    _WORLD[name]
-    for name in (
-        "saying",
-        "trained",
-    )
-)
-
 
 RAW, INT8 = CodecId("raw,raw", 1), CodecId("int8,int8", 1)
 
@@ -42,14 +31,14 @@ async def test_without_an_older_release_the_preferred_codec_is_taken(world):
 
 
 @trained()
-async def test_who_cannot_read_it_is_not_asked(world):
+async def test_a_server_that_cannot_read_a_codec_is_not_asked(world):
     world.reads = {"1a": (INT8,), "1b": (RAW,), "2a": (INT8,), "2b": (RAW,)}
     await world.merged()
     assert {entry.peer for entry in world.asked(Forward, Backward)} == {"0a", "1b", "2b"}
 
 
 @trained(others=("int8",))
-async def test_what_a_stage_cannot_read_begins_anew_in_what_it_can(world):
+async def test_what_a_stage_cannot_read_starts_again_in_a_codec_that_it_can(world):
     def foreign(request):
         world.reads |= {"1a": (INT8,), "1b": (INT8,)}
         return (encode(Foreign((INT8,))),)

@@ -1,30 +1,13 @@
 """A trainer whose codec remembers samples."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
+from worlds.trainer_world import CALL_S, LIFE, STAGES, Order, saying, silence, stages_of, trained
 
 from farflock.compression.aqsgd import DIFFERENCE, HELD, KEPT
 from farflock.node.pipeline.passes.requests import Backward, Busy, Done, Forward, Lacks, Refused
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-saying, silence, trained, stages_of, STAGES, Order, LIFE, CALL_S = (
-    _WORLD[name]
-    for name in (
-        "saying",
-        "silence",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "Order",
-        "LIFE",
-        "CALL_S",
-    )
-)
-
 
 AQSGD = {"codec": "aqsgd8,fp32", "kept": 9}
 
@@ -82,7 +65,7 @@ def test_a_server_that_lacks_what_is_meant_gets_it_whole_at_once_and_later_the_c
     main()
 
 
-def test_who_lacks_what_was_sent_whole_is_not_asked_again_at_once():
+def test_a_server_that_lacks_a_row_sent_whole_is_not_asked_again_at_once():
     @trained(**AQSGD)
     async def main(world):
         lacking = saying(Lacks((0,)))

@@ -1,30 +1,14 @@
 """A trainer whose servers keep versions of their weights."""
 
-import runpy
-from pathlib import Path
+from worlds.trainer_world import EPOCH, LIFE, STAGES, honest, saying, stages_of, trained
 
 from farflock.node.pipeline.passes.requests import Backward, Done, Forward, Gone, Version, encode
-
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
-honest, saying, trained, stages_of, STAGES, EPOCH, LIFE = (
-    _WORLD[name]
-    for name in (
-        "honest",
-        "saying",
-        "trained",
-        "stages_of",
-        "STAGES",
-        "EPOCH",
-        "LIFE",
-    )
-)
-
 
 NEW, OLD = Version(EPOCH + 2), Version(EPOCH, 7)
 
 
 def versioned(request):
-    """As servers answer that keep versions: stages have old weights forward, and new ones for who names none."""
+    """Answers of servers that keep versions: old weights forward, new ones if a pass names none."""
     body, *payloads = honest(request)
     if not isinstance(request, Forward | Backward):
         return (body,)
@@ -52,7 +36,7 @@ def with_versions(*scripts, **terms):
 
 
 @with_versions()
-async def test_a_backward_pass_names_the_weights_of_its_forward_pass_also_when_it_is_asked_for_again(
+async def test_a_backward_pass_names_its_forward_pass_s_weights_also_when_it_is_asked_for_again(
     world,
 ):
     await world.merged()
@@ -81,7 +65,7 @@ async def test_or_it_is_differentiated_at_the_newest_weights(world):
     assert world.trainer.commits.dropped == 0
 
 
-def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_them():
+def test_a_server_without_the_weights_is_skipped_until_none_seems_to_have_them():
     lacking = saying(Gone(EPOCH + 1, late=False))
     some = [("1a", Backward, lacking), ("1b", Backward, lacking), ("1a", Backward, lacking)]
 
@@ -100,7 +84,7 @@ def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_the
 
 
 @trained()
-async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stages_that_it_cannot_reach(
+async def test_a_message_in_an_outdated_version_is_dropped_at_the_stages_that_it_cannot_reach(
     world,
 ):
     """A codec's version, that is: no pass names weights."""
@@ -116,7 +100,7 @@ async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stage
     *[("1a", Backward, saying(Gone(EPOCH - 1, late=False)))] * 4,
     *[("1b", Backward, saying(Gone(EPOCH - 1, late=False)))] * 4,
 )
-async def test_who_has_yet_to_come_to_the_weights_is_asked_again(world):
+async def test_a_server_that_has_yet_to_reach_the_weights_is_asked_again(world):
     await world.merged()
     assert len(world.asked(Backward, stage=1)) == 9
     assert world.trainer.commits.dropped == 0

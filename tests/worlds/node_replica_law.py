@@ -1,5 +1,8 @@
-"""The law of `Replica` (optimizers/method.py) as functions, for the plain replica in the test's own process and for the
-sharded one in two others (sharded_worker.py). Each takes a `World`; `World.backward` and `World.loss` are collective there.
+"""The law of `Replica` (optimizers/method.py) as functions.
+
+The plain replica runs them in the test's own process, the sharded one in two others (see
+tests/node/model/sharded_worker.py). Each takes a `Subject`, whose `backward` and `loss` are
+collective there.
 """
 
 import torch
@@ -14,7 +17,7 @@ LR = 0.05
 
 
 class Net(nn.Module):
-    """Tied embeddings, a matrix with an odd number of rows, a norm, and a parameter of one value: uneven to shard."""
+    """Uneven to shard: tied embeddings, an odd number of rows, a norm, a one-value parameter."""
 
     def __init__(self):
         super().__init__()
@@ -45,8 +48,8 @@ def loss_of(module, seed, part=0, parts=1):
     return nn.functional.cross_entropy(module(x).flatten(0, 1), y.flatten())
 
 
-class World:
-    """A module under a replica. `exact`: its numbers must be those of a bare PyTorch loop to the bit."""
+class Subject:
+    """A module under a replica. `exact`: its numbers equal a bare PyTorch loop's to the bit."""
 
     exact = True
 

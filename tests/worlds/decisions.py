@@ -1,0 +1,122 @@
+"""A group that decides a value, by schedules of chance: what is delivered, doubled or lost, and
+which member crashes."""
+
+import random
+
+from farflock.swarm.messages import Key
+from farflock.swarm.protocol.decide import AcceptanceRules, Decision
+from farflock.swarm.protocol.quorum import is_quorum
+
+KEY, VIEW = Key("weights", 3), bytes(32)
+
+
+class Ruled(AcceptanceRules):
+    """Members for whom some of the rules are others."""
+
+    def __init__(self, **rules):
+        for name, rule in rules.items():
+            setattr(self, name, rule)
+
+
+class Schedule:
+    """Members and a bag of messages; chance decides what is delivered, doubled, lost,
+    and who crashes."""
+
+    def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
+        self.chance = random.Random(seed)
+        self.size = size or self.chance.randint(1, 7)
+        order = list(range(self.size))
+        self.chance.shuffle(order)
+        self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
+        self.members = [
+            Decision(
+                KEY,
+                VIEW,
+                me,
+                tuple(order),
+                rules=Ruled(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
+            )
+            for me in range(self.size)
+        ]
+        self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
+        most = (self.size - 1) // 2 if crashes is None else crashes
+        self.crash_left = self.chance.randint(0, most)
+        self.crashed = set()
+        self.bag = []
+        self.proposed = set()
+        self.seen = {}
+
+    def send(self, sender, sends):
+        for to, message in sends:
+            if self.chance.random() >= self.loss:
+                self.bag.append((sender, to, message))
+            if self.chance.random() < 0.1:
+                self.bag.append((sender, to, message))
+
+    def deliver(self):
+        sender, to, message = self.bag.pop(self.chance.randrange(len(self.bag)))
+        if to not in self.crashed:
+            self.send(to, self.members[to].receive(sender, message))
+            self.observe(to)
+
+    def propose(self, me):
+        value = b"value of %d, try %d" % (me, len(self.proposed))
+        self.proposed.add(value)
+        self.send(me, self.members[me].propose(value))
+        self.observe(me)
+
+    def observe(self, me):
+        """What was decided at a member once stays, and is the same everywhere,
+        crashed ones included."""
+        value = self.members[me].decided
+        if me in self.seen:
+            assert value == self.seen[me], "a decision changed"
+        elif value is not None:
+            self.seen[me] = value
+            assert set(self.seen.values()) == {value}, f"two values were decided: {self.seen}"
+            assert value in self.proposed, f"{value} was never proposed"
+
+    def refuse(self, me, value):
+        """From now on and for ever, unless this member has just accepted it."""
+        accepted = self.members[me].accepted
+        if accepted is None or accepted[1] != value:
+            self.refused[me].add(value)
+
+    def is_open(self, value, live):
+        """Whether nobody can tell any more if a value was chosen: those who could know are gone."""
+        members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
+        return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
+
+    def step(self):
+        live = [me for me in range(self.size) if me not in self.crashed]
+        if self.refusals and self.chance.random() < self.refusals:
+            accepted = [member.accepted[1] for member in self.members if member.accepted]
+            for me in range(self.size) if accepted else ():
+                if self.chance.random() < 0.8:
+                    self.refuse(me, self.chance.choice(accepted))
+        draw = self.chance.random()
+        if draw < 0.06:
+            self.propose(self.chance.choice(live))
+        elif draw < 0.12:
+            me = self.chance.choice(live)
+            self.send(me, self.members[me].retry())
+        elif draw < 0.13 and self.crash_left and len(live) > 1:
+            self.crash_left -= 1
+            self.crashed.add(self.chance.choice(live))
+        elif self.bag:
+            self.deliver()
+
+    def disturb(self, steps):
+        for _ in range(steps):
+            self.step()
+
+    def calm_down(self, tries=2):
+        """From now on nothing is lost or refused anew and each live member tries some times,
+        one after the other."""
+        self.loss = self.refusals = 0.0
+        live = [me for me in range(self.size) if me not in self.crashed]
+        for me in live * tries:
+            self.propose(me)
+            while self.bag:
+                self.deliver()
+        return live
