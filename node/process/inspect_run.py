@@ -19,7 +19,7 @@ from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 
-ANSWER_S = 5.0  # for members to show that they are alive
+ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
 POLL_S = 0.1
 
 
@@ -78,8 +78,8 @@ def _nobody(machine: MachineOptions, folder: str) -> MachineOptions:
 
 
 async def _heard(peer: Peer, links: Links) -> None:
-    """Wait until every member has answered, at most `ANSWER_S`."""
-    ends_s = time.monotonic() + ANSWER_S
+    """Wait until every member has answered, at most `ANSWER_TIMEOUT_S`."""
+    ends_s = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < ends_s:
         if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):
             return

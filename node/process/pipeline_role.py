@@ -78,8 +78,8 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
         return stage, False
     raise Usage(
         "--role",
-        f"{role!r} is none in a run of {stages} stages",
-        f"choose from {', '.join(ROLES)}, N below {stages}",
+        f"{role[:64]!r} is not a role in a run of {stages} stages",
+        f"choose from {', '.join(ROLES)}, where N is below {stages}",
     )
 
 

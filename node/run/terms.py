@@ -76,7 +76,8 @@ class TrainerTerms:
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:
             raise ValueError(
-                f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in"
+                f"a window of {self.window} microbatches with {self.kept} kept in total;"
+                " choose a window from 1 to that number"
             )
 
 
@@ -90,7 +91,8 @@ class RebalanceTerms:
     def __post_init__(self) -> None:
         if self.every_s and not self.every_s >= EMERGENCY_S:
             raise ValueError(
-                f"rebalancing every {self.every_s} s; choose {EMERGENCY_S} s or more, usually 300, or 0"
+                f"rebalancing every {self.every_s} s is too often;"
+                f" choose {EMERGENCY_S} s or more, usually 300, or 0"
             )
 
 
@@ -107,11 +109,13 @@ class Asynchronous:
     def __post_init__(self) -> None:
         if not 1 <= self.versions <= MAX_VERSIONS:
             raise ValueError(
-                f"{self.versions} versions of a stage; choose 1 (none but the newest) to {MAX_VERSIONS}"
+                f"a stage cannot keep {self.versions} versions;"
+                f" choose 1 (only the newest) to {MAX_VERSIONS}"
             )
         if self.correction not in get_args(Correction):
             raise ValueError(
-                f"correction {self.correction!r} is not known; choose from {', '.join(get_args(Correction))}"
+                f"correction {self.correction!r} is not known;"
+                f" choose from {', '.join(get_args(Correction))}"
             )
         if self.gone not in get_args(WhenGone):
             raise ValueError(

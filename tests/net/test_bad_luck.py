@@ -201,7 +201,8 @@ def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
         later.end()
     assert (code, sentence) == (
         3,
-        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; update farflock",
+        f"the run has another protocol: it speaks version {VERSION + 1}, this program version"
+        f" {VERSION}; update farflock",
     )
     assert took_s < 30  # and not after the time that members have for an answer
 
