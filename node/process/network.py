@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.sections import require_same_protocol
@@ -53,9 +53,8 @@ def identity_of(folder: RunFolder) -> Identity:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = str(error.strerror).lower()
-        remedy = "choose another folder (--folder)"
-        raise Failure(f"the node's folder {folder.path} cannot be created", why, remedy) from None
+        known, what = explained(error), f"the node's folder {folder.path} cannot be created"
+        raise Failure(what, str(error.strerror).lower(), known.remedy if known else "") from None
     if not folder.identity.exists():
         Identity.generate().save(folder.identity)
     return Identity.load(folder.identity)

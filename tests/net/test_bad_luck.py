@@ -279,7 +279,7 @@ def test_files_that_must_not_grow_are_like_a_full_disk(farflock, manifest, tmp_p
 def test_a_folder_that_must_not_be_written_is_named(farflock, manifest, disk):
     code, sentence = farflock("run", manifest, "--folder", disk(0) / "a")
     assert code == 1
-    assert "disk/a: Read-only file system; give this user permission" in sentence
+    assert "disk/a cannot be created: read-only file system; give your user" in sentence
 
 
 def test_a_file_where_a_folder_should_be_is_named_and_kept(farflock, manifest, tmp_path):

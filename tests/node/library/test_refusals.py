@@ -36,7 +36,7 @@ IMPOSSIBLE = [
     (
         ["model={dim=64}"],
         "model: layers, heads, kv_heads, ffn_dim, context are missing",
-        "give it a value",
+        "give each of them a value",
     ),
     (["method=3"], "method: a key outside any table is not allowed", "model"),
     (["method.options.period=0"], "a period of 0 steps makes no rounds", "1 or more"),
