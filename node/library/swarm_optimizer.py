@@ -123,8 +123,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with present gradients (or `closure`'s), and the exchanges due.
 
-        Return what the closure returns. After Ctrl-C the exchange goes on; the next call waits for
-        it.
+        Return what the closure returns. After Ctrl-C the exchange continues, and the next call
+        waits for it.
         """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)

@@ -23,7 +23,7 @@ def warm(module: str) -> ForkServerContext | SpawnContext:
 def end_with_parent() -> None:
     """End this pool worker with its parent; it would wait on the pool's queue forever."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this process is no worker"
+    assert parent is not None, "this process is not a worker"
 
     def wait() -> None:
         parent.join()

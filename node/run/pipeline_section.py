@@ -87,13 +87,13 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     up to `staleness` rounds late. A trainer has up to `window` microbatches in flight and keeps
     `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`.
     Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
-    stage that has none. After every `end_copies` rounds, unless 0, servers of the stages beside the
-    first and the last copy the embedding, or the norm and the head, which nothing else could
+    stage that has none. After every `end_copies` rounds, unless 0, servers of the stages next to
+    the first and the last copy the embedding, or the norm and the head, which nothing else could
     restore.
 
     `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines`
-    alone, while full replicas train freely beside them. Then the frozen part of the embedding is
-    taken anew from the average after every `table_every` rounds of the first stage
+    alone, while full replicas train freely alongside. Then the frozen part of the embedding is
+    taken from the average again after every `table_every` rounds of the first stage
     (docs/decisions/019), and all servers download it."""
 
     stages: Annotated[

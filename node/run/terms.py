@@ -164,8 +164,8 @@ class PipelinePlan:
     visit steps once its group has taken in `batch_tokens`, others once they have their share.
     `policy` names a path policy, `codec` an activation codec, or several, of which the first is
     taken that all servers of an edge read; `basis` is the digest of the codec's shared basis, if
-    the manifest names one. After every `end_copies` rounds, if any, the stages beside the ends copy
-    what the ends hold besides layers. With a codec that remembers samples, each end of an edge
+    the manifest names one. After every `end_copies` rounds, if any, the stages next to the ends
+    copy what the ends hold besides layers. With a codec that remembers samples, each end of an edge
     holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
     codec's subspace too; if only pipelines do, the frozen embedding has a new version after every
     `table_every` rounds of the first stage."""
