@@ -70,7 +70,7 @@ EVALUATED = 128  # held-out sequences
     type=click.FloatRange(0),
     default=20.0,
     show_default=True,
-    help="Latency between two peers in ms, one way.",
+    help="Latency of each peer's line in ms, one way; a frame crosses two lines.",
 )
 @click.option(
     "--step",

@@ -346,6 +346,13 @@ def test_a_word_that_is_no_invite_is_refused_before_anything_starts(invite, says
     assert not [thread for thread in threading.enumerate() if thread.name == "farflock"]
 
 
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_a_host_that_nobody_could_dial_is_refused_before_anything_starts(host):
+    with pytest.raises(Usage, match=f"^host: .*{host}"):
+        SwarmOptimizer(net(), host=host)
+    assert not [thread for thread in threading.enumerate() if thread.name == "farflock"]
+
+
 def test_an_error_of_the_peer_surfaces_in_step_with_its_cause(alone):
     model = net()
     optimizer = alone(model, period=2)
