@@ -156,7 +156,7 @@ def test_an_unknown_role_is_refused_and_a_node_that_left_resumes_from_its_checkp
     lost = run.join("lost", "--role", "stage:9")
     code, said = lost.ends()
     assert code == 2
-    assert "'stage:9' is none in a run of 2 stages" in said["error"], said
+    assert "'stage:9' is not a role in a run of 2 stages" in said["error"], said
 
     before = server.reaches(lambda status: sum(status["rounds"].values()) >= 5)
     left = checkpoint.load(Path(server.leaves(number)["checkpoint"]))
