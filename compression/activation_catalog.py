@@ -146,7 +146,7 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
     return SubspaceTerms(int(match[1]), _coordinates(match[2] or "bf16"), _coordinates(gradient))
 
 
-def most_bytes(spec: str, ctx: ActivationContext) -> int:
+def max_bytes(spec: str, ctx: ActivationContext) -> int:
     """Return the most bytes of a payload for a name or its `alternatives`; `ValueError` if
     unknown."""
     terms = subspace_terms(spec)

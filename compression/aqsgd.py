@@ -47,7 +47,7 @@ from farflock.compression.payload import append
 
 MAX_SAMPLES = 20_000  # held by one end, as in the paper's code
 MAX_CACHE_BYTES = 1 << 30
-PATIENCE = 4  # cachefuls of samples that pass before an absent one makes room
+MAX_ABSENT_CACHEFULS = 4  # cachefuls of samples that pass before an absent one makes room
 FULL, KEPT, DIFFERENCE, HELD = 0, 1, 2, 3
 TAG_BYTES = 8
 NO_TAG = bytes(TAG_BYTES)
@@ -117,7 +117,7 @@ class Cache:
         """
         while self._held and not self._fits(size_bytes):
             oldest = next(iter(self._held))
-            if self.clock - self._held[oldest].used <= PATIENCE * len(self._held):
+            if self.clock - self._held[oldest].used <= MAX_ABSENT_CACHEFULS * len(self._held):
                 break
             self.drop(oldest)
         return self._fits(size_bytes)

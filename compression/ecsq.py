@@ -99,9 +99,9 @@ class Ecsq:
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; refuse a step, places and codes outside their limits."""
-        count, least = out.numel(), _HEAD.size if out.numel() else 0
+        count, min_length = out.numel(), _HEAD.size if out.numel() else 0
         require_length(
-            payload, least, f"{self.name} for {count} values", most=self.max_bytes(count)
+            payload, min_length, f"{self.name} for {count} values", max_length=self.max_bytes(count)
         )
         if not count:
             return
@@ -120,14 +120,14 @@ class Ecsq:
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
-        counts, most = counts[bins], len(size) * self.rate // 100
+        counts, max_bits = counts[bins], len(size) * self.rate // 100
         high = int(bf16_bits(size.max(keepdims=True))[0])
         low = max(high - _MAX_CODE_BITS, _MIN_STEP_BITS)
         if high < _MIN_STEP_BITS:
             return 0
         while low < high:
             middle = (low + high) // 2
-            if _bits(counts, _codes(above, middle).astype(np.int64)) <= most:
+            if _bits(counts, _codes(above, middle).astype(np.int64)) <= max_bits:
                 high = middle
             else:
                 low = middle + 1

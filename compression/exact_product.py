@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 _MANTISSA = 53  # bits of a float64
-_LEAST = -400  # exponent of the least first unit; smaller values count as 0: no denormal products
+_MIN_EXPONENT = (
+    -400
+)  # exponent of the least first unit; smaller values count as 0: no denormal products
 MAX_INNER = 1 << 17  # N: beyond it a slice would have too few bits to be worth it
 SLICES = 3
 
@@ -51,11 +53,11 @@ def _sliced(factor: Tensor, bits: int, slices: int) -> list[Tensor]:
     peak = float(rest.abs().amax()) if rest.numel() else 0.0
     if not math.isfinite(peak):
         raise ValueError("a factor holds NaN or infinity")
-    unit = 2.0 ** max(math.frexp(peak)[1] - bits, _LEAST)
+    unit = 2.0 ** max(math.frexp(peak)[1] - bits, _MIN_EXPONENT)
     parts = []
     for _ in range(slices):
         part = (rest / unit).round_().mul_(unit)
         parts.append(part)
         rest = rest - part
-        unit = max(unit * 2.0**-bits, 2.0 ** (_LEAST - 2 * bits))
+        unit = max(unit * 2.0**-bits, 2.0 ** (_MIN_EXPONENT - 2 * bits))
     return parts

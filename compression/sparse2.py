@@ -54,7 +54,7 @@ class TopK2(ChunkedTopK):
         """Scatter the values over zeros; refuse positions and levels outside their limits."""
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
         require_length(
-            payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count)
+            payload, gaps_at, f"{self.name} for {count} values", max_length=self.max_bytes(count)
         )
         chunks = blocks_of(count, self.chunk)
         levels = np.frombuffer(payload, dtype="<u2", count=2 * chunks)

@@ -58,7 +58,7 @@ ORTHONORMAL = 1e-6  # the largest error of an entry of UᵀU
 OUTSIDE = 0.05  # share of an activation's norm outside the subspace; 40 bf16 layers make 0.014
 KEPT = 8  # error, in last-place units of a tensor's largest value, that is not projected away
 ROWS = 2048  # of a tensor projected at once; another number gives other last bits
-MOST_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
+MAX_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
 LARGEST = 2.0**60  # coordinates' limit, so that their products with the basis stay finite
 
 STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
@@ -240,7 +240,7 @@ def project(
     """
     for name, dim in names.items():
         residual_last = _residual_last(tensors, name, dim, basis)
-        for _ in range(MOST_PASSES):
+        for _ in range(MAX_PASSES):
             inside = _inside(residual_last, (around or {}).get(name), basis)
             moved = float((inside - residual_last).abs().amax()) if inside.numel() else 0.0
             if moved <= KEPT * torch.finfo(inside.dtype).eps * float(

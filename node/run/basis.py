@@ -23,7 +23,7 @@ MAX_RANK = 1024
 NEARLY = 1e-13  # largest error of the columns' products, before rounding to float32
 _COLUMNS, _TABLE = 0x73756201, 0x73756202  # generator streams
 _BELL = math.sqrt(4 * (256**2 - 1) / 12)  # the standard deviation of a sum of four bytes
-_MOST_STEPS = 200
+_MAX_STEPS = 200
 
 
 def largest_rank(width: int) -> int:
@@ -77,7 +77,7 @@ def orthonormal(matrix_DK: Tensor) -> Tensor:
         matrix_DK.double() / bound,
         torch.eye(len(ones_K1), dtype=torch.float64),
     )
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         error_KK = product(matrix_DK.T, matrix_DK) - identity_KK
         if float(error_KK.abs().amax()) <= NEARLY:
             return matrix_DK

@@ -24,7 +24,7 @@ from farflock.compression.activation import ActivationContext, Direction, Scope
 from farflock.compression.activation_catalog import (
     activation_codec,
     known_of,
-    most_bytes,
+    max_bytes,
     subspace_terms,
 )
 from farflock.node.errors import Usage
@@ -238,7 +238,7 @@ def _payloads(parts: Composition) -> Breach | None:
     for direction in directions:
         shape = (plan.batch, plan.seq, plan.model.dim)
         try:
-            size = most_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
+            size = max_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
         except ValueError as error:
             return str(error), remedy
         if size > MAX_PAYLOAD_BYTES:
@@ -416,7 +416,7 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
 def _kept(parts: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
     trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
-    needed = least_kept(parts.batch, steps, trainer.window)
+    needed = min_kept(parts.batch, steps, trainer.window)
     if needed > MAX_KEYS:
         why = f"a round of {steps} steps of {parts.batch} microbatches asks a trainer to keep {needed}"
         return f"{why}, of at most {MAX_KEYS}", "lower pipeline.batch, or the method's period"
@@ -426,7 +426,7 @@ def _kept(parts: Composition) -> Breach | None:
     return f"{why}, with {trainer.window} on their way", f"set pipeline.kept to {needed} or more"
 
 
-def least_kept(batch: int, steps: int, window: int) -> int:
+def min_kept(batch: int, steps: int, window: int) -> int:
     """Return the microbatches a trainer must keep: two rounds of `steps` steps, and the window."""
     return 2 * batch * steps + window
 

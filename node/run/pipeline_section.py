@@ -15,7 +15,7 @@ from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import (
     Composition,
     Uncomposable,
-    least_kept,
+    min_kept,
     require_composable,
     require_split,
     require_untied,
@@ -132,7 +132,7 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["stages"] = _sizes(stages, table["model"])
     window = pipeline.get("window", _TRAINER.window)
     if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
-        needed = least_kept(batch, steps_of(table["method"]["options"]), window)
+        needed = min_kept(batch, steps_of(table["method"]["options"]), window)
         pipeline["kept"] = _TRAINER.kept if needed > MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest

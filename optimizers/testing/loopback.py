@@ -242,7 +242,7 @@ class LoopbackOffer:
 
 class Loopback:
     """Rounds as in the product: a stream's rounds close in order, each when all awake peers have
-    offered, when there are `enough` offers, or `patience` ticks after the first. A peer that offers
+    offered, when there are `enough` offers, or `timeout_ticks` ticks after the first. A peer that offers
     later gets the result without being in it; for a peer that does not offer, the round is replayed
     before its next step, once its stream is idle.
 
@@ -271,7 +271,7 @@ class Loopback:
         self.struck: Iterable[str] | None = None
         self.rests: Callable[[str, int], bool] = lambda peer, tick: False
         self.between: Callable[[LoopbackPeer], None] = lambda peer: None
-        self.patience, self.tick = 10, 0
+        self.timeout_ticks, self.tick = 10, 0
         self.log: dict[ExchangeKey, Result] = {}  # results as a peer outside of the round sees them
         self._board: dict[ExchangeKey, dict[str, LoopbackOffer]] = {}
         self._agreed: dict[ExchangeKey, State] = {}
@@ -446,7 +446,7 @@ class Loopback:
             return False
         missing = [peer for peer in self.awake() if peer.name not in offers]
         waited = self.tick - min(offer.since for offer in offers.values())
-        return not missing or 0 < one.enough <= len(offers) or waited >= self.patience
+        return not missing or 0 < one.enough <= len(offers) or waited >= self.timeout_ticks
 
     def _close(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
         self._newest[key.stream] = key.round

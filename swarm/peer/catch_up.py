@@ -96,15 +96,15 @@ class CatchUp:
         if decisions:
             return None
         if query.key.round <= state.newest:
-            first = iter(state.annals) if query.notes and state.annals else iter(state.log)
+            first = iter(state.old_log) if query.notes and state.old_log else iter(state.log)
             # Rounds from before this peer joined are unknown here, even the last.
             oldest = next(first, state.next)
             self._context.send(sender, Forgotten(query.key, oldest, state.newest))
             return None
         view = self._context.views.at(query.key.round, state.stream.stage)
-        return view if view is not None and self._is_forsaken(state, view) else None
+        return view if view is not None and self._is_given_up(state, view) else None
 
-    def _is_forsaken(self, state: StreamState, view: View) -> bool:
+    def _is_given_up(self, state: StreamState, view: View) -> bool:
         """True if nobody is left to contribute to a stage's rounds in this view.
 
         Then a later view exists, and the other members close these rounds, empty, for the peers
@@ -217,14 +217,14 @@ class CatchUp:
             nobody = now_s - asked_s < FETCH_TIMEOUT_S
             hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
             is_hopeless = hopeless_s is not None and now_s - hopeless_s >= HOPELESS_S
-            if is_hopeless and self._may_forsake(state):
-                self._forsake(state, key.round)
+            if is_hopeless and self._may_give_up(state):
+                self._give_up(state, key.round)
             await asyncio.sleep(RETRY_S if nobody else 0.0)
 
     def _holders(self) -> list[PeerId]:
         return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
-    def _may_forsake(self, state: StreamState) -> bool:
+    def _may_give_up(self, state: StreamState) -> bool:
         """True if content that nobody has may be given up.
 
         Only a stage's, which would stand still, and only among a quorum: others may have it."""
@@ -234,7 +234,7 @@ class CatchUp:
         whole = state.stream.stage is not None and state.stream.wants == "all"
         return whole and is_quorum(there, len(view.peers))
 
-    def _forsake(self, state: StreamState, number: int) -> None:
+    def _give_up(self, state: StreamState, number: int) -> None:
         """Give up a round's content: for a peer that did not contribute, the round has failed.
 
         A contributor must not bring the same again, as it already counts: it has lost the round,

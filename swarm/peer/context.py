@@ -18,7 +18,7 @@ from farflock.swarm.messages import MAX_TRAIL, Message, Piece
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
-MAX_FORSAKEN = 8 * MAX_TRAIL
+MAX_GIVEN_UP = 8 * MAX_TRAIL
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class PeerContext:
     floor: Floor = NO_FLOOR
     progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
     staged: bool = False  # the run's model is cut into stages, so streams may belong to a stage
-    forsaken: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
+    given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
     # the incarnation in which each member of the newest view was last heard
     lives: dict[PeerId, int] = field(default_factory=dict)
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
@@ -92,19 +92,19 @@ class PeerContext:
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""
-        return None if view.hash in self.forsaken else view.index(self.me, self.incarnation)
+        return None if view.hash in self.given_up else view.index(self.me, self.incarnation)
 
     @property
     def is_member(self) -> bool:
         """True if this peer is in the newest view that it knows, in this life."""
         return self.chain is not None and self.my_index(self.chain.newest) is not None
 
-    def forsake(self) -> None:
+    def give_up(self) -> None:
         """Never act again in the views known so far: our promises in them are being forgotten."""
         for entry in self.views.views:
-            self.forsaken[entry.view.hash] = None
-        while len(self.forsaken) > MAX_FORSAKEN:
-            del self.forsaken[next(iter(self.forsaken))]
+            self.given_up[entry.view.hash] = None
+        while len(self.given_up) > MAX_GIVEN_UP:
+            del self.given_up[next(iter(self.given_up))]
 
     def touch(self, stage: int | None, number: int) -> None:
         """Note that this peer takes part in a round: the next view must begin after it."""

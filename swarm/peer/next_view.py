@@ -227,7 +227,7 @@ class ViewRules(AcceptanceRules):
 
     def floor(self, value: bytes) -> Floor:
         """Return an empty floor if the view is acceptable here, else the least rounds that are."""
-        if floor := self._context.views.floor(value, self.least()):
+        if floor := self._context.views.floor(value, self.min_floor()):
             return floor
         view = views.decode_view(value)
         if self._context.me in view.peers or self._leaves():
@@ -235,7 +235,7 @@ class ViewRules(AcceptanceRules):
         self._removable = highest(self._removable, (view.first_round + 1,))
         return highest(self._context.floor, self._removable)
 
-    def least(self) -> Floor:
+    def min_floor(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
         return (
             highest(self._context.floor, self._removable) if self._leaves() else self._context.floor

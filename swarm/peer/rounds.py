@@ -129,7 +129,7 @@ class Rounds:
 
     def oldest_kept(self, name: str) -> int:
         """Return the first round whose last shards may still be kept, or the next round."""
-        return next(iter(self._streams[name].annals), self.oldest(name))
+        return next(iter(self._streams[name].old_log), self.oldest(name))
 
     def newest(self, name: str) -> int:
         """Return the last round of a stream known here to be decided."""

@@ -58,8 +58,8 @@ class _Download:
     """A running download: whose state, which limits, and the offers by peer."""
 
     stage: int | None
-    least: int  # the first useful round
-    most_bytes: int | None
+    min_round: int  # the first useful round
+    max_bytes: int | None
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ class Snapshots:
         elif chain is None or chain.by_hash(offer.view) is None:
             self._context.drop("snapshot of an unknown view")
             self._context.counters["stale view"] += 1
-        elif offer.round < wanted.least:
+        elif offer.round < wanted.min_round:
             self._context.drop("stale snapshot")
         else:
             wanted.offers[sender] = offer
@@ -130,15 +130,15 @@ class Snapshots:
         name: str,
         timeout_s: float,
         progress: DownloadProgress = lambda here, total: None,
-        least: int = -1,
+        min_round: int = -1,
         stage: int | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> Snapshot:
-        """Download the state after round `least` or later that most members (of a stage) announce.
+        """Download the state after round `min_round` or later that most members (of a stage) announce.
 
         No log leads on from an earlier state, however many peers lag behind with it. A snapshot of
-        more than `most_bytes` is not begun. Raise `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, least, most_bytes)
+        more than `max_bytes` is not begun. Raise `SnapshotUnavailable` on timeout."""
+        download = self._downloads[name] = _Download(stage, min_round, max_bytes)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, download, timeout_s, progress)
@@ -195,8 +195,8 @@ class Snapshots:
             self._context.drop("undecodable snapshot listing")
             return None
         if (
-            download.most_bytes is not None
-            and sum(size for _, size in listing.chunks) > download.most_bytes
+            download.max_bytes is not None
+            and sum(size for _, size in listing.chunks) > download.max_bytes
         ):
             self._context.drop("snapshot too large")
             return None

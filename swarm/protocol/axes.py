@@ -31,9 +31,11 @@ def highest(first: Floor, second: Floor) -> Floor:
     return tuple(max(pair) for pair in itertools.zip_longest(first, second, fillvalue=0))
 
 
-def reaches(floor: Floor, least: Floor) -> bool:
+def reaches(floor: Floor, min_floor: Floor) -> bool:
     """True if `floor >= least` on every axis."""
-    return all(mine >= wanted for mine, wanted in itertools.zip_longest(floor, least, fillvalue=0))
+    return all(
+        mine >= wanted for mine, wanted in itertools.zip_longest(floor, min_floor, fillvalue=0)
+    )
 
 
 def raised(floor: Floor, stage: int | None, number: int) -> Floor:

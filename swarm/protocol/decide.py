@@ -79,7 +79,7 @@ class AcceptanceRules:
     So members trust each other: agreement among peers that may crash, not among liars. Law: once
     `floor` has refused a value that is not the last one accepted here, it refuses that value
     forever. Members whose floors are far apart are not `in_step` and must not skip phase 1: each
-    reports its `least`, and a proposer's own value is `lifted` to the highest."""
+    reports its `min_floor`, and a proposer's own value is `lifted` to the highest."""
 
     in_step = True
 
@@ -87,7 +87,7 @@ class AcceptanceRules:
         """Return an empty floor if the value is acceptable here, else the least rounds that are."""
         return NO_FLOOR
 
-    def least(self) -> Floor:
+    def min_floor(self) -> Floor:
         """Return the least rounds at which a value accepted here could begin."""
         return NO_FLOOR
 
@@ -266,7 +266,7 @@ class Decision:
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
         return self._deliver(
-            sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least())
+            sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.min_floor())
         )
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:

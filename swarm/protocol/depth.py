@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # a ratio this near to an integer counts as one
 # servers are chosen regardless of queues: with two thirds of what is in flight queued, none is idle
 SLACK = 3.0
 ALPHA = 0.1  # weight of a new round trip in their moving average
-LEAST_ENDS = 8  # microbatches needed to measure a rate
+MIN_ENDS = 8  # microbatches needed to measure a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class PipelineTimes:
 
 @dataclass(slots=True)
 class Depth:
-    """K* as measured by one trainer during training, from `least` to `most` microbatches in flight.
+    """K* as measured by one trainer during training, from `min_depth` to `max_depth` microbatches in flight.
 
     The bottleneck is the time between two of its microbatches coming back; the round trip is the
     time of one in passes and in transit, without queues, as those are of our own making. The rate
@@ -117,18 +117,19 @@ class Depth:
     twice as much each round trip, then no more. `SLACK` is our own; without it one in flight would
     stay one."""
 
-    least: int
-    most: int
+    min_depth: int
+    max_depth: int
     wanted: int = 0
     _trip_s: float | None = None
     _ends_s: collections.deque[float] = field(default_factory=collections.deque)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not 1 <= self.min_depth <= self.max_depth:
             raise ValueError(
-                f"at least {self.least} and at most {self.most} microbatches in flight: that is no range"
+                f"a depth of {self.min_depth} to {self.max_depth} microbatches is not a range; "
+                "choose a minimum of at least 1 and no more than the maximum"
             )
-        self.wanted = self.least
+        self.wanted = self.min_depth
 
     def came_back(self, now_s: float, trip_s: float) -> None:
         """Note a microbatch that came back at `now_s` after `trip_s` without queueing."""
@@ -136,12 +137,12 @@ class Depth:
             trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
         )
         self._ends_s.append(now_s)
-        while len(self._ends_s) > max(LEAST_ENDS, self.wanted) + 1:
+        while len(self._ends_s) > max(MIN_ENDS, self.wanted) + 1:
             self._ends_s.popleft()
         taken_s = now_s - self._ends_s[0]
-        if len(self._ends_s) > LEAST_ENDS and taken_s > 0:
+        if len(self._ends_s) > MIN_ENDS and taken_s > 0:
             wanted = math.ceil(SLACK * self._trip_s * (len(self._ends_s) - 1) / taken_s - _ROUNDING)
-            self.wanted = min(max(wanted, self.least), self.most)
+            self.wanted = min(max(wanted, self.min_depth), self.max_depth)
 
 
 def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> float:

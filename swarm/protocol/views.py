@@ -292,14 +292,14 @@ class Chain:
         missing = (entry for entry in self.views if entry.view.number > number)
         return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
-    def floor(self, raw: bytes, least: Floor) -> Floor:
+    def floor(self, raw: bytes, min_floor: Floor) -> Floor:
         """Return an empty floor if this next view is acceptable, else the least rounds that are."""
         try:
             view = decode_view(raw)
             self._require_successor(view)
         except BadView:
-            return least or (1,)
-        return NO_FLOOR if reaches(view.begins, least) else least
+            return min_floor or (1,)
+        return NO_FLOOR if reaches(view.begins, min_floor) else min_floor
 
     def _require_decided(self, certified: Certified) -> None:
         view, newest = certified.view, self.newest

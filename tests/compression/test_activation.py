@@ -24,7 +24,7 @@ from farflock.compression.activation_catalog import (
     activation_codec,
     alternatives,
     known_of,
-    most_bytes,
+    max_bytes,
 )
 from farflock.compression.aqsgd import ResyncNeeded
 from farflock.compression.catalog import codec
@@ -603,4 +603,4 @@ def test_of_several_those_are_left_out_that_another_release_has():
 
 def test_the_most_bytes_of_several_are_those_of_the_largest():
     ctx = ActivationContext((2, 3, 8), torch.float32)
-    assert most_bytes("int8 | raw", ctx) == most_bytes("raw", ctx) > most_bytes("int8", ctx)
+    assert max_bytes("int8 | raw", ctx) == max_bytes("raw", ctx) > max_bytes("int8", ctx)

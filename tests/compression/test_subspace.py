@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext, CodecOffer, Incompatible, agree
-from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
+from farflock.compression.activation_catalog import activation_codec, max_bytes, subspace_terms
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace import (
@@ -687,14 +687,14 @@ def test_any_name_says_its_size_or_is_refused_as_the_codec_itself_would_be(spec)
         assert built.scope == "shared_params"
         for direction in ("forward", "backward"):
             there = dataclasses.replace(ctx, direction=direction)
-            assert most_bytes(spec, there) == built.max_bytes(there) == terms.max_bytes(there)
+            assert max_bytes(spec, there) == built.max_bytes(there) == terms.max_bytes(there)
 
 
 def test_of_other_codecs_the_size_is_theirs():
     ctx = ActivationContext((2, 3, WIDTH))
     for name in ("raw", "int8", "topk:3/10", "hadamard4"):
         assert subspace_terms(name) is None
-        assert most_bytes(name, ctx) == activation_codec(name).max_bytes(ctx)
+        assert max_bytes(name, ctx) == activation_codec(name).max_bytes(ctx)
 
 
 def test_a_tensor_around_a_frozen_one_keeps_that():

@@ -11,7 +11,7 @@ from farflock.node.run.composition import (
     RULES,
     Composition,
     Uncomposable,
-    least_kept,
+    min_kept,
     require_composable,
     require_split,
     scope_of,
@@ -415,7 +415,7 @@ def of_microbatches(sequences):
 
 def test_as_many_microbatches_as_it_asks_for_are_enough():
     for batch, period in ((1, 1), (16, 3), (5, 40)):
-        needed = least_kept(batch, period, 8)
+        needed = min_kept(batch, period, 8)
         options = {"name": "diloco", "options": {"period": period}, "batch": batch}
         require_composable(parts(kept=needed, **options))
         assert refusal(parts(kept=needed - 1, **options)).rule == "kept microbatches"

@@ -307,7 +307,7 @@ def test_a_late_result_delays_the_next_message_and_nothing_is_stepped_over(loopb
 @each_mode
 def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(loopback, mode):
     swarm = loopback(delayed(mode, 3, outer=OuterSGD(1.0)), "abc")
-    swarm.patience = 3
+    swarm.timeout_ticks = 3
     swarm.rests = lambda peer, tick: peer == "c" and 4 <= tick < 24
     swarm.steps(60)
     c = swarm.peers["c"]

@@ -131,7 +131,7 @@ class Node:
 
     async def adopt(self):
         found = await self.peer.snapshots.fetch(
-            f"state/{self.stage}", 30.0, least=self.peer.reach(self.stage), stage=self.stage
+            f"state/{self.stage}", 30.0, min_round=self.peer.reach(self.stage), stage=self.stage
         )
         self.applied, self.tokens = json.loads(found.chunks[0])
         self.begin()
@@ -166,7 +166,7 @@ class Flock:
             stage: {} for stage in range(stages)
         }  # by round: (names, participants, tokens)
         self.counted = collections.Counter()
-        self.forsaken, self.may_forsake = (
+        self.given_up, self.may_give_up = (
             set(),
             False,
         )  # rounds that were applied by some, and had failed for others
@@ -200,11 +200,11 @@ class Flock:
             assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
         result = (names, outcome.participants, outcome.tokens)
         if (
-            self.may_forsake
+            self.may_give_up
             and outcome.status == "failed"
             and self.results[stage].get(number, ((),))[0]
         ):
-            self.forsaken.add((stage, number))
+            self.given_up.add((stage, number))
             assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
             return
         if number not in self.results[stage]:
@@ -403,11 +403,11 @@ async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who
         "rounds",
     )
     made.kill(0)
-    made.network.tap, made.may_forsake = None, True
+    made.network.tap, made.may_give_up = None, True
     lost = made.newest(0)
     await made.go_on(0, 3, 90.0)
     assert newcomer.applied > lost
-    assert made.forsaken == {(0, number) for number in range(behind + 1, lost + 1)}
+    assert made.given_up == {(0, number) for number in range(behind + 1, lost + 1)}
     assert newcomer.peer.context.counters["forsaken rounds"] == lost - behind
 
 

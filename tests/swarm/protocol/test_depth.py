@@ -271,8 +271,8 @@ def test_a_trainer_keeps_within_its_terms_and_follows_what_changes():
         (lambda: SLOW.step_bound_s(0, 1), "microbatches"),
         (lambda: SLOW.step_bound_s(1, 0), "in flight"),
         (lambda: gpipe_s(0, 1, HOP, NO_TIME), "stages"),
-        (lambda: Depth(0, 4), "no range"),
-        (lambda: Depth(5, 4), "no range"),
+        (lambda: Depth(0, 4), "is not a range"),
+        (lambda: Depth(5, 4), "is not a range"),
         (
             lambda: PipelineTimes((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(),
             "takes any time",
