@@ -55,6 +55,7 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
@@ -412,9 +413,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         )
         return saved
     finally:
-        for task in helpers:
-            task.cancel()
-        for ended in await asyncio.gather(*helpers, return_exceptions=True):
+        for ended in await cancel(*helpers):
             if isinstance(ended, Exception):
                 log.error("a task beside the training failed", exc_info=ended)
         status.write("has ended")

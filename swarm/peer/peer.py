@@ -34,6 +34,7 @@ from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
+from farflock.swarm.tasks import cancel
 
 TICK_S = 0.1
 LOOK_EVERY = 5  # ticks between looks at branches: those wait for minutes, and a look is costly
@@ -196,10 +197,7 @@ class Peer:
                 raise self.failure from None
             raise
         finally:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*self._tasks)
 
     # exchanges
 

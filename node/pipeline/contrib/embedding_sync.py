@@ -31,6 +31,7 @@ from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.tasks import cancel
 
 NAME = "table"  # name of the snapshots and of their tensor
 LOOK_EVERY_S = 0.5
@@ -125,9 +126,7 @@ class EmbeddingSync(FrozenEmbedding):
                 await self._compute(self._tidy)
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            for download in downloads.values():
-                download.cancel()
-            await asyncio.gather(*downloads.values(), return_exceptions=True)
+            await cancel(*downloads.values())
 
     def _tidy(self) -> None:
         applied = self._applied()
@@ -193,9 +192,7 @@ class EmbeddingSync(FrozenEmbedding):
                 )
             return await task
         finally:
-            for each in (task, began):
-                each.cancel()
-            await asyncio.gather(task, began, return_exceptions=True)
+            await cancel(task, began)
 
     def _in_slot(self, slot: int) -> int:
         """Return the last version served in this slot, negative if there is none. The first version
