@@ -237,12 +237,13 @@ class AqSgd(FlatGradient):
     def _require_pinned(self, ctx: ActivationContext) -> None:
         if ctx.edge != self.edge:
             raise ValueError(
-                f"{self.name} remembers the samples of edge {self.edge!r} and cannot serve {ctx.edge!r}: pin the route, or"
-                " choose a memoryless codec such as int8"
+                f"{self.name} remembers the samples of edge {self.edge!r} and cannot serve "
+                f"{ctx.edge!r}: pin the route, or choose a memoryless codec such as int8"
             )
         if len(ctx.samples) != ctx.shape[0]:
             raise ValueError(
-                f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}"
+                f"{self.name} needs the id of each of the {ctx.shape[0]} samples, "
+                f"got {len(ctx.samples)}"
             )
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:

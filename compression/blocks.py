@@ -113,7 +113,8 @@ class BlockCodec(ExactCodec):
         if not 1 + even <= self.block <= 65536 or (even and self.block % 2):
             choice = "an even number from 2" if even else "a number from 1"
             raise ValueError(
-                f"{self.kind} in blocks of {self.block} values is not possible; choose {choice} to 65536"
+                f"{self.kind} in blocks of {self.block} values is not possible; "
+                f"choose {choice} to 65536"
             )
 
     @abstractmethod

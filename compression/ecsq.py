@@ -63,7 +63,8 @@ class Ecsq:
     def __post_init__(self) -> None:
         if not 1 <= self.rate <= 250:
             raise ValueError(
-                f"ecsq at {self.rate} hundredths of a bit a value is not possible; choose a number from 1 to 250"
+                f"ecsq at {self.rate} hundredths of a bit a value is not possible; "
+                "choose a number from 1 to 250"
             )
 
     @property
@@ -163,7 +164,8 @@ def _read_codes(
     """Return the places of nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
-            f"{len(payload)} bytes cannot hold {many} codes for {count} values, {few} of them beyond 1"
+            f"{len(payload)} bytes cannot hold {many} codes for {count} values, "
+            f"{few} of them beyond 1"
         )
     signs = rice.unpack(payload, _HEAD.size, many, 1)
     places, end = _read_places(payload, _HEAD.size + blocks_of(many, 8), many, count)

@@ -45,6 +45,7 @@ class Int4(BlockCodec):
             raise CorruptPayload(f"{self.name} payload holds the stored code 0; they are 1 to 15")
         if count % 2 and int(stored[-1]) != _ZERO:
             raise CorruptPayload(
-                f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, not {_ZERO}"
+                f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, "
+                f"not {_ZERO}"
             )
         return stored[:count] - _ZERO

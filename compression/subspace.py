@@ -104,7 +104,8 @@ class Basis:
         error = float((wide_DK.T @ wide_DK - torch.eye(rank, dtype=torch.float64)).abs().amax())
         if error > ORTHONORMAL:
             raise ValueError(
-                f"the columns of the basis are orthonormal to {error:.1e} only; {ORTHONORMAL:.0e} is needed"
+                f"the columns of the basis are orthonormal to {error:.1e} only; "
+                f"{ORTHONORMAL:.0e} is needed"
             )
         object.__setattr__(self, "digest", hashlib.sha256(self.to_bytes()).digest())
         object.__setattr__(self, "exact_DK", _sharpened(wide_DK))
@@ -298,7 +299,8 @@ def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Ba
     tensor = tensors[name]
     if not 0 <= dim < tensor.dim() or tensor.shape[dim] != basis.width:
         raise ValueError(
-            f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width {basis.width}"
+            f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width "
+            f"{basis.width}"
         )
     return tensor.detach().movedim(dim, -1)
 
@@ -334,7 +336,8 @@ class Subspace:
             self.basis.width,
         ):
             raise ValueError(
-                "a basis is followed by one of the same width and rank; start another run for another size"
+                "a basis is followed by one of the same width and rank; "
+                "start another run for another size"
             )
 
     @property
@@ -363,8 +366,9 @@ class Subspace:
         """Return the codec with the next basis, which takes effect at epoch `since`."""
         if basis.version != self.basis.version + 1 or since < self.since + OVERLAP_EPOCHS:
             raise ValueError(
-                f"basis {self.basis.version} in effect since epoch {self.since} can be followed by version"
-                f" {self.basis.version + 1} from epoch {self.since + OVERLAP_EPOCHS} on, not by {basis.version} at {since}"
+                f"basis {self.basis.version} in effect since epoch {self.since} can be followed by "
+                f"version {self.basis.version + 1} from epoch {self.since + OVERLAP_EPOCHS} on, "
+                f"not by {basis.version} at {since}"
             )
         return Subspace(basis, self.forward, self.gradient, self.basis, since, self.outside)
 
@@ -385,8 +389,9 @@ class Subspace:
         left = float((varying_ND - inside_NK @ columns_DK.T).norm()), float(varying_ND.norm())
         if not left[0] <= self.outside * left[1] + 1e-6 * float(values_ND.norm()):
             raise UnencodableTensor(
-                f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace of {self.name} version"
-                f" {basis.version}: project the weights after every change, and send the right token ids"
+                f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace "
+                f"of {self.name} version {basis.version}: project the weights after every change, "
+                "and send the right token ids"
             )
         return self._write(self.forward, basis, inside_NK, ctx, out)
 
@@ -421,7 +426,8 @@ class Subspace:
     def _coordinates(self, ctx: ActivationContext) -> int:
         if ctx.shape[2] != self.basis.width:
             raise ValueError(
-                f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}"
+                f"{self.name} is for a width of {self.basis.width}, "
+                f"the activation has {ctx.shape[2]}"
             )
         return ctx.shape[0] * ctx.shape[1] * self.basis.rank
 
@@ -456,9 +462,11 @@ class Subspace:
         )
         if basis is None:
             raise Incompatible(
-                f"{self.name} came with basis {version} ({digest.hex()}), held in epoch {ctx.epoch} are"
-                f" {', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: fetch the basis that the run's"
-                " record names, or let the sender take one that is held"
+                f"{self.name} came with basis {version} ({digest.hex()}), "
+                f"held in epoch {ctx.epoch} are "
+                f"{', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: "
+                "fetch the basis that the run's record names, or let the sender take one that is "
+                "held"
             )
         if codec is None:
             inside = values_at(payload, STAMP.size, count, ctx.dtype)
@@ -478,13 +486,15 @@ class Subspace:
         if len(basis.fixed_VD):
             if ctx.tokens is None:
                 raise ValueError(
-                    f"{self.name} needs the token ids (B, L); send them as integers beside the payload"
+                    f"{self.name} needs the token ids (B, L); "
+                    "send them as integers beside the payload"
                 )
             fixed = fixed + basis.fixed_VD[_known(ctx.tokens, len(basis.fixed_VD), ValueError)]
         if len(basis.fixed_LD):
             if length > len(basis.fixed_LD):
                 raise ValueError(
-                    f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}"
+                    f"{self.name} knows {len(basis.fixed_LD)} positions, "
+                    f"the microbatch has {length}"
                 )
             fixed = fixed + basis.fixed_LD[:length]
         return fixed.expand(batch, length, width).reshape(-1, width)
@@ -525,7 +535,8 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
     ids = tokens.detach().cpu().to(torch.int64)
     if ids.numel() and not 0 <= int(ids.amin()) <= int(ids.amax()) < vocabulary:
         raise error(
-            f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}"
+            f"token ids {int(ids.amin())} to {int(ids.amax())} came, "
+            f"the vocabulary has {vocabulary}"
         )
     return ids
 

@@ -142,8 +142,10 @@ class SubspaceVersions:
         held = ", ".join(map(str, sorted(self._held)))
         if version < min(self._held):
             raise Superseded(
-                f"version {version} of the basis of {self.name} is over; held are {held}: begin anew"
+                f"version {version} of the basis of {self.name} is over; "
+                f"held are {held}: begin anew"
             )
         raise Incompatible(
-            f"version {version} of the basis of {self.name} is not here yet; held are {held}: ask again"
+            f"version {version} of the basis of {self.name} is not here yet; "
+            f"held are {held}: ask again"
         )

@@ -34,7 +34,8 @@ class ChunkedTopK:
     def __post_init__(self) -> None:
         if not 1 <= self.k <= self.chunk // 2 or self.chunk > 65536:
             raise ValueError(
-                f"top {self.k} of {self.chunk} is not possible; choose 1 <= k <= chunk/2 and chunk <= 65536"
+                f"top {self.k} of {self.chunk} is not possible; "
+                "choose 1 <= k <= chunk/2 and chunk <= 65536"
             )
 
     @property

@@ -82,7 +82,8 @@ class Decoupled(ReplicaMethod):
         require_options(self)
         if self.check_rounds < 1:
             raise ValueError(
-                f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50"
+                f"a check every {self.check_rounds} rounds is not possible; "
+                "choose 1 or more, usually 50"
             )
         if not 0 < self.tolerance < math.inf:
             raise ValueError(

@@ -77,8 +77,8 @@ class Lean(PeriodicMethod):
         require_options(self, returned=None)
         if not 0 <= self.delay < self.period:
             raise ValueError(
-                f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps apart; "
-                f"choose 0 to {self.period - 1}"
+                f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps "
+                f"apart; choose 0 to {self.period - 1}"
             )
         if not 0 <= self.decay <= 1:
             raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1], usually 1")

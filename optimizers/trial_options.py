@@ -75,8 +75,8 @@ def _complete(
 ) -> dict[str, Any]:
     if not dataclasses.is_dataclass(method):
         raise TrialIncomplete(
-            f"{method.__name__} is no dataclass, so its options are not known; put @dataclass(slots=True) before the class "
-            f"in {method.__module__}"
+            f"{method.__name__} is no dataclass, so its options are not known; "
+            f"put @dataclass(slots=True) before the class in {method.__module__}"
         )
     fields = {
         field.name: field
@@ -94,6 +94,7 @@ def _complete(
         )
         if needs and name not in options:
             raise TrialIncomplete(
-                f"{method.__name__} has no value for its option {name!r} in a trial; name one in {where}"
+                f"{method.__name__} has no value for its option {name!r} in a trial; "
+                f"name one in {where}"
             )
     return options

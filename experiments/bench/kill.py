@@ -170,5 +170,6 @@ def _require_books(watch: Watch, victim: Worker) -> None:
     surplus = agreed + PERIOD * rounds_apart - counted
     if surplus not in (0, PERIOD):
         raise Diverged(
-            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: {watch.latest}"
+            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: "
+            f"{watch.latest}"
         )

@@ -162,5 +162,6 @@ def compute(size: Size, progress: Progress) -> Table:
             ),
             sampled("theirs over ours, their simulation", over),
         ],
-        f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, {len(size.seeds)} seeds",
+        f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, "
+        f"{len(size.seeds)} seeds",
     )

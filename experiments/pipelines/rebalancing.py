@@ -75,7 +75,8 @@ def compute(size: Size, progress: Progress) -> Table:
     rows: list[Row] = [sampled(name, values) for name, values in found.items()]
     return Table(
         rows,
-        f"{size.servers} servers in {size.stages} stages, {len(size.seeds)} traces of {size.hours:g} h",
+        f"{size.servers} servers in {size.stages} stages, "
+        f"{len(size.seeds)} traces of {size.hours:g} h",
     )
 
 

@@ -222,5 +222,6 @@ def compute(size: Size, progress: Progress) -> Table:
     progress(1.0)
     return Table(
         rows,
-        f"{released.NODES} nodes in {len(released.PARTITION)} stages, a forward pass of {size.forward_s:g} s",
+        f"{released.NODES} nodes in {len(released.PARTITION)} stages, "
+        f"a forward pass of {size.forward_s:g} s",
     )

@@ -37,7 +37,8 @@ class MachineProfile:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(
-                    f"a machine's {name} of {value} is impossible; measure it again or leave the machine out"
+                    f"a machine's {name} of {value} is impossible; "
+                    "measure it again or leave the machine out"
                 )
 
     @property
@@ -63,7 +64,8 @@ class ModelCosts:
     def __post_init__(self) -> None:
         if self.layers < 1 or self.microbatch < 1 or self.in_flight < 1:
             raise ValueError(
-                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} cannot run; give at least 1 each"
+                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} "
+                "cannot run; give at least 1 each"
             )
         for name in (
             "layer_bytes",
@@ -151,8 +153,9 @@ def split(
     wanted = 1 if stages is None else stages
     if not 1 <= wanted <= most:
         raise ValueError(
-            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make {wanted} stages; take 1"
-            f" to {max(most, 1)} stages, find more machines, or allow for fewer replicas"
+            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make "
+            f"{wanted} stages; take 1 to {max(most, 1)} stages, find more machines, "
+            "or allow for fewer replicas"
         )
     if stages is not None:
         return _refined(model, machines, stages, replicas)
@@ -214,9 +217,10 @@ def _require_servable(
         if fitting < (taken + 1) * replicas:
             others = f", and {taken} larger stages need {taken * replicas} of them" if taken else ""
             raise ValueError(
-                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: {fitting} of {len(machines)} machines have that{others},"
-                f" but {replicas} must serve it; take more stages, keep fewer or smaller microbatches in flight, or allow for"
-                " fewer replicas"
+                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: "
+                f"{fitting} of {len(machines)} machines have that{others}, "
+                f"but {replicas} must serve it; take more stages, "
+                "keep fewer or smaller microbatches in flight, or allow for fewer replicas"
             )
 
 

@@ -153,9 +153,10 @@ def _run(
     left_s = bench.foreseen(shelf, unit_s, workers)
     size = bench.size
     out.line(
-        f"quality: {len(bench.screened())} runs of {size.screen_steps} steps, then finals of {size.steps} steps; about"
-        f" {quality_pace.duration(left_s)} with {workers} workers on cores of their own (the load of each is {load()} now)."
-        " Ctrl-C loses running jobs alone"
+        f"quality: {len(bench.screened())} runs of {size.screen_steps} steps, "
+        f"then finals of {size.steps} steps; about {quality_pace.duration(left_s)} with {workers} "
+        f"workers on cores of their own (the load of each is {load()} now). Ctrl-C loses running "
+        "jobs alone"
     )
     if dry_run:
         return None

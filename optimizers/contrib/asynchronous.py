@@ -149,7 +149,8 @@ class Async(OuterMethod):
             )
         if self.buffer is not None and self.buffer < 1:
             raise ValueError(
-                f"a buffer of {self.buffer} never fills; choose 1 or more, or None for the number of workers"
+                f"a buffer of {self.buffer} never fills; "
+                "choose 1 or more, or None for the number of workers"
             )
         if not 0 <= self.c <= 1 / (self.buffer or 1):
             raise ValueError(
@@ -157,7 +158,8 @@ class Async(OuterMethod):
             )
         if self.c and self.buffer is None:
             raise ValueError(
-                f"c={self.c} needs a buffer of known size; choose one, e.g. the number of workers, or c=0"
+                f"c={self.c} needs a buffer of known size; "
+                "choose one, e.g. the number of workers, or c=0"
             )
         if self.staleness not in RULES:
             raise ValueError(
@@ -165,8 +167,8 @@ class Async(OuterMethod):
             )
         if not 0 <= self.hinge_slope < math.inf or self.hinge_free < 0 or self.drop_above < 0:
             raise ValueError(
-                f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, drop_above={self.drop_above}: "
-                "all are 0 or more (10, 4, 10)"
+                f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, "
+                f"drop_above={self.drop_above}: all are 0 or more (10, 4, 10)"
             )
         if self.enough < 0:
             raise ValueError(
@@ -294,7 +296,8 @@ class Async(OuterMethod):
         new = OuterMethod.load(self, replica, state, *whose)
         if new._arrived >= new._size:
             raise WrongState(
-                f"size must be above {new._arrived}, the number of arrivals, got {new._size}; ask another member"
+                f"size must be above {new._arrived}, the number of arrivals, got {new._size}; "
+                "ask another member"
             )
         return new
 

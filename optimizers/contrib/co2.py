@@ -72,11 +72,13 @@ class CO2(LateMethod):
             )
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(
-                f"an outer_momentum of {self.outer_momentum} never forgets; choose one in [0, 1), usually 0.5"
+                f"an outer_momentum of {self.outer_momentum} never forgets; "
+                "choose one in [0, 1), usually 0.5"
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
-                f"a clip of {self.clip} lets nothing or everything through; choose one above 0, or None"
+                f"a clip of {self.clip} lets nothing or everything through; "
+                "choose one above 0, or None"
             )
 
     def _message(self, work: dict[str, Tensor]) -> Tensors:

@@ -69,11 +69,13 @@ class Delayed(LateMethod):
             )
         if self.eager_mix is not None and self.mode != "eager":
             raise ValueError(
-                f"eager_mix={self.eager_mix} means nothing in mode {self.mode}; choose mode eager, or None"
+                f"eager_mix={self.eager_mix} means nothing in mode {self.mode}; "
+                "choose mode eager, or None"
             )
         if self.eager_mix is not None and not 0 <= self.eager_mix <= 1:
             raise ValueError(
-                f"an eager_mix of {self.eager_mix} is no share; choose one in [0, 1], or None to replace"
+                f"an eager_mix of {self.eager_mix} is no share; "
+                "choose one in [0, 1], or None to replace"
             )
         if not 1 <= self.refresh < math.inf:
             raise ValueError(

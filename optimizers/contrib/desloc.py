@@ -241,6 +241,7 @@ def _stride(what: str, own: int | None, period: int, usual: int) -> int:
     if own < 0 or own % period:
         nearest = max(round(own / period), 1) * period
         raise ValueError(
-            f"{what}_period={own} is no multiple of the period {period}; choose {nearest}, or 0 to never average it"
+            f"{what}_period={own} is no multiple of the period {period}; "
+            f"choose {nearest}, or 0 to never average it"
         )
     return own // period

@@ -76,7 +76,8 @@ class SpartaDiLoCo(StatefulMethod):
         if self.period % self.mask_period:
             nearest = max(round(self.period / self.mask_period), 1) * self.mask_period
             raise ValueError(
-                f"a period of {self.period} steps is no multiple of mask_period={self.mask_period}; choose {nearest}"
+                f"a period of {self.period} steps is no multiple of "
+                f"mask_period={self.mask_period}; choose {nearest}"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:

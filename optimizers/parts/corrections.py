@@ -55,7 +55,8 @@ class SpikeCompensation:
         for group in inner.param_groups:
             if group["nesterov"] or group["dampening"]:
                 raise ValueError(
-                    "spike compensation is for SGD with plain momentum; build it without nesterov, dampening"
+                    "spike compensation is for SGD with plain momentum; "
+                    "build it without nesterov, dampening"
                 )
         self._age = age
         inner.register_step_post_hook(self._after)

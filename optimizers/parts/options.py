@@ -27,7 +27,8 @@ def require_options(
         )
     if round_s is not None and not SHORTEST_S <= round_s < math.inf:
         raise ValueError(
-            f"round_s={round_s} makes no rounds; choose {SHORTEST_S} s or more, usually 600, or leave it out"
+            f"round_s={round_s} makes no rounds; "
+            f"choose {SHORTEST_S} s or more, usually 600, or leave it out"
         )
     for role, remedy in (("codec", instead), ("return codec", returned)):
         name = getattr(method, role.replace(" ", "_"), "fp32")

@@ -75,5 +75,6 @@ class OuterNesterov(OuterHeavyBall):
 def _require_positive(lr: float) -> None:
     if not 0 < lr <= 10:
         raise ValueError(
-            f"an outer learning rate of {lr} makes no sense; choose one in (0, 10], usually 0.3 to 1"
+            f"an outer learning rate of {lr} makes no sense; "
+            "choose one in (0, 10], usually 0.3 to 1"
         )

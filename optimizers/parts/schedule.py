@@ -28,7 +28,8 @@ class Schedule:
             )
         if self.joiner_steps < 0:
             raise ValueError(
-                f"{self.joiner_steps} warm-up steps for joiners are none; choose 0 or more, usually 100"
+                f"{self.joiner_steps} warm-up steps for joiners are none; "
+                "choose 0 or more, usually 100"
             )
         if not 0 <= self.floor <= 1:
             raise ValueError(

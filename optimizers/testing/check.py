@@ -137,8 +137,9 @@ def check_streams(subject: Subject) -> None:
         one = peer.templates[stream]
         if len(rounds) < 2:
             raise TrialIncomplete(
-                f"stream {stream!r} has fewer than two rounds in {TICKS} steps; give the method shorter ones, in its module: "
-                "trial: ClassVar[TrialOptions] = TrialOptions(law={...})"
+                f"stream {stream!r} has fewer than two rounds in {TICKS} steps; "
+                "give the method shorter ones, in its module: trial: "
+                "ClassVar[TrialOptions] = TrialOptions(law={...})"
             )
         known = sorted(rounds + [key.round for key in peer.replayed if key.stream == stream])
         wanted = [one.key.round + number * one.stride for number in range(len(known))]
@@ -493,9 +494,10 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
         require(
             bool(seen),
             8,
-            f"The gradient of the first step at {name}[0] was in no range that a result's `taken` named, and it is neither in "
-            "the parameters nor in any state or later exchange of its peer: choose by range what of a tensor was taken "
-            "(optimizers/parts/feedback.py, choose)",
+            f"The gradient of the first step at {name}[0] was in no range that a result's `taken` "
+            "named, and it is neither in the parameters nor in any state or later exchange of its "
+            "peer: choose by range what of a tensor was taken (optimizers/parts/feedback.py, "
+            "choose)",
         )
 
 

@@ -408,7 +408,8 @@ class Loopback:
             key, one = exchange.key, peer.templates[exchange.key.stream]
             on_axis = key.round >= one.key.round and (key.round - one.key.round) % one.stride == 0
             assert on_axis, (
-                f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, ... of its stream"
+                f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, "
+                "... of its stream"
             )
             peer.offered.append((peer.step, exchange))
             agreed = (

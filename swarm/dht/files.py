@@ -39,7 +39,8 @@ class IdentityLock:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise IdentityInUse(
-                f"{path} is in use by another running peer; stop that one, or give this one an identity of its own"
+                f"{path}: another running peer uses this identity; "
+                "stop that peer, or give this one an identity of its own"
             ) from None
 
     def release(self) -> None:
@@ -73,7 +74,8 @@ def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             if getattr(error, "errno", None) == errno.EADDRINUSE:
                 raise PortTaken(
-                    f"port {port} of {host} is taken by another program; stop that one, or choose another port (0: any)"
+                    f"{host}: another program uses port {port}; "
+                    "stop that program, or choose another port (0: any)"
                 ) from None
 
 

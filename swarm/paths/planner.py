@@ -45,7 +45,8 @@ def plan_paths(
     """
     if work < MIN_WORK:
         raise ValueError(
-            f"no plan comes of a work of {work}; allow at least {MIN_WORK}, usually {WORK}"
+            f"a planner cannot work with {work} judged plans; "
+            f"allow at least {MIN_WORK}, usually {WORK}"
         )
     chance, judged = random.Random(seed), judge or _timed(instance)
     shared, own = Draft(instance, 1, chance), Draft(instance, instance.turns, chance)
@@ -67,7 +68,8 @@ def require(plan: PathPlan, instance: Instance) -> None:
     if not math.isfinite(times.makespan_s):
         raise BadPlan(
             "memory",
-            f"{times.microbatches - len(times.finished_s)} microbatches wait for each other's room for ever",
+            f"{times.microbatches - len(times.finished_s)} microbatches wait for ever, "
+            "each for room that another one takes",
             "give servers room for more, or forbid swaps",
         )
     require_timetable(times.works, instance.memory)

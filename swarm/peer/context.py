@@ -18,7 +18,7 @@ from farflock.swarm.messages import MAX_TRAIL, Message, Piece
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
-MAX_GIVEN_UP = 8 * MAX_TRAIL
+MAX_GIVEN_UP = 8 * MAX_TRAIL  # the kept views of 8 chains
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class PeerContext:
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     compute: Compute = inline
     chain: Chain | None = None
-    # the next view must begin here or later: after the rounds that this peer took part in
+    # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR
     progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
     staged: bool = False  # the run's model is cut into stages, so streams may belong to a stage
     given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
-    # the incarnation in which each member of the newest view was last heard
+    # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -55,7 +55,7 @@ class PeerContext:
     @property
     def views(self) -> Chain:
         """The chain of views; only after genesis or after joining."""
-        assert self.chain is not None, "this peer knows no view yet: found a run or join one first"
+        assert self.chain is not None, "this peer knows no view yet: start a run or join one first"
         return self.chain
 
     def now(self) -> float:
@@ -79,8 +79,9 @@ class PeerContext:
         return self.links.life(peer)
 
     def gone(self, view: View, peer: PeerId) -> bool:
-        """True if a member of a view need not be waited for: it is suspect, dead, or in another
-        life, in which it knows nothing of what it began."""
+        """True if a member of a view need not be waited for.
+
+        It is suspect, dead, or in another life, in which it knows nothing of what it began."""
         heard = self.lives.get(peer)
         return self.life(peer) in ("suspect", "dead") or (
             heard is not None and view.index(peer, heard) is None

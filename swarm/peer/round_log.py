@@ -17,11 +17,11 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_shards
-from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
-LOG_ROUNDS = 8
-OLD_LOG_ROUNDS = 256
+LOG_ROUNDS = 8  # with all content, for members that were away
+OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream
 
 
@@ -59,7 +59,7 @@ class StreamState:
     opened_tokens: int = 0  # tokens before the first round that is kept
     seen: int = -1  # the highest round heard of; negative if none
     log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
-    # old rounds, before the log
+    # Rounds that have left the log, with their last shards only.
     old_log: collections.OrderedDict[int, LoggedRound] = field(
         default_factory=collections.OrderedDict
     )
@@ -126,9 +126,9 @@ class RoundLog:
         self._context.store.release(work_pin(key))
         self._shorten(state, OLD_LOG_ROUNDS)
 
-    def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest old rounds until few enough are left, without gaps."""
-        while state.old_log and (len(state.old_log) > most or state.old_log_bytes > OLD_LOG_BYTES):
+    def _shorten(self, state: StreamState, limit: int) -> None:
+        """Drop the oldest old rounds, without gaps, until at most `limit` are left and they fit."""
+        while state.old_log and (len(state.old_log) > limit or state.old_log_bytes > OLD_LOG_BYTES):
             number, entry = state.old_log.popitem(last=False)
             state.old_log_bytes -= _size_bytes(state, entry)
             state.opened_tokens = entry.close.tokens
@@ -172,7 +172,7 @@ class RoundLog:
         state.resolve(number, outcome(state.stream, number, entry, self._context.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
-        """Resolve waiting exchanges as lost: nobody can tell their outcome any more."""
+        """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
         for number in state.offers:
             state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
 
@@ -204,9 +204,10 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> R
     weights = dict(sorted((group[member], weight) for member, weight in close.members))
     contents = {item.index: store.get(item.digest) or b"" for item in close.items}
     all_in = len(weights) == logged.contributors and all(logged.taken)
+    whole: RoundStatus = "alone" if logged.contributors == 1 else "ok"
     done = replace(
         bare,
-        status="partial" if not all_in else "alone" if logged.contributors == 1 else "ok",
+        status=whole if all_in else "partial",
         participants=tuple(weights),
         weights=tuple(weights.values()),
         taken=logged.taken,

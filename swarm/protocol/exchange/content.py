@@ -15,7 +15,9 @@ from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 
-SOFT = 0.5  # fraction of the deadline during which slow live members are waited for
+# Fraction of the deadline during which slow live members are waited for. The rest is for the
+# reduction and the decision.
+SOFT = 0.5
 
 Holders = Callable[[], tuple[int, ...]]  # returns the members to ask now
 

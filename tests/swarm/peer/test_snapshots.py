@@ -275,7 +275,8 @@ async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
 @in_a_world
 async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
     with pytest.raises(
-        SnapshotUnavailable, match=r"no snapshot of state within 5 s \(0 members .*; check the link"
+        SnapshotUnavailable,
+        match=r"no snapshot of state within 5 s \(0 members .*; check the network",
     ):
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
