@@ -246,7 +246,10 @@ def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
             f"{offer.name} version {offer.version} has digest {offer.digest.hex()[:8] or 'none'} "
             "here and another there: fetch it again, by the digest that the run's record names"
         )
-    return f"{offer.name} is at version {offer.version} here and {versions} there: update the older one"
+    return (
+        f"{offer.name} is at version {offer.version} here and {versions} there: "
+        "update the older one"
+    )
 
 
 class _Memoryless:

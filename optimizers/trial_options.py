@@ -85,7 +85,10 @@ def _complete(
     }
     usual = {"period": period, "codec": "fp32", "return_codec": "fp32"}
     options = {name: value for name, value in usual.items() if name in fields} | dict(declared)
-    where = f"trial: ClassVar[TrialOptions] = TrialOptions({what}={{...}}) in the class {method.__name__} ({method.__module__})"
+    where = (
+        f"trial: ClassVar[TrialOptions] = TrialOptions({what}={{...}}) "
+        f"in the class {method.__name__} ({method.__module__})"
+    )
     for name in sorted(options.keys() - fields.keys()):
         raise TrialIncomplete(f"{method.__name__} has no option {name!r}; remove it from {where}")
     for name, field in fields.items():

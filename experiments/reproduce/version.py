@@ -1,8 +1,8 @@
 """The code behind a job: a hash over the syntax of all modules that it imports, transitively.
 
 A change to a page, a comment, a docstring, the format or another method leaves measured arms valid;
-one to the loop, the links or this method's arithmetic does not. The catalogues import everything; of them only the named method
-and its codecs count.
+one to the loop, the links or this method's arithmetic does not. The catalogues import everything;
+of them only the named method and its codecs count.
 """
 
 import ast

@@ -41,8 +41,10 @@ from farflock.optimizers.testing.spy import Spy
 from farflock.optimizers.trial_options import TrialIncomplete, law_options, trial_of
 
 LAWS = {
-    0: "a method asks for its streams' rounds one after the other, and no clock or global chance is in it",
-    1: "with one participant it runs and gives its documented degenerate result, and it goes on after any misfortune",
+    0: "a method asks for its streams' rounds one after the other, "
+    "and no clock or global chance is in it",
+    1: "with one participant it runs and gives its documented degenerate result, "
+    "and it goes on after any misfortune",
     2: "`failed` leaves outer state untouched and keeps local work",
     3: "once `due` returned, later local steps do not change the exchange's tensors",
     4: "a result is applied at most once; denominators come from `participants` alone",

@@ -241,10 +241,12 @@ class LoopbackOffer:
 
 
 class Loopback:
-    """Rounds as in the product: a stream's rounds close in order, each when all awake peers have
-    offered, when there are `enough` offers, or `timeout_ticks` ticks after the first. A peer that offers
-    later gets the result without being in it; for a peer that does not offer, the round is replayed
-    before its next step, once its stream is idle.
+    """Rounds as in the product: a stream's rounds close in order.
+
+    Each closes when all awake peers have offered, when there are `enough` offers, or
+    `timeout_ticks` ticks after the first. A peer that offers later gets the result without being in
+    it; for a peer that does not offer, the round is replayed before its next step, once its stream
+    is idle.
 
     Misfortune, of all streams or of those in `struck`: `taken(peer, round)` returns a function
     (name, count) -> taken ranges; `late(peer, round)` the local steps until a result arrives;

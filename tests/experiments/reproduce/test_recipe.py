@@ -105,7 +105,7 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
         (
             "batch = 4",
             "batch = 5",
-            "5 sequences a step cannot be shared evenly by the 2 peers of all; choose a multiple of 2",
+            "5 sequences per step cannot be shared evenly by the 2 peers of all; choose a multiple of 2",
         ),
         ('model = "tiny"', 'model = "tinny"', "did you mean 'tiny'"),
         ('model = "tiny"', "model = { dim = 3 }", "correct its sizes"),
