@@ -83,7 +83,7 @@ class ActivationContext:
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or min(self.shape) < 0 or math.prod(self.shape) > MAX_VALUES:
             raise ValueError(
-                f"an activation of shape {self.shape} is not possible; "
+                f"an activation of shape {self.shape} is not allowed; "
                 f"it has three dimensions and at most {MAX_VALUES} values: "
                 "send smaller microbatches"
             )

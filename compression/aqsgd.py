@@ -162,7 +162,7 @@ class AqSgd(FlatGradient):
     def __post_init__(self) -> None:
         if self.difference.name not in ("int4", "int8"):
             raise ValueError(
-                f"differences as {self.difference.name!r} are not possible; choose int4 or int8"
+                f"differences as {self.difference.name!r} are not allowed; choose int4 or int8"
             )
         require_exact_length(self.gradient)
         self._cache = Cache(self.max_samples, self.max_cache_bytes)
@@ -187,8 +187,9 @@ class AqSgd(FlatGradient):
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Return, forward, the larger of all samples whole and all as differences; backward the
-        exact length."""
+        """Return an upper bound forward, and the exact length backward.
+
+        The bound is the larger of all samples whole and all as differences."""
         if ctx.direction == "backward":
             return self.gradient.max_bytes(ctx.count)
         each = ctx.shape[1] * ctx.shape[2]

@@ -63,7 +63,7 @@ class Ecsq:
     def __post_init__(self) -> None:
         if not 1 <= self.rate <= 250:
             raise ValueError(
-                f"ecsq at {self.rate} hundredths of a bit a value is not possible; "
+                f"ecsq at {self.rate} hundredths of a bit a value is not allowed; "
                 "choose a number from 1 to 250"
             )
 

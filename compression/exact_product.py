@@ -32,9 +32,7 @@ def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
     """
     inner = left_MN.shape[1]
     if not 1 <= inner <= MAX_INNER:
-        raise ValueError(
-            f"products over {inner} values are not possible here; 1 to {MAX_INNER} are"
-        )
+        raise ValueError(f"products over {inner} values are not allowed here; 1 to {MAX_INNER} are")
     bits = (_MANTISSA - math.ceil(math.log2(inner))) // 2
     lefts, rights = _sliced(left_MN, bits, slices), _sliced(right_NK, bits, slices)
     pairs = [(i, level - i) for level in range(slices) for i in range(level + 1)]

@@ -97,8 +97,9 @@ class TopK2(ChunkedTopK):
 
 
 def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
-    """Return two levels for every k values (fewer at the end), and each value's code: 1 if
-    negative, plus 2 if upper."""
+    """Return two levels for every k values (fewer at the end), and each value's code.
+
+    The code is 1 if the value is negative, plus 2 if it takes the upper level."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
     parts = [
         _two_means(part)

@@ -82,7 +82,7 @@ class Basis:
         width, rank = self.columns_DK.shape
         if not 1 <= rank <= width <= MAX_WIDTH or not 0 <= self.version < 1 << 32:
             raise ValueError(
-                f"a basis of {rank} columns of {width}, version {self.version}, is not possible"
+                f"a basis of {rank} columns of {width}, version {self.version}, is not allowed"
             )
         tables = (self.columns_DK, self.fixed_VD, self.fixed_LD)
         if any(
@@ -121,12 +121,12 @@ class Basis:
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the width of the model."""
         return self.columns_DK.shape[0]
 
     @property
     def rank(self) -> int:
-        """K."""
+        """K, the rank of the basis."""
         return self.columns_DK.shape[1]
 
     def columns(self, dtype: torch.dtype) -> Tensor:
@@ -165,7 +165,7 @@ class Basis:
             raise CorruptPayload(str(error)) from None
 
     def with_tables(self, fixed_VD: Tensor, fixed_LD: Tensor | None = None) -> "Basis":
-        """Return the same basis with these frozen tables."""
+        """Return this basis with other frozen tables."""
         return Basis(
             self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD
         )
@@ -295,7 +295,9 @@ def outside(
 def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Basis) -> Tensor:
     """Return a view of the named tensor with the residual stream's dimension last."""
     if name not in tensors:
-        raise ValueError(f"there is no tensor {name!r} to project; the plan and the model differ")
+        raise ValueError(
+            f"the model has no tensor {name!r} to project; the plan was made for another model"
+        )
     tensor = tensors[name]
     if not 0 <= dim < tensor.dim() or tensor.shape[dim] != basis.width:
         raise ValueError(
@@ -544,7 +546,7 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
 def id_bytes(vocabulary: int) -> int:
     """Return the bytes per id of a vocabulary of this size: 1 to 4."""
     if not 1 <= vocabulary <= 1 << 32:
-        raise ValueError(f"a vocabulary of {vocabulary} is not possible; choose 1 to 2^32")
+        raise ValueError(f"a vocabulary of {vocabulary} is not allowed; choose 1 to 2^32")
     return max(1, ((vocabulary - 1).bit_length() + 7) // 8)
 
 
@@ -564,9 +566,7 @@ def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> 
     """Return the ids (B, L) as int64; refuse another length and ids outside of the vocabulary."""
     width = id_bytes(vocabulary)
     if min(batch, length) < 0 or batch * length > MAX_VALUES:
-        raise ValueError(
-            f"{batch} x {length} token ids are not possible; send smaller microbatches"
-        )
+        raise ValueError(f"{batch} x {length} token ids are not allowed; send smaller microbatches")
     require_length(
         payload,
         width * batch * length,

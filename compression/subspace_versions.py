@@ -29,7 +29,9 @@ class Superseded(Incompatible):
 
 @dataclass(slots=True, eq=False)
 class SubspaceVersions:
-    """`first` and the versions that follow it. Calls must come from one thread at a time.
+    """A subspace codec and the versions that follow `first`.
+
+    Calls must come from one thread at a time.
     `spoken` is the version of this end's own weights, in which it encodes unless the context
     names another."""
 
@@ -143,7 +145,7 @@ class SubspaceVersions:
         if version < min(self._held):
             raise Superseded(
                 f"version {version} of the basis of {self.name} is over; "
-                f"held are {held}: begin anew"
+                f"held are {held}: begin again"
             )
         raise Incompatible(
             f"version {version} of the basis of {self.name} is not here yet; "

@@ -46,7 +46,7 @@ class Zstd:
 
     @property
     def biased(self) -> bool:
-        """The inner codec's value."""
+        """True if the inner codec is biased."""
         return self.inner.biased
 
     def granule(self, shape: tuple[int, ...]) -> int:

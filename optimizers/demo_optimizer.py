@@ -50,7 +50,7 @@ class DeMo(Decoupled):
         Decoupled.__post_init__(self)
         if not 2 <= self.chunk <= 256:
             raise ValueError(
-                f"chunks of {self.chunk} × {self.chunk} are not possible; "
+                f"chunks of {self.chunk} × {self.chunk} are not allowed; "
                 "choose 2 to 256, usually 64"
             )
         chosen, values = codec(self.codec), self.chunk**2

@@ -138,8 +138,7 @@ class Streaming(OuterMethod):
             )
         if not 0 <= self.mix <= 1:
             raise ValueError(
-                f"a mix of {self.mix} is no share of the local values; "
-                "choose one in [0, 1], usually 0.5"
+                f"a mix of {self.mix} is out of range; choose one in [0, 1], usually 0.5"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:

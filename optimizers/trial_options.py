@@ -30,7 +30,7 @@ class Disaster:
 
 @dataclass(frozen=True, slots=True)
 class TrialOptions:
-    """Options of a method's trials, beside the usual ones.
+    """Options of a method's trials, in addition to the usual ones.
 
     `law` is for the law tests, `quick` for manual tests with lossless rounds of two steps; with
     either, every stream must have a round within a few steps. `rest` is a number of steps after
@@ -75,7 +75,7 @@ def _complete(
 ) -> dict[str, Any]:
     if not dataclasses.is_dataclass(method):
         raise TrialIncomplete(
-            f"{method.__name__} is no dataclass, so its options are not known; "
+            f"{method.__name__} is not a dataclass, so its options are not known; "
             f"put @dataclass(slots=True) before the class in {method.__module__}"
         )
     fields = {

@@ -118,7 +118,7 @@ class Identity:
 
     @property
     def peer(self) -> PeerId:
-        """The libp2p id."""
+        """The libp2p peer id of this key."""
         return peer_id(self.public)
 
     def sign(self, domain: bytes, message: bytes) -> bytes:

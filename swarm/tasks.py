@@ -1,4 +1,4 @@
-"""How asyncio tasks end."""
+"""Cancelling asyncio tasks."""
 
 import asyncio
 from typing import Any

@@ -43,7 +43,7 @@ class Worker:
         self._heard: list[Fields] = []
 
     def tell(self, kind: str, **fields: object) -> None:
-        """Send a command."""
+        """Send a command to the worker."""
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 

@@ -45,7 +45,7 @@ class Size:
 
     @property
     def payload_bytes(self) -> int:
-        """`out` + `back` of the ideal's formula."""
+        """Bytes that a worker sends and receives: `out` + `back` of the ideal's formula."""
         return codec(self.out).max_bytes(self.parameters) + codec(self.back).max_bytes(
             self.parameters
         )

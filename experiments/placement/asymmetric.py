@@ -104,7 +104,7 @@ class StageShare:
 
     @property
     def work(self) -> float:
-        """Work per sample, in layers; an embedding look-up is none."""
+        """Work per sample, in layers; an embedding look-up counts as no work."""
         return self.end - self.begin + (self.stage == self.stages - 1) * self.model.head_layers
 
     @property
@@ -374,12 +374,12 @@ def _if_servable(
         return None
 
 
-def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
-    """Return each stage's layers, at most `most`: one each, more where there is least work."""
-    layers = [1] * len(most)
-    for _ in range(model.layers - len(most)):
+def _even(model: ModelCosts, max_layers: Sequence[int]) -> list[int]:
+    """Return each stage's layers, up to `max_layers`: one each, more where there is least work."""
+    layers = [1] * len(max_layers)
+    for _ in range(model.layers - len(max_layers)):
         open_stages = [
-            part for part in parts(model, layers) if layers[part.stage] < most[part.stage]
+            part for part in parts(model, layers) if layers[part.stage] < max_layers[part.stage]
         ]
         layers[min(open_stages, key=lambda part: part.work).stage] += 1
     return layers
@@ -388,11 +388,11 @@ def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
 def _even_within_memory(
     model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
 ) -> Iterator[list[int]]:
-    """Yield the same within the machines' memory; nothing if together they cannot hold the model.
+    """Yield an even split within the machines' memory, unless they cannot hold the model.
 
     The largest machines serve one stage, the next largest another, and so on; all that matters is
     which of these groups serve the ends, where embedding and head take memory as well. The groups
-    that together hold most layers are taken.
+    that together hold the most layers are taken.
     """
     memory = sorted((machine.memory_bytes for machine in machines), reverse=True)
     groups = [memory[(group + 1) * replicas - 1] for group in range(count)]

@@ -49,7 +49,7 @@ class LateMethod(PeriodicMethod):
             )
         if self.delay and self.period < 2:
             raise ValueError(
-                f"a period of {self.period} step hides no exchange; "
+                f"a period of {self.period} step is too short to hide an exchange; "
                 "choose 2 or more, usually 30, or delay=0"
             )
 

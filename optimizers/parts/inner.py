@@ -42,7 +42,7 @@ class InnerConfig:
             )
         if not 0 < self.lr < math.inf:
             raise ValueError(
-                f"a learning rate of {self.lr} trains nothing; "
+                f"a learning rate of {self.lr} is out of range; "
                 "choose a finite one above 0, usually 1e-3"
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -51,7 +51,7 @@ class InnerConfig:
             )
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
-                f"a weight decay of {self.weight_decay} makes weights grow; "
+                f"a weight decay of {self.weight_decay} is out of range; "
                 "choose 0 or more, usually 0.1"
             )
         if not 0 < self.eps < math.inf:
@@ -70,7 +70,7 @@ class InnerConfig:
                 )
             if not 0 <= self.momentum < 1:
                 raise ValueError(
-                    f"a momentum of {self.momentum} never forgets; "
+                    f"a momentum of {self.momentum} is out of range; "
                     "choose one in [0, 1), usually 0.9"
                 )
         if self.nesterov and (self.name != "sgd" or not self.momentum):

@@ -68,7 +68,7 @@ def numbers(values: Mapping[str, int]) -> State:
 
 
 def tables(held: Mapping[str, Tensors]) -> State:
-    """Return several sets of tensors, each as `named` copies it under its prefix."""
+    """Return copies of several sets of tensors, each under its prefix (see `named`)."""
     return {
         name: tensor
         for prefix, tensors in held.items()

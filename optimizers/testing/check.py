@@ -331,7 +331,7 @@ def check_denominators(subject: Subject) -> None:
 
 
 def check_adopting_ones_own_snapshot(subject: Subject) -> None:
-    """Check that adopting the own snapshot, if nothing else is held, changes nothing later."""
+    """Check that adopting a peer's own snapshot, if nothing else is held, changes nothing later."""
     if subject.rest is None:
         return
     through, stopped = (subject.swarm("ab") for _ in range(2))
@@ -441,7 +441,7 @@ def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> No
 
 
 def check_stopping_once(subject: Subject, moment: int) -> None:
-    """Check a single restart: where all restarts lose the same thing, none of them shows."""
+    """Check a single restart: if every restart lost the same thing, no comparison would show it."""
     ran, stopped = (subject.swarm("ab", inner="adamw", lr=0.01) for _ in range(2))
     stopped.between = _restarting(stopped, moment)
     for swarm in (ran, stopped):
@@ -526,8 +526,9 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
 
 
 def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield a peer's values at each parameter's first place, keyed by (where it is, parameter). The
-    parameter is "" for what it requested in another form after the first rounds."""
+    """Yield a peer's values at each parameter's first place, keyed by (where it is, parameter).
+
+    The parameter is "" for requests in another form after the first rounds."""
     last = max(one.key.round for one in peer.templates.values())
     held = holding(peer) | {f"theta.{name}": x for name, x in peer.theta().items()}
     for _, exchange in peer.offered:

@@ -214,7 +214,7 @@ class LoopbackPeer:
 
     @property
     def method(self) -> Method:
-        """The driver's method."""
+        """The method that the driver drives."""
         return self.driver.method
 
     @property

@@ -80,7 +80,7 @@ def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
 
 
 def remove_dead_sockets(folder: Path, now_s: float) -> int:
-    """Remove sockets of dead daemons; return how many. `now_s` is wall-clock time.
+    """Remove sockets of dead daemons and return their number; `now_s` is wall-clock time.
 
     A socket stays unless it is ours, older than `SOCKET_MIN_AGE_S`, and refuses connections.
     """

@@ -141,7 +141,7 @@ class PlanTerms:
 
     @property
     def optional(self) -> tuple[int, ...]:
-        """All other stages."""
+        """The stages that a path may skip."""
         needed = self.needed
         return tuple(stage for stage in range(len(self.kinds)) if stage not in needed)
 

@@ -222,7 +222,7 @@ class CatchUp:
         return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
     def _may_give_up(self, state: StreamState) -> bool:
-        """True if content that nobody has may be given up.
+        """True if content that no peer has may be given up.
 
         Only a stage's, which would stand still, and only among a quorum: others may have it."""
         view, context = self._context.views.newest, self._context

@@ -1,6 +1,6 @@
 """One peer of a run: its receive and tick loops, and the few calls that a node makes.
 
-Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside
+Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue next to
 it only feed it messages and time. It runs unchanged on real links and on the simulator's.
 """
 

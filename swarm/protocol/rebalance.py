@@ -89,7 +89,9 @@ class RebalanceRule:
 
 
 def snapshot_number(now_s: float, period_s: float = PERIOD_S) -> int:
-    """Return the period of a moment of run time: peers in the same period use the same snapshot."""
+    """Return the number of the period of `now_s`, in run time.
+
+    Peers in the same period use the same snapshot."""
     if not 0 < period_s < math.inf:
         raise ValueError(f"a period of {period_s} s; it must be positive and finite")
     return math.floor(now_s / period_s)

@@ -507,7 +507,7 @@ def test_scopes_say_what_routes_must_grant(ends):
     ("wrong", "words"),
     [
         ({"shape": (2, 3)}, "three dimensions"),
-        ({"shape": (-1, 3, 4)}, "not possible"),
+        ({"shape": (-1, 3, 4)}, "not allowed"),
         ({"shape": (1 << 14, 1 << 14, 2)}, "smaller microbatches"),
         ({"dtype": torch.int8}, "cannot be sent"),
         ({"direction": "up"}, "choose forward or backward"),

@@ -545,7 +545,7 @@ def test_bytes_that_are_no_basis_are_refused_even_if_their_digest_is_announced(n
     ("columns", "words"),
     [
         (torch.eye(4)[:, :2] * 1.001, "orthonormal to"),
-        (torch.zeros(2, 4), "is not possible"),
+        (torch.zeros(2, 4), "is not allowed"),
         (torch.full((4, 2), float("nan")), "without NaN"),
         (torch.eye(4).double(), "float32"),
     ],
@@ -609,7 +609,7 @@ def test_ids_that_are_floats_or_unknown_are_refused_on_both_sides():
             unpack_tokens(wrong, 1, 2, 9)
     with pytest.raises(ValueError, match="smaller microbatches"):
         unpack_tokens(b"", 1 << 20, 1 << 20, 9)
-    with pytest.raises(ValueError, match="is not possible"):
+    with pytest.raises(ValueError, match="is not allowed"):
         id_bytes(0)
 
 

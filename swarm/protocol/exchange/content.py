@@ -38,7 +38,7 @@ class ExchangeContext:
 
     @property
     def soft_s(self) -> float:
-        """The time from which nobody waits for a live member that has contributed nothing."""
+        """The time from which no member waits for a live one that has contributed nothing."""
         return self.started_s + SOFT * self.terms.deadline_s
 
     @property

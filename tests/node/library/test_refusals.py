@@ -35,7 +35,7 @@ IMPOSSIBLE = [
     (["model.preset={}"], "model.preset: '{}' is not known", "choose from"),
     (["model={dim=64}"], "model.layers: it is missing", "give it a value"),
     (["method=3"], "method: it stands outside any table", "model"),
-    (["method.options.period=0"], "a period of 0 steps makes no rounds", "1 or more"),
+    (["method.options.period=0"], "a period of 0 steps is out of range", "1 or more"),
     (
         ["method.options.period=99999999999999999999"],
         "method.options.period: the whole number",
@@ -55,7 +55,11 @@ IMPOSSIBLE = [
         "bf16 or fp32",
     ),
     (["method.name=async", "method.options.enough=2"], "2 arrivals never are there", "1 or fewer"),
-    (["method.name=async", "method.options.enough=-1"], "enough=-1 arrivals are none", "1 or more"),
+    (
+        ["method.name=async", "method.options.enough=-1"],
+        "enough=-1 arrivals is out of range",
+        "1 or more",
+    ),
     (
         ["method.name=async", "method.options.c=0.1"],
         "needs a buffer of known size",
@@ -116,18 +120,18 @@ IMPOSSIBLE = [
     ),
     (
         ["method.name=desloc", "method.options.exp_avg_period=7"],
-        "no multiple of the period 5",
+        "not a multiple of the period 5",
         "choose 5",
     ),
     (["method.name=ddp", "train.optimizer=muon"], "cannot send the moments of muon", "adamw"),
     (
         ["method.name=sparta-diloco", "method.options.mask_period=3"],
-        "no multiple of mask_period=3",
+        "not a multiple of mask_period=3",
         "choose 6",
     ),
     (
         ["method.name=edit", "method.options.round_s=1e-300"],
-        "round_s=1e-300 makes no rounds",
+        "round_s=1e-300 is out of range",
         "0.001 s or more",
     ),
     (
@@ -162,8 +166,8 @@ IMPOSSIBLE = [
     ([*PIPELINE, "train.samples=0"], "train.samples", ">= 1"),
     (
         [*PIPELINE, "pipeline.policy=swap"],
-        "'swap of unequal stages': the first of 2 stages",
-        "4 or 6 or more stages",
+        "'swap of unequal stages': only 0 of 2 stages",
+        "4 or at least 6 stages",
     ),
     ([*PIPELINE, "pipeline.polcy=swap"], "pipeline.polcy: there is no such key", "'policy'"),
 ]
