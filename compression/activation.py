@@ -83,8 +83,9 @@ class ActivationContext:
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or min(self.shape) < 0 or math.prod(self.shape) > MAX_VALUES:
             raise ValueError(
-                f"an activation of shape {self.shape} is not possible; it has three dimensions and at most"
-                f" {MAX_VALUES} values: send smaller microbatches"
+                f"an activation of shape {self.shape} is not allowed; "
+                f"it has three dimensions and at most {MAX_VALUES} values: "
+                "send smaller microbatches"
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"activations of {self.dtype} cannot be sent; choose one of {DTYPES}")
@@ -94,13 +95,15 @@ class ActivationContext:
             )
         if self.samples and len(self.samples) != self.shape[0]:
             raise ValueError(
-                f"{len(self.samples)} sample ids for {self.shape[0]} sequences; give each sequence its id"
+                f"{len(self.samples)} sample ids for {self.shape[0]} sequences; "
+                "give each sequence its id"
             )
         if self.tokens is not None:
             require_token_ids(self.tokens, self.shape[:2])
         if self.arrived is not None and tuple(self.arrived.shape) != self.shape:
             raise ValueError(
-                f"the activation arrived as {tuple(self.arrived.shape)}, its gradient is {self.shape}"
+                f"the activation arrived as {tuple(self.arrived.shape)}, "
+                f"its gradient is {self.shape}"
             )
 
     @property
@@ -203,8 +206,9 @@ class CodecOffer:
             or not 0 <= self.version < 1 << 32
         ):
             raise ValueError(
-                f"an offer needs a name of at most {MAX_NAME} characters, a version below 2^32 and a digest of at most"
-                f" {MAX_DIGEST_BYTES} bytes, got {self.name[:MAX_NAME]!r}, {self.version} and {len(self.digest)} bytes"
+                f"an offer needs a name of at most {MAX_NAME} characters, "
+                f"a version below 2^32 and a digest of at most {MAX_DIGEST_BYTES} bytes, "
+                f"got {self.name[:MAX_NAME]!r}, {self.version} and {len(self.digest)} bytes"
             )
 
     @classmethod
@@ -227,8 +231,8 @@ def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffe
             return offer
     reasons = "; ".join(_difference(offer, heard) for offer in mine)
     raise Incompatible(
-        f"no activation codec in common: {reasons or 'none is offered here'}. Route to another peer, or give both sides a"
-        " codec without shared state, such as bf16"
+        f"no activation codec in common: {reasons or 'none is offered here'}. Route to another "
+        "peer, or give both sides a codec without shared state, such as bf16"
     )
 
 
@@ -239,10 +243,13 @@ def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
         return f"{offer.name} is not known there"
     if offer.version in versions:
         return (
-            f"{offer.name} version {offer.version} has digest {offer.digest.hex()[:8] or 'none'} here and another there:"
-            " fetch it again, by the digest that the run's record names"
+            f"{offer.name} version {offer.version} has digest {offer.digest.hex()[:8] or 'none'} "
+            "here and another there: fetch it again, by the digest that the run's record names"
         )
-    return f"{offer.name} is at version {offer.version} here and {versions} there: update the older one"
+    return (
+        f"{offer.name} is at version {offer.version} here and {versions} there: "
+        "update the older one"
+    )
 
 
 class _Memoryless:
@@ -414,8 +421,8 @@ def require_exact_length(codec: Codec) -> Codec:
     """Return `codec`; raise `ValueError` unless the number of values determines payload length."""
     if "+" in codec.name or codec.name.partition(":")[0] not in EXACT_LENGTH:
         raise ValueError(
-            f"codec {codec.name!r} writes payloads whose length varies, which activations do not use; choose one of"
-            f" {', '.join(EXACT_LENGTH)}"
+            f"codec {codec.name!r} writes payloads whose length varies, "
+            f"which activations do not use; choose one of {', '.join(EXACT_LENGTH)}"
         )
     return codec
 
@@ -433,7 +440,8 @@ def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
     """Raise `UnencodableTensor` unless `x` has the shape and dtype that the header will state."""
     if tuple(x.shape) != ctx.shape or x.dtype != ctx.dtype:
         raise UnencodableTensor(
-            f"the header says {ctx.shape} of {ctx.dtype}, the tensor is {tuple(x.shape)} of {x.dtype}"
+            f"the header says {ctx.shape} of {ctx.dtype}, the tensor is {tuple(x.shape)} of "
+            f"{x.dtype}"
         )
 
 

@@ -57,8 +57,8 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
             0
         ]
         raise ValueError(
-            f"activation codec {forward[:_SHOWN]!r} is not known; did you mean {nearest!r}? There are"
-            f" {', '.join(ACTIVATIONS)}"
+            f"activation codec {forward[:_SHOWN]!r} is not known; "
+            f"did you mean {nearest!r}? There are {', '.join(ACTIVATIONS)}"
         )
     gradient = gradient if comma else _USUAL[kind]
     if kind == "subspace":
@@ -84,7 +84,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
         kind = re.split("[:+,]", name)[0]
         if kind.startswith(("subspace", "aqsgd")):
             raise ValueError(
-                f"{name[:_SHOWN]!r} cannot be one of several codecs: both ends keep something for it"
+                f"{name[:_SHOWN]!r} cannot be one of several codecs: "
+                "both ends keep something for it"
             )
     if len(set(names)) < len(names) or len(names) > MAX_ALTERNATIVES:
         raise ValueError(f"{spec[:_SHOWN]!r} names a codec twice, or more than {MAX_ALTERNATIVES}")
@@ -146,7 +147,7 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
     return SubspaceTerms(int(match[1]), _coordinates(match[2] or "bf16"), _coordinates(gradient))
 
 
-def most_bytes(spec: str, ctx: ActivationContext) -> int:
+def max_bytes(spec: str, ctx: ActivationContext) -> int:
     """Return the most bytes of a payload for a name or its `alternatives`; `ValueError` if
     unknown."""
     terms = subspace_terms(spec)
@@ -164,7 +165,8 @@ def _subspace(spec: str, basis: Basis | None) -> ActivationCodec:
     assert terms is not None, "another codec"
     if basis is None or basis.rank != terms.rank:
         raise ValueError(
-            f"subspace:{terms.rank} needs the run's basis of rank {terms.rank}, got"
-            f" {f'one of {basis.rank}' if basis else 'none'}: fetch it by the digest in the run's record"
+            f"subspace:{terms.rank} needs the run's basis of rank {terms.rank}, "
+            f"got {f'one of {basis.rank}' if basis else 'none'}: "
+            "fetch it by the digest in the run's record"
         )
     return Subspace(basis, terms.forward, terms.gradient)

@@ -47,7 +47,7 @@ from farflock.compression.payload import append
 
 MAX_SAMPLES = 20_000  # held by one end, as in the paper's code
 MAX_CACHE_BYTES = 1 << 30
-PATIENCE = 4  # cachefuls of samples that pass before an absent one makes room
+MAX_ABSENT_CACHEFULS = 4  # cachefuls of samples that pass before an absent one makes room
 FULL, KEPT, DIFFERENCE, HELD = 0, 1, 2, 3
 TAG_BYTES = 8
 NO_TAG = bytes(TAG_BYTES)
@@ -121,7 +121,7 @@ class Cache:
         """
         while self._held and not self._fits(size_bytes):
             oldest = next(iter(self._held))
-            if self.clock - self._held[oldest].used <= PATIENCE * len(self._held):
+            if self.clock - self._held[oldest].used <= MAX_ABSENT_CACHEFULS * len(self._held):
                 break
             self.drop(oldest)
         return self._fits(size_bytes)
@@ -166,7 +166,7 @@ class AqSgd(FlatGradient):
     def __post_init__(self) -> None:
         if self.difference.name not in ("int4", "int8"):
             raise ValueError(
-                f"differences as {self.difference.name!r} are not possible; choose int4 or int8"
+                f"differences as {self.difference.name!r} are not allowed; choose int4 or int8"
             )
         require_exact_length(self.gradient)
         self.cache = Cache(self.max_samples, self.max_cache_bytes)
@@ -191,8 +191,9 @@ class AqSgd(FlatGradient):
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Return, forward, the larger of all samples whole and all as differences; backward the
-        exact length."""
+        """Return an upper bound forward, and the exact length backward.
+
+        The bound is the larger of all samples whole and all as differences."""
         if ctx.direction == "backward":
             return self.gradient.max_bytes(ctx.count)
         each = ctx.shape[1] * ctx.shape[2]
@@ -241,12 +242,13 @@ class AqSgd(FlatGradient):
     def _require_pinned(self, ctx: ActivationContext) -> None:
         if ctx.edge != self.edge:
             raise ValueError(
-                f"{self.name} remembers the samples of edge {self.edge!r} and cannot serve {ctx.edge!r}: pin the route, or"
-                " choose a memoryless codec such as int8"
+                f"{self.name} remembers the samples of edge {self.edge!r} and cannot serve "
+                f"{ctx.edge!r}: pin the route, or choose a memoryless codec such as int8"
             )
         if len(ctx.samples) != ctx.shape[0]:
             raise ValueError(
-                f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}"
+                f"{self.name} needs the id of each of the {ctx.shape[0]} samples, "
+                f"got {len(ctx.samples)}"
             )
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:

@@ -113,7 +113,8 @@ class BlockCodec(ExactCodec):
         if not 1 + even <= self.block <= 65536 or (even and self.block % 2):
             choice = "an even number from 2" if even else "a number from 1"
             raise ValueError(
-                f"{self.kind} in blocks of {self.block} values is not possible; choose {choice} to 65536"
+                f"{self.kind} in blocks of {self.block} values is not allowed; "
+                f"choose {choice} to 65536"
             )
 
     @abstractmethod
@@ -131,11 +132,11 @@ class BlockCodec(ExactCodec):
 
     @property
     def numbers(self) -> tuple[int]:
-        """The block."""
+        """The block's length, the number in the codec's name."""
         return (self.block,)
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return a block."""
+        """Return the length of a block."""
         return self.block
 
     def max_bytes(self, count: int) -> int:

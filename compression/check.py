@@ -23,8 +23,10 @@ LAWS = {
     0: "a codec is a frozen value, and equal codecs stand for each other",
     1: "decode(encode(x)) fills `out` with finite values, within the codec's stated bound of x",
     2: "`encode` appends exactly the number of bytes that it returns, at most `max_bytes(len(x))`",
-    3: "what is no flat finite float32 tensor is `UnencodableTensor`; empty and all-zero tensors round-trip",
-    4: "`decode` of any bytes fills `out` with finite values or raises `CorruptPayload`, in little memory",
+    3: "what is no flat finite float32 tensor is `UnencodableTensor`; "
+    "empty and all-zero tensors round-trip",
+    4: "`decode` of any bytes fills `out` with finite values or raises `CorruptPayload`, "
+    "in little memory",
     5: "`encode` and `decode` are pure and deterministic",
     6: "shards that are cut at multiples of `granule` decode as the whole tensor does",
 }
@@ -189,7 +191,10 @@ def check_bound(codec: Codec, x: Tensor, bound: Bound | None = None) -> None:
         return
     excess = (back.double() - x.double()).abs() - bound(x)
     at = int(excess.argmax())
-    seen = f"{float(x[at])!r} came back as {float(back[at])!r}, which is {float(excess[at]):.3g} more than the bound allows."
+    seen = (
+        f"{float(x[at])!r} came back as {float(back[at])!r}, "
+        f"which is {float(excess[at]):.3g} more than the bound allows."
+    )
     _require(float(excess[at]) <= 0, 1, seen)
 
 
@@ -336,7 +341,10 @@ def check_memory(codec: Codec, multiple: int = 4) -> None:
         (tensors, multiple, "in tensors"),
         (python, multiple // 2, "in Python"),
     ):
-        seen = f"{taken} bytes were taken {what} for {4 * LARGE} bytes of values; {limit} times as much is allowed."
+        seen = (
+            f"{taken} bytes were taken {what} for {4 * LARGE} bytes of values; "
+            f"{limit} times as much is allowed."
+        )
         _require(taken <= limit * 4 * LARGE, 4, seen)
 
 
@@ -346,7 +354,10 @@ def check_refused_before_memory(codec: Codec) -> None:
     for payload in (b"", b"\x00" * 1000, bytes(codec.max_bytes(len(out)) + 1)):
         tensors, python = _memory_taken(lambda payload=payload: codec.decode(payload, CONTEXT, out))  # type: ignore[misc]
         case = f"{len(payload)} bytes for {len(out)} values"
-        seen = f"{case}: {tensors} bytes of tensors and {python} of Python were taken before they were refused."
+        seen = (
+            f"{case}: {tensors} bytes of tensors and {python} of Python were taken "
+            "before they were refused."
+        )
         _require(tensors == 0 and python < FREE_BYTES, 4, seen)
 
 
@@ -432,7 +443,10 @@ def check_cut_at_granules(codec: Codec) -> None:
         x = example("usual", 3 * cut + cut // 2)
         whole = _round_trip(codec, x, 6)
         parts = [_round_trip(codec, part, 6) for part in (x[:cut], x[cut : 3 * cut], x[3 * cut :])]
-        seen = f"{len(x)} values cut at {cut} and {3 * cut} decode to other values; the granule is {granule}."
+        seen = (
+            f"{len(x)} values cut at {cut} and {3 * cut} decode to other values; "
+            f"the granule is {granule}."
+        )
         _require(_same_bits(torch.cat(parts), whole), 6, seen)
 
 

@@ -97,8 +97,12 @@ def require_finite(x: Tensor) -> Tensor:
     return x
 
 
-def require_length(payload: Buffer, least: int, what: str, most: int | None = None) -> None:
-    """Raise `CorruptPayload` unless `payload` has `least` bytes, or `least` to `most`."""
-    if not least <= len(payload) <= (least if most is None else most):
-        expected = f"{least}" if most is None else f"{least} to {most}"
+def require_length(
+    payload: Buffer, min_length: int, what: str, max_length: int | None = None
+) -> None:
+    """Raise `CorruptPayload` unless `payload` has from `min_length` to `max_length` bytes.
+
+    Without `max_length`, it must have exactly `min_length`."""
+    if not min_length <= len(payload) <= (min_length if max_length is None else max_length):
+        expected = f"{min_length}" if max_length is None else f"{min_length} to {max_length}"
         raise CorruptPayload(f"{what} needs {expected} bytes, got {len(payload)}")

@@ -63,7 +63,8 @@ class Ecsq:
     def __post_init__(self) -> None:
         if not 1 <= self.rate <= 250:
             raise ValueError(
-                f"ecsq at {self.rate} hundredths of a bit a value is not possible; choose a number from 1 to 250"
+                f"ecsq at {self.rate} hundredths of a bit a value is not allowed; "
+                "choose a number from 1 to 250"
             )
 
     @property
@@ -99,9 +100,9 @@ class Ecsq:
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; refuse a step, places and codes outside their limits."""
-        count, least = out.numel(), _HEAD.size if out.numel() else 0
+        count, min_length = out.numel(), _HEAD.size if out.numel() else 0
         require_length(
-            payload, least, f"{self.name} for {count} values", most=self.max_bytes(count)
+            payload, min_length, f"{self.name} for {count} values", max_length=self.max_bytes(count)
         )
         if not count:
             return
@@ -120,14 +121,14 @@ class Ecsq:
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
-        counts, most = counts[bins], len(size) * self.rate // 100
+        counts, max_bits = counts[bins], len(size) * self.rate // 100
         high = int(bf16_bits(size.max(keepdims=True))[0])
         low = max(high - _MAX_CODE_BITS, _MIN_STEP_BITS)
         if high < _MIN_STEP_BITS:
             return 0
         while low < high:
             middle = (low + high) // 2
-            if _bits(counts, _codes(above, middle).astype(np.int64)) <= most:
+            if _bits(counts, _codes(above, middle).astype(np.int64)) <= max_bits:
                 high = middle
             else:
                 low = middle + 1
@@ -163,7 +164,8 @@ def _read_codes(
     """Return the places of nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
-            f"{len(payload)} bytes cannot hold {many} codes for {count} values, {few} of them beyond 1"
+            f"{len(payload)} bytes cannot hold {many} codes for {count} values, "
+            f"{few} of them beyond 1"
         )
     signs = rice.unpack(payload, _HEAD.size, many, 1)
     places, end = _read_places(payload, _HEAD.size + blocks_of(many, 8), many, count)

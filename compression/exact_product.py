@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 _MANTISSA = 53  # bits of a float64
-_LEAST = -400  # exponent of the least first unit; smaller values count as 0: no denormal products
+_MIN_EXPONENT = (
+    -400
+)  # exponent of the least first unit; smaller values count as 0: no denormal products
 MAX_INNER = 1 << 17  # N: beyond it a slice would have too few bits to be worth it
 SLICES = 3
 
@@ -30,9 +32,7 @@ def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
     """
     inner = left_MN.shape[1]
     if not 1 <= inner <= MAX_INNER:
-        raise ValueError(
-            f"products over {inner} values are not possible here; 1 to {MAX_INNER} are"
-        )
+        raise ValueError(f"products over {inner} values are not allowed here; 1 to {MAX_INNER} are")
     bits = (_MANTISSA - math.ceil(math.log2(inner))) // 2
     lefts, rights = _sliced(left_MN, bits, slices), _sliced(right_NK, bits, slices)
     pairs = [(i, level - i) for level in range(slices) for i in range(level + 1)]
@@ -51,11 +51,11 @@ def _sliced(factor: Tensor, bits: int, slices: int) -> list[Tensor]:
     peak = float(rest.abs().amax()) if rest.numel() else 0.0
     if not math.isfinite(peak):
         raise ValueError("a factor holds NaN or infinity")
-    unit = 2.0 ** max(math.frexp(peak)[1] - bits, _LEAST)
+    unit = 2.0 ** max(math.frexp(peak)[1] - bits, _MIN_EXPONENT)
     parts = []
     for _ in range(slices):
         part = (rest / unit).round_().mul_(unit)
         parts.append(part)
         rest = rest - part
-        unit = max(unit * 2.0**-bits, 2.0 ** (_LEAST - 2 * bits))
+        unit = max(unit * 2.0**-bits, 2.0 ** (_MIN_EXPONENT - 2 * bits))
     return parts

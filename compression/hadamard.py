@@ -53,8 +53,8 @@ class Hadamard:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or not 2 <= self.tile <= 1024 or self.tile.bit_count() != 1:
             raise ValueError(
-                f"Hadamard tiles of {self.tile} values in {self.bits} bits are not possible; choose 4 or 8 bits and a power"
-                " of two from 2 to 1024, usually 64"
+                f"Hadamard tiles of {self.tile} values in {self.bits} bits are not allowed; "
+                "choose 4 or 8 bits and a power of two from 2 to 1024, usually 64"
             )
 
     @property
@@ -63,7 +63,7 @@ class Hadamard:
         return f"hadamard{self.bits}" + ("" if self.tile == 64 else f":{self.tile}")
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return a tile."""
+        """Return the length of a tile."""
         return self.tile
 
     def max_bytes(self, count: int) -> int:

@@ -13,7 +13,7 @@ from farflock.compression.payload import FloatCodec
 
 @dataclass(frozen=True, slots=True)
 class Raw(FloatCodec):
-    """decode(encode(x)) has the bits of x."""
+    """Sends float32 as it is: decode(encode(x)) has the bits of x."""
 
     name: ClassVar[str] = "fp32"
 

@@ -31,7 +31,7 @@ class Int4(BlockCodec):
     top: ClassVar[int] = 7
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and packed codes."""
+        """Return each block's scale and the packed codes."""
         scales, codes = quantise(x, self.block, 7)
         # 0x0B0A for codes A, B
         pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]
@@ -45,6 +45,7 @@ class Int4(BlockCodec):
             raise CorruptPayload(f"{self.name} payload holds the stored code 0; they are 1 to 15")
         if count % 2 and int(stored[-1]) != _ZERO:
             raise CorruptPayload(
-                f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, not {_ZERO}"
+                f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, "
+                f"not {_ZERO}"
             )
         return stored[:count] - _ZERO

@@ -47,7 +47,7 @@ class LowRank:
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= 256:
             raise ValueError(
-                f"a low rank of {self.rank} is not possible; choose 1 to 256, usually 4"
+                f"a low rank of {self.rank} is not allowed; choose 1 to 256, usually 4"
             )
 
     @property

@@ -63,7 +63,8 @@ def read(payload: Buffer, start: int, count: int) -> tuple[Numbers, int]:
     unary_at = start + 1 + blocks_of(count * width, 8)
     if width > MAX_WIDTH or len(payload) < unary_at + blocks_of(count, 8):
         raise CorruptPayload(
-            f"{len(payload) - start} bytes cannot hold {count} numbers with low parts of {width} bits"
+            f"{len(payload) - start} bytes cannot hold {count} numbers with low parts of {width} "
+            "bits"
         )
     low = unpack(payload, start + 1, count, width)
     unary = np.frombuffer(payload, dtype=np.uint8, offset=unary_at)

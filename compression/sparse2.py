@@ -54,7 +54,7 @@ class TopK2(ChunkedTopK):
         """Scatter the values over zeros; refuse positions and levels outside their limits."""
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
         require_length(
-            payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count)
+            payload, gaps_at, f"{self.name} for {count} values", max_length=self.max_bytes(count)
         )
         chunks = blocks_of(count, self.chunk)
         levels = np.frombuffer(payload, dtype="<u2", count=2 * chunks)
@@ -97,8 +97,9 @@ class TopK2(ChunkedTopK):
 
 
 def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
-    """Return two levels for every k values (fewer at the end), and each value's code: 1 if
-    negative, plus 2 if upper."""
+    """Return two levels for every k values (fewer at the end), and each value's code.
+
+    The code is 1 if the value is negative, plus 2 if it takes the upper level."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
     parts = [
         _two_means(part)

@@ -58,7 +58,7 @@ ORTHONORMAL = 1e-6  # the largest error of an entry of UᵀU
 OUTSIDE = 0.05  # share of an activation's norm outside the subspace; 40 bf16 layers make 0.014
 KEPT = 8  # error, in last-place units of a tensor's largest value, that is not projected away
 ROWS = 2048  # of a tensor projected at once; another number gives other last bits
-MOST_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
+MAX_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
 LARGEST = 2.0**60  # coordinates' limit, so that their products with the basis stay finite
 
 STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
@@ -82,7 +82,7 @@ class Basis:
         width, rank = self.columns_DK.shape
         if not 1 <= rank <= width <= MAX_WIDTH or not 0 <= self.version < 1 << 32:
             raise ValueError(
-                f"a basis of {rank} columns of {width}, version {self.version}, is not possible"
+                f"a basis of {rank} columns of {width}, version {self.version}, is not allowed"
             )
         tables = (self.columns_DK, self.fixed_VD, self.fixed_LD)
         if any(
@@ -104,7 +104,8 @@ class Basis:
         error = float((wide_DK.T @ wide_DK - torch.eye(rank, dtype=torch.float64)).abs().amax())
         if error > ORTHONORMAL:
             raise ValueError(
-                f"the columns of the basis are orthonormal to {error:.1e} only; {ORTHONORMAL:.0e} is needed"
+                f"the columns of the basis are orthonormal to {error:.1e} only; "
+                f"{ORTHONORMAL:.0e} is needed"
             )
         object.__setattr__(self, "digest", hashlib.sha256(self.to_bytes()).digest())
         object.__setattr__(self, "exact_DK", _sharpened(wide_DK))
@@ -120,12 +121,12 @@ class Basis:
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the width of the model."""
         return self.columns_DK.shape[0]
 
     @property
     def rank(self) -> int:
-        """K."""
+        """K, the rank of the basis."""
         return self.columns_DK.shape[1]
 
     def columns(self, dtype: torch.dtype) -> Tensor:
@@ -164,7 +165,7 @@ class Basis:
             raise CorruptPayload(str(error)) from None
 
     def with_tables(self, fixed_VD: Tensor, fixed_LD: Tensor | None = None) -> "Basis":
-        """Return the same basis with these frozen tables."""
+        """Return this basis with other frozen tables."""
         return Basis(
             self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD
         )
@@ -240,7 +241,7 @@ def project(
     """
     for name, dim in names.items():
         residual_last = _residual_last(tensors, name, dim, basis)
-        for _ in range(MOST_PASSES):
+        for _ in range(MAX_PASSES):
             inside = _inside(residual_last, (around or {}).get(name), basis)
             moved = float((inside - residual_last).abs().amax()) if inside.numel() else 0.0
             if moved <= KEPT * torch.finfo(inside.dtype).eps * float(
@@ -294,11 +295,14 @@ def outside(
 def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Basis) -> Tensor:
     """Return a view of the named tensor with the residual stream's dimension last."""
     if name not in tensors:
-        raise ValueError(f"there is no tensor {name!r} to project; the plan and the model differ")
+        raise ValueError(
+            f"the model has no tensor {name!r} to project; the plan was made for another model"
+        )
     tensor = tensors[name]
     if not 0 <= dim < tensor.dim() or tensor.shape[dim] != basis.width:
         raise ValueError(
-            f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width {basis.width}"
+            f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width "
+            f"{basis.width}"
         )
     return tensor.detach().movedim(dim, -1)
 
@@ -334,7 +338,8 @@ class Subspace:
             self.basis.width,
         ):
             raise ValueError(
-                "a basis is followed by one of the same width and rank; start another run for another size"
+                "a basis is followed by one of the same width and rank; "
+                "start another run for another size"
             )
 
     @property
@@ -363,8 +368,9 @@ class Subspace:
         """Return the codec with the next basis, which takes effect at epoch `since`."""
         if basis.version != self.basis.version + 1 or since < self.since + OVERLAP_EPOCHS:
             raise ValueError(
-                f"basis {self.basis.version} in effect since epoch {self.since} can be followed by version"
-                f" {self.basis.version + 1} from epoch {self.since + OVERLAP_EPOCHS} on, not by {basis.version} at {since}"
+                f"basis {self.basis.version} in effect since epoch {self.since} can be followed by "
+                f"version {self.basis.version + 1} from epoch {self.since + OVERLAP_EPOCHS} on, "
+                f"not by {basis.version} at {since}"
             )
         return Subspace(basis, self.forward, self.gradient, self.basis, since, self.outside)
 
@@ -385,8 +391,9 @@ class Subspace:
         left = float((varying_ND - inside_NK @ columns_DK.T).norm()), float(varying_ND.norm())
         if not left[0] <= self.outside * left[1] + 1e-6 * float(values_ND.norm()):
             raise UnencodableTensor(
-                f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace of {self.name} version"
-                f" {basis.version}: project the weights after every change, and send the right token ids"
+                f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace "
+                f"of {self.name} version {basis.version}: project the weights after every change, "
+                "and send the right token ids"
             )
         return self._write(self.forward, basis, inside_NK, ctx, out)
 
@@ -421,7 +428,8 @@ class Subspace:
     def _coordinates(self, ctx: ActivationContext) -> int:
         if ctx.shape[2] != self.basis.width:
             raise ValueError(
-                f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}"
+                f"{self.name} is for a width of {self.basis.width}, "
+                f"the activation has {ctx.shape[2]}"
             )
         return ctx.shape[0] * ctx.shape[1] * self.basis.rank
 
@@ -456,9 +464,11 @@ class Subspace:
         )
         if basis is None:
             raise Incompatible(
-                f"{self.name} came with basis {version} ({digest.hex()}), held in epoch {ctx.epoch} are"
-                f" {', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: fetch the basis that the run's"
-                " record names, or let the sender take one that is held"
+                f"{self.name} came with basis {version} ({digest.hex()}), "
+                f"held in epoch {ctx.epoch} are "
+                f"{', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: "
+                "fetch the basis that the run's record names, or let the sender take one that is "
+                "held"
             )
         if codec is None:
             inside = values_at(payload, STAMP.size, count, ctx.dtype)
@@ -478,13 +488,15 @@ class Subspace:
         if len(basis.fixed_VD):
             if ctx.tokens is None:
                 raise ValueError(
-                    f"{self.name} needs the token ids (B, L); send them as integers beside the payload"
+                    f"{self.name} needs the token ids (B, L); "
+                    "send them as integers beside the payload"
                 )
             fixed = fixed + basis.fixed_VD[_known(ctx.tokens, len(basis.fixed_VD), ValueError)]
         if len(basis.fixed_LD):
             if length > len(basis.fixed_LD):
                 raise ValueError(
-                    f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}"
+                    f"{self.name} knows {len(basis.fixed_LD)} positions, "
+                    f"the microbatch has {length}"
                 )
             fixed = fixed + basis.fixed_LD[:length]
         return fixed.expand(batch, length, width).reshape(-1, width)
@@ -525,7 +537,8 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
     ids = tokens.detach().cpu().to(torch.int64)
     if ids.numel() and not 0 <= int(ids.amin()) <= int(ids.amax()) < vocabulary:
         raise error(
-            f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}"
+            f"token ids {int(ids.amin())} to {int(ids.amax())} came, "
+            f"the vocabulary has {vocabulary}"
         )
     return ids
 
@@ -533,7 +546,7 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
 def id_bytes(vocabulary: int) -> int:
     """Return the bytes per id of a vocabulary of this size: 1 to 4."""
     if not 1 <= vocabulary <= 1 << 32:
-        raise ValueError(f"a vocabulary of {vocabulary} is not possible; choose 1 to 2^32")
+        raise ValueError(f"a vocabulary of {vocabulary} is not allowed; choose 1 to 2^32")
     return max(1, ((vocabulary - 1).bit_length() + 7) // 8)
 
 
@@ -553,9 +566,7 @@ def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> 
     """Return the ids (B, L) as int64; refuse another length and ids outside of the vocabulary."""
     width = id_bytes(vocabulary)
     if min(batch, length) < 0 or batch * length > MAX_VALUES:
-        raise ValueError(
-            f"{batch} x {length} token ids are not possible; send smaller microbatches"
-        )
+        raise ValueError(f"{batch} x {length} token ids are not allowed; send smaller microbatches")
     require_length(
         payload,
         width * batch * length,

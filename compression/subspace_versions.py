@@ -29,7 +29,9 @@ class Superseded(Incompatible):
 
 @dataclass(slots=True, eq=False)
 class SubspaceVersions:
-    """`first` and the versions that follow it. Calls must come from one thread at a time.
+    """A subspace codec and the versions that follow `first`.
+
+    Calls must come from one thread at a time.
     `spoken` is the version of this end's own weights, in which it encodes unless the context
     names another."""
 
@@ -142,8 +144,10 @@ class SubspaceVersions:
         held = ", ".join(map(str, sorted(self._held)))
         if version < min(self._held):
             raise Superseded(
-                f"version {version} of the basis of {self.name} is over; held are {held}: begin anew"
+                f"version {version} of the basis of {self.name} is over; "
+                f"held are {held}: begin again"
             )
         raise Incompatible(
-            f"version {version} of the basis of {self.name} is not here yet; held are {held}: ask again"
+            f"version {version} of the basis of {self.name} is not here yet; "
+            f"held are {held}: ask again"
         )

@@ -34,7 +34,8 @@ class ChunkedTopK:
     def __post_init__(self) -> None:
         if not 1 <= self.k <= self.chunk // 2 or self.chunk > 65536:
             raise ValueError(
-                f"top {self.k} of {self.chunk} is not possible; choose 1 <= k <= chunk/2 and chunk <= 65536"
+                f"top {self.k} of {self.chunk} is not allowed; "
+                "choose 1 <= k <= chunk/2 and chunk <= 65536"
             )
 
     @property
@@ -43,7 +44,7 @@ class ChunkedTopK:
         return f"{self.kind}:{self.k}/{self.chunk}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return a chunk."""
+        """Return the length of a chunk."""
         return self.chunk
 
     def places(self, x: Tensor, rest: int) -> Tensor:
@@ -65,7 +66,7 @@ class TopK(ChunkedTopK, ExactCodec):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """k and the chunk."""
+        """k and the chunk's length, the numbers in the codec's name."""
         return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:

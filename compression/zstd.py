@@ -46,7 +46,7 @@ class Zstd:
 
     @property
     def biased(self) -> bool:
-        """The inner codec's value."""
+        """True if the inner codec is biased."""
         return self.inner.biased
 
     def granule(self, shape: tuple[int, ...]) -> int:
@@ -72,7 +72,8 @@ class Zstd:
         count = out.numel()
         if len(payload) > self.max_bytes(count):
             raise CorruptPayload(
-                f"{self.name} for {count} values needs at most {self.max_bytes(count)} bytes, got {len(payload)}"
+                f"{self.name} for {count} values needs at most {self.max_bytes(count)} bytes, "
+                f"got {len(payload)}"
             )
         self.inner.decode(_decompress(payload, self.inner.max_bytes(count)), ctx, out)
 
@@ -87,7 +88,8 @@ def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
         frame = zstandard.get_frame_parameters(payload)
         if frame.content_size > limit_bytes or frame.window_size > window_bytes_max:
             raise CorruptPayload(
-                f"zstd frame claims {frame.content_size} bytes in a window of {frame.window_size}; at most {limit_bytes}"
+                f"zstd frame claims {frame.content_size} bytes in a window of {frame.window_size}; "
+                f"at most {limit_bytes}"
             )
         return zstandard.ZstdDecompressor().decompress(
             payload, max_output_size=limit_bytes, allow_extra_data=False

@@ -66,7 +66,7 @@ def assemble(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def pack(text: bytes) -> bytes:
-    """xz at its strongest; the text's hash, not the archive's, is what peers compare."""
+    """Return the text compressed by xz at its strongest; peers compare the text's hash."""
     return lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
 
 

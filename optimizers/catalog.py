@@ -69,8 +69,9 @@ _SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's m
 
 
 def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come from a manifest; the constructor checks them
-    """Return the method or preset; raise `ValueError` with the nearest name or option if
-    unknown."""
+    """Return the method or preset.
+
+    Raise `ValueError` with the nearest name for an unknown name or option."""
     if name not in NAMES:
         raise ValueError(f"method {name[:_SHOWN]!r} is not known; {_nearest(name, set(NAMES))}")
     known = options_of(name)

@@ -82,15 +82,17 @@ class Decoupled(ReplicaMethod):
         require_options(self)
         if self.check_rounds < 1:
             raise ValueError(
-                f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50"
+                f"a check every {self.check_rounds} rounds is not allowed; "
+                "choose 1 or more, usually 50"
             )
         if not 0 < self.tolerance < math.inf:
             raise ValueError(
-                f"a tolerance of {self.tolerance} is none; choose a share above 0, usually 0.01"
+                f"a tolerance of {self.tolerance} is out of range; "
+                "choose a share above 0, usually 0.01"
             )
         if not 0 <= self.decay < 1:
             raise ValueError(
-                f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999"
+                f"a decay of {self.decay} is out of range; choose one in [0, 1), usually 0.999"
             )
 
     @abstractmethod

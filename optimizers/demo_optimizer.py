@@ -50,13 +50,15 @@ class DeMo(Decoupled):
         Decoupled.__post_init__(self)
         if not 2 <= self.chunk <= 256:
             raise ValueError(
-                f"chunks of {self.chunk} × {self.chunk} are not possible; choose 2 to 256, usually 64"
+                f"chunks of {self.chunk} × {self.chunk} are not allowed; "
+                "choose 2 to 256, usually 64"
             )
         chosen, values = codec(self.codec), self.chunk**2
         if chosen.biased and chosen.granule((values,)) != values:
             raise ValueError(
-                f"codec {self.codec} chooses among {chosen.granule((values,))} values, a chunk of {self.chunk} × {self.chunk} "
-                f"has {values}; choose topk:{min(32, values // 2)}/{values}"
+                f"codec {self.codec} chooses among {chosen.granule((values,))} values, "
+                f"a chunk of {self.chunk} × {self.chunk} has {values}; "
+                f"choose topk:{min(32, values // 2)}/{values}"
             )
 
     def _part(self, delta: Tensors) -> dict[str, Tensor]:

@@ -77,18 +77,19 @@ class Lean(PeriodicMethod):
         require_options(self, returned=None)
         if not 0 <= self.delay < self.period:
             raise ValueError(
-                f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps apart; "
-                f"choose 0 to {self.period - 1}"
+                f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps "
+                f"apart; choose 0 to {self.period - 1}"
             )
         if not 0 <= self.decay <= 1:
             raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1], usually 1")
         if not 0 <= self.correction <= 1:
             raise ValueError(
-                f"a correction of {self.correction} is no share; choose one in [0, 1], usually 0.2"
+                f"a correction of {self.correction} is out of range; "
+                "choose one in [0, 1], usually 0.2"
             )
         if not 0 < self.cap < math.inf:
             raise ValueError(
-                f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1"
+                f"a cap of {self.cap} is out of range; choose a finite one above 0, usually 1"
             )
 
     def local_step(self, replica: Replica, progress: Progress) -> None:

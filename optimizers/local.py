@@ -16,7 +16,7 @@ class Local(ReplicaMethod):
     trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({}, 16),))
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """Return none."""
+        """Return no templates: nothing is exchanged."""
         return []
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -24,7 +24,7 @@ class Local(ReplicaMethod):
         replica.inner_step()
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Return nothing, ever."""
+        """Return no exchanges."""
         return []
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:

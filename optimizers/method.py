@@ -31,7 +31,7 @@ class RandomGroups:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Exactly these peers."""
+    """The group rule that takes exactly these peers."""
 
     ids: tuple[MemberId, ...]
 

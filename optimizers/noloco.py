@@ -57,13 +57,15 @@ class NoLoCo(PeriodicMethod):
         require_options(self, "NoLoCo has no feedback; choose fp16, bf16 or int8")
         if not 0 <= self.alpha < 1 or not 0 < self.beta <= 10:
             raise ValueError(
-                f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta in (0, 10] (0.5 and 0.7)"
+                f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta in (0, "
+                "10] (0.5 and 0.7)"
             )
         bound = stability_bound(self.alpha)
         if not 0 < self.gamma < bound:
             raise ValueError(
-                f"gamma={self.gamma} lies outside (0, {bound:.3f}), the stable region for alpha={self.alpha}: "
-                "replicas would drift apart without end; lower gamma or alpha"
+                f"gamma={self.gamma} lies outside (0, {bound:.3f}), "
+                f"the stable region for alpha={self.alpha}: replicas would drift apart without "
+                "end; lower gamma or alpha"
             )
         if self.gamma > 0.9 * bound:
             warnings.warn(

@@ -64,7 +64,7 @@ class SparseLoCo(PeriodicMethod):
         OuterSGD(self.outer_lr)  # raises for an impossible rate
         if not 0 <= self.feedback <= 1:
             raise ValueError(
-                f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.95"
+                f"feedback of {self.feedback} is out of range; choose one in [0, 1], usually 0.95"
             )
         if self.denominator not in DENOMINATORS:
             raise ValueError(

@@ -75,14 +75,15 @@ class Mixing:
             raise ValueError(f"selector {self.selector!r} is not known; choose random or partition")
         if not 1 <= self.one_in < 1 << 31:
             raise ValueError(
-                f"one value in {self.one_in} is no share; choose one_in from 1 (all) up, usually 200"
+                f"one value in {self.one_in} cannot be chosen; "
+                "choose one_in from 1 (all) up, usually 200"
             )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed {self.seed} does not fit into 64 bits; choose one from 0 up")
         if not 0 <= self.delay < self.period:
             raise ValueError(
-                f"a delay of {self.delay} steps does not end before the next exchange, {self.period} steps later; "
-                f"choose 0 to {self.period - 1}, or a longer period"
+                f"a delay of {self.delay} steps does not end before the next exchange, "
+                f"{self.period} steps later; choose 0 to {self.period - 1}, or a longer period"
             )
 
     def template(self, replica: Replica) -> Exchange:
@@ -183,7 +184,7 @@ class Sparta(ReplicaMethod):
         return []
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Adopt a snapshot's parameters; `carry` keeps the own, as no outer state must match."""
+        """Adopt a snapshot's parameters; `carry` keeps ours, as no outer state must match."""
         theta = unnamed("param", state, replica.shapes)
         if mode == "adopt":
             replica.write(theta, "param")

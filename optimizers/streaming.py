@@ -54,7 +54,8 @@ def split(
     groups = layers_of(shapes)
     if fragments > len(groups):
         raise ValueError(
-            f"{fragments} fragments need as many layers, and this model has {len(groups)}; choose {len(groups)} or fewer"
+            f"{fragments} fragments need as many layers, and this model has {len(groups)}; "
+            f"choose {len(groups)} or fewer"
         )
     layers = [group for group in groups if is_numbered(group)]
     place = {group: number * fragments // len(layers) for number, group in enumerate(layers)}
@@ -125,18 +126,19 @@ class Streaming(OuterMethod):
             raise ValueError(f"pattern {self.pattern!r} is not known; choose strided or sequential")
         if not 1 <= self.fragments <= self.period:
             raise ValueError(
-                f"{self.fragments} fragments do not fit into a period of {self.period} steps, one step each at least; "
-                f"choose 1 to {self.period}"
+                f"{self.fragments} fragments do not fit into a period of {self.period} steps, "
+                f"one step each at least; choose 1 to {self.period}"
             )
         most = min(self.period // self.fragments, self.period - 1)
         if not 0 <= self.overlap <= most:
             raise ValueError(
-                f"an overlap of {self.overlap} steps: with {self.fragments} fragments in {self.period} steps the next "
-                f"one would be sent before; choose 0 to {most}, or fewer fragments"
+                f"an overlap of {self.overlap} steps: with {self.fragments} fragments in "
+                f"{self.period} steps the next one would be sent before; "
+                f"choose 0 to {most}, or fewer fragments"
             )
         if not 0 <= self.mix <= 1:
             raise ValueError(
-                f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5"
+                f"a mix of {self.mix} is out of range; choose one in [0, 1], usually 0.5"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:
@@ -200,7 +202,8 @@ class Streaming(OuterMethod):
         for p, fragment in enumerate(new._fragments):
             if (number := fragment.book.number) % self.fragments != p:
                 raise WrongState(
-                    f"round.{p} must be one of every {self.fragments} rounds from {p} on, got {number}"
+                    f"round.{p} must be one of every {self.fragments} rounds from {p} on, "
+                    f"got {number}"
                 )
         return new
 

@@ -30,7 +30,7 @@ class Disaster:
 
 @dataclass(frozen=True, slots=True)
 class TrialOptions:
-    """Options of a method's trials, beside the usual ones.
+    """Options of a method's trials, in addition to the usual ones.
 
     `law` is for the law tests, `quick` for manual tests with lossless rounds of two steps; with
     either, every stream must have a round within a few steps. `rest` is a number of steps after
@@ -75,8 +75,8 @@ def _complete(
 ) -> dict[str, Any]:
     if not dataclasses.is_dataclass(method):
         raise TrialIncomplete(
-            f"{method.__name__} is no dataclass, so its options are not known; put @dataclass(slots=True) before the class "
-            f"in {method.__module__}"
+            f"{method.__name__} is not a dataclass, so its options are not known; "
+            f"put @dataclass(slots=True) before the class in {method.__module__}"
         )
     fields = {
         field.name: field
@@ -85,7 +85,10 @@ def _complete(
     }
     usual = {"period": period, "codec": "fp32", "return_codec": "fp32"}
     options = {name: value for name, value in usual.items() if name in fields} | dict(declared)
-    where = f"trial: ClassVar[TrialOptions] = TrialOptions({what}={{...}}) in the class {method.__name__} ({method.__module__})"
+    where = (
+        f"trial: ClassVar[TrialOptions] = TrialOptions({what}={{...}}) "
+        f"in the class {method.__name__} ({method.__module__})"
+    )
     for name in sorted(options.keys() - fields.keys()):
         raise TrialIncomplete(f"{method.__name__} has no option {name!r}; remove it from {where}")
     for name, field in fields.items():
@@ -94,6 +97,7 @@ def _complete(
         )
         if needs and name not in options:
             raise TrialIncomplete(
-                f"{method.__name__} has no value for its option {name!r} in a trial; name one in {where}"
+                f"{method.__name__} has no value for its option {name!r} in a trial; "
+                f"name one in {where}"
             )
     return options

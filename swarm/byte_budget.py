@@ -1,6 +1,6 @@
 """A budget of bytes shared by many tasks, which wait their turn in order when it is used up.
 
-A semaphore counts ones; this counts bytes, grants what is free of a request, and starves nobody.
+A semaphore counts ones; this counts bytes, grants what is free of a request, and starves no task.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ class ByteBudget:
         """True if no task holds or awaits any of the budget."""
         return self.free_bytes == self.size_bytes and not self._waiting
 
-    async def take(self, least_bytes: int, most_bytes: int, *, ahead: bool = False) -> int:
-        """Wait for at least `least_bytes`, take up to `most_bytes`, and return the number taken.
+    async def take(self, min_bytes: int, max_bytes: int, *, ahead: bool = False) -> int:
+        """Wait for at least `min_bytes`, take up to `max_bytes`, and return the number taken.
 
         With `ahead` the task goes first: work in progress ends before new work begins."""
-        assert least_bytes <= min(most_bytes, self.size_bytes), (
-            f"{least_bytes} bytes of {self.size_bytes}"
+        assert min_bytes <= min(max_bytes, self.size_bytes), (
+            f"{min_bytes} bytes of {self.size_bytes}"
         )
-        if (ahead or not self._waiting) and least_bytes <= self.free_bytes:
-            return self._grant(most_bytes)
+        if (ahead or not self._waiting) and min_bytes <= self.free_bytes:
+            return self._grant(max_bytes)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         add = self._waiting.appendleft if ahead else self._waiting.append
-        add((least_bytes, most_bytes, turn))
+        add((min_bytes, max_bytes, turn))
         try:
             return await turn
         except asyncio.CancelledError:
@@ -49,11 +49,11 @@ class ByteBudget:
         while self._waiting and (
             self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()
         ):
-            _, most_bytes, turn = self._waiting.popleft()
+            _, max_bytes, turn = self._waiting.popleft()
             if not turn.cancelled():
-                turn.set_result(self._grant(most_bytes))
+                turn.set_result(self._grant(max_bytes))
 
-    def _grant(self, most_bytes: int) -> int:
-        granted = min(most_bytes, self.free_bytes)
+    def _grant(self, max_bytes: int) -> int:
+        granted = min(max_bytes, self.free_bytes)
         self.free_bytes -= granted
         return granted

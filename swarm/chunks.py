@@ -197,7 +197,7 @@ class Chunks:
         *,
         final: bool = False,
     ) -> bool:
-        """Fetch a chunk into the store and pin it; return False if nobody delivered it in time.
+        """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
         peer that is gone or lacks the chunk never gets it: return False once nobody is left."""
@@ -466,5 +466,5 @@ def _pieces(size: int) -> int:
 
 
 def _honest(holders: Callable[[], Sequence[PeerId]], liars: set[PeerId]) -> Sequence[PeerId]:
-    """Return the holders that have not lied; all of them if nobody else is left."""
+    """Return the holders that have not lied; all of them if no other is left."""
     return [peer for peer in holders() if peer not in liars] or holders()

@@ -20,7 +20,9 @@ class Directory(Protocol):
     calls end quietly; announced records stay until they expire."""
 
     async def announce(self, run: str, record: bytes) -> bool:
-        """Store this peer's signed record; False if nobody was reachable. True promises nothing."""
+        """Store this peer's signed record; return False if no peer was reachable.
+
+        True promises nothing."""
         ...
 
     async def peers(self, run: str) -> list[bytes]:
@@ -28,7 +30,7 @@ class Directory(Protocol):
         ...
 
     async def publish_head(self, run: str, head: bytes) -> bool:
-        """Re-publish the manifest's signed head; return False if nobody was reachable."""
+        """Re-publish the manifest's signed head; return False if no peer was reachable."""
         ...
 
     async def heads(self, run: str) -> list[bytes]:

@@ -47,7 +47,7 @@ def public_key(peer: PeerId) -> bytes:
         )
     if peer_id(raw[6:]) != peer:  # decoders ignore white space: one key, many names
         raise BadIdentity(
-            f"{peer[:64]!r} is not in canonical form; it has no white space around it"
+            f"{peer[:64]!r} is not a peer id in canonical form, which has no white space around it"
         )
     return raw[6:]
 
@@ -89,12 +89,14 @@ class Identity:
         raw = path.read_bytes()
         if len(raw) != _FILE_BYTES or raw[:4] != _FILE_HEAD:
             raise BadIdentity(
-                f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; move it away to get a new one"
+                f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; "
+                "move it away to get a new identity"
             )
         identity = cls.from_seed(raw[4:36])
         if identity.public != raw[36:]:
             raise BadIdentity(
-                f"{path} is damaged: its public half does not match; restore it or move it away"
+                f"{path} is damaged: its public half does not match; restore it, "
+                "or move it away to get a new identity"
             )
         return identity
 
@@ -116,7 +118,7 @@ class Identity:
 
     @property
     def peer(self) -> PeerId:
-        """The libp2p id."""
+        """The libp2p peer id of this key."""
         return peer_id(self.public)
 
     def sign(self, domain: bytes, message: bytes) -> bytes:

@@ -149,7 +149,7 @@ class Reads(_Message, frozen=True, tag="reads"):
 
 
 class Prepare(_Vote, frozen=True, tag="prepare"):
-    """Phase 1a."""
+    """Phase 1a of Paxos: a proposer asks for promises."""
 
 
 class Promise(_Vote, frozen=True, tag="promise"):
@@ -162,7 +162,7 @@ class Promise(_Vote, frozen=True, tag="promise"):
 
 
 class Propose(_Vote, frozen=True, tag="propose"):
-    """Phase 2a."""
+    """Phase 2a of Paxos: a proposer asks for acceptances."""
 
     value: Value
 

@@ -19,8 +19,10 @@ def units(calls: int, size_bytes: int) -> float:
 
 @dataclass(slots=True)
 class Quota:
-    """Token buckets that fill at `units_per_s` up to `burst_units`; beyond `max_peers` the peer
-    heard from least recently is forgotten, and starts anew with a full bucket."""
+    """A token bucket per peer, filled at `units_per_s` up to `burst_units`.
+
+    Beyond `max_peers` the peer heard from least recently is forgotten, and starts again with a full
+    bucket."""
 
     units_per_s: float = UNITS_PER_S
     burst_units: float = BURST_UNITS

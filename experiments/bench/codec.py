@@ -96,7 +96,10 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     _, _, whole = medians([(whole, copy) for _, copy, whole in rounds])
     error = float((out - values).norm() / values.norm())
     bits = 8 * shards.alone() / values.numel()
-    note = f"{bits:.4g} bits a value; {whole:.3g}x with shards around it; relative error {error:.2g} on normal values"
+    note = (
+        f"{bits:.4g} bits a value; {whole:.3g}x with shards around it; "
+        f"relative error {error:.2g} on normal values"
+    )
     if native.active() is None:
         note += "; no compiled kernel here: `pip install -e .` builds it where a C compiler is"
     return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)
@@ -108,7 +111,10 @@ def _sparse_bits(values: Tensor) -> Metric:
     bits = 8 * catalog.codec(SPARSE).encode(values, Context(), payload) / values.numel()
     positions = math.log2(math.comb(CHUNK, K))
     limit = (positions + K * SPARSE_BITS) / CHUNK
-    note = f"{SPARSE}: Rice-coded positions, two bits a kept value, two bf16 levels a chunk, which the limit has not"
+    note = (
+        f"{SPARSE}: Rice-coded positions, two bits a kept value, two bf16 levels a chunk, "
+        "which the limit does not count"
+    )
     return Metric(
         "codec.sparse_bits",
         bits,

@@ -18,6 +18,7 @@ import msgspec
 
 from farflock.experiments.bench.netns import Host
 from farflock.experiments.measure.metric import NotMeasured
+from farflock.swarm.tasks import cancel
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0
@@ -42,7 +43,7 @@ class Worker:
         self._heard: list[Fields] = []
 
     def tell(self, kind: str, **fields: object) -> None:
-        """Send a command."""
+        """Send a command to the worker."""
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 
@@ -123,9 +124,7 @@ async def hear_all(
     try:
         return list(await asyncio.gather(*hearing))
     finally:
-        for task in hearing:
-            task.cancel()
-        await asyncio.gather(*hearing, return_exceptions=True)
+        await cancel(*hearing)
 
 
 async def introduce(workers: Sequence[Worker]) -> list[Fields]:

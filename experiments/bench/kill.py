@@ -102,7 +102,8 @@ def run(options: Options) -> Iterator[Metric]:
 
 def _metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
     notice_s = statistics.median(blow.notice_s for blow in blows)
-    note = f"{what}; worst of {len(blows)}: {max(blow.notice_s for blow in blows):.2f} s; the goal is below the yardstick"
+    worst_s = max(blow.notice_s for blow in blows)
+    note = f"{what}; worst of {len(blows)}: {worst_s:.2f} s; the goal is below the yardstick"
     yield Metric(
         f"{prefix}notice_s",
         notice_s,
@@ -134,7 +135,9 @@ async def blows_of(size: Size) -> tuple[Blow, Blow]:
 
 
 def _reducer(peers: int) -> int:
-    """Return the number of the worker that reduces the first shard, in all rounds: a small model has no other."""
+    """Return the number of the worker that reduces the first shard, in all rounds.
+
+    A small model has no other shard."""
     members = [Identity.from_seed(number.to_bytes(32, "big")).peer for number in range(peers)]
     return members.index(rotation(members, TERMS.seed, STREAM)[0])
 
@@ -170,5 +173,6 @@ def _require_books(watch: Watch, victim: Worker) -> None:
     surplus = agreed + PERIOD * rounds_apart - counted
     if surplus not in (0, PERIOD):
         raise Diverged(
-            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: {watch.latest}"
+            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: "
+            f"{watch.latest}"
         )

@@ -87,7 +87,7 @@ class Reductions:
 class Books:
     """Counts of this worker's steps: in the run's state, on their way, lost."""
 
-    participant: ReplicaNode | None = None
+    node: ReplicaNode | None = None
     counted: int = 0  # steps included in a decided round
     lost: int = 0  # steps given up for a snapshot
     _settled: int = 0  # the step up to which each is counted or lost
@@ -95,8 +95,8 @@ class Books:
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
         """Take a report of the training loop."""
-        assert self.participant is not None
-        loop = self.participant.loop
+        assert self.node is not None
+        loop = self.node.loop
         if kind == "step":
             for pending in loop.driver.table:
                 self._offered.setdefault(pending.exchange.key.round, pending.since_step)
@@ -105,7 +105,7 @@ class Books:
             self._settled = loop.step
             self._offered.clear()
         else:
-            self._round(self.participant, int(str(fields["round"])))
+            self._round(self.node, int(str(fields["round"])))
 
     def _round(self, part: ReplicaNode, number: int) -> None:
         offered = self._offered.pop(
@@ -155,7 +155,7 @@ async def main(settings: Settings) -> None:
         part = replica_node(
             plan(settings), peer, text, compute=codecs, train=steps, report=contributions.report
         )
-        contributions.participant = part
+        contributions.node = part
         await meet(owner, peer, settings, part.found, part.join)
         owner.say("ready")
         async with asyncio.TaskGroup() as tasks:

@@ -55,7 +55,10 @@ def run(options: Options) -> Iterator[Metric]:
         pairs = asyncio.run(_pairs(size, options.repeats * size.turns, thread))
     value, yardstick, ratio = medians(pairs)
     unit = "tokens a processor second"
-    note = f"{size.preset} model, batch {size.batch} x {size.seq}, {size.steps} steps a turn, one thread"
+    note = (
+        f"{size.preset} model, batch {size.batch} x {size.seq}, {size.steps} steps a turn, "
+        "one thread"
+    )
     yield Metric("loop", value, yardstick, ratio, len(pairs), load(), unit, note)
 
 

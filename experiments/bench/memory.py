@@ -46,8 +46,8 @@ def run(options: Options) -> Iterator[Metric]:
     parameters = PRESETS[preset].parameters()
     allowed = codec(CODEC).max_bytes(parameters) + ALLOWED_BYTES
     note = (
-        f"{PEERS} processes on loopback, {preset} model of {parameters / 1e6:.1f}M parameters, DiLoCo, {CODEC} out and"
-        f" {RETURN_CODEC} back, the worse of the two"
+        f"{PEERS} processes on loopback, {preset} model of {parameters / 1e6:.1f}M parameters, "
+        f"DiLoCo, {CODEC} out and {RETURN_CODEC} back, the worse of the two"
     )
     for name, extra, what in (
         ("memory", one_exchange(rounds), "one exchange"),

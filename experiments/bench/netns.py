@@ -66,7 +66,8 @@ def _namespace() -> Iterator[int]:
         while _space_of(keeper.pid) == _space_of(os.getpid()):
             if keeper.poll() is not None or time.monotonic() > until_s:
                 raise NoHosts(
-                    "a network namespace could not be made (unshare --net); in a container, give it CAP_SYS_ADMIN"
+                    "a network namespace could not be made (unshare --net); "
+                    "in a container, give it CAP_SYS_ADMIN"
                 )
             time.sleep(0.001)
         _inside(keeper.pid, "ip", "link", "set", "lo", "up")

@@ -84,8 +84,8 @@ def _over_optimum(size: Scale) -> Metric:
             )
     missed = sum(ratio > 1 + 1e-9 for ratio in searched)
     note = (
-        f"{SMALL_NODES} nodes in {' and '.join(map(str, SMALL_STAGES))} stages, worst case; with too little work to try all,"
-        f" {missed} are missed, at worst {max(searched):.4f}"
+        f"{SMALL_NODES} nodes in {' and '.join(map(str, SMALL_STAGES))} stages, worst case; "
+        f"with too little work to try all, {missed} are missed, at worst {max(searched):.4f}"
     )
     return Metric(
         "planner.over_optimum",

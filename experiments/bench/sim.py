@@ -55,8 +55,9 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     pairs = [_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
     note = (
-        f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, DiLoCo with rounds of {size.period}"
-        f" steps, about {size.steps} steps a replica, start and end of the run included"
+        f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, "
+        f"DiLoCo with rounds of {size.period} steps, about {size.steps} steps a replica, "
+        "start and end of the run included"
     )
     return Metric(
         "sim", value, yardstick, ratio, len(pairs), load(), "steps a processor second", note
@@ -90,8 +91,8 @@ def _peer(size: Size, tokens: TokenIds, repeats: int) -> Metric:
         each_s.append((many_s - few_s) / (size.many - size.few))
     value, _, _ = medians([(each, 1.0) for each in each_s[1:]])
     note = (
-        f"a run of {size.many} peers less one of {size.few}, {size.preset} model: download of the state, admission, one step"
-        " of one token, 30 virtual seconds of life"
+        f"a run of {size.many} peers less one of {size.few}, {size.preset} model: "
+        "download of the state, admission, one step of one token, 30 virtual seconds of life"
     )
     return Metric("sim.peer_s", value, None, None, repeats, load(), "processor seconds", note)
 

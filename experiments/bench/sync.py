@@ -45,7 +45,7 @@ class Size:
 
     @property
     def payload_bytes(self) -> int:
-        """`out` + `back` of the ideal's formula."""
+        """Bytes that a worker sends and receives: `out` + `back` of the ideal's formula."""
         return codec(self.out).max_bytes(self.parameters) + codec(self.back).max_bytes(
             self.parameters
         )
@@ -84,9 +84,15 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
         note = f"NOT at the rate that was asked for ({why}): {note}"
     if rate_bits is not None:
         ideal_s = each_way_bytes(size, peers) * 8 / rate_bits
-        note = f"at {rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, {ideal_s / tcp_s:.3f} of ideal"
+        note = (
+            f"at {rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, "
+            f"{ideal_s / tcp_s:.3f} of ideal"
+        )
     cores = os.cpu_count() or 1
-    note += f"; the workers computed {statistics.median(cpu_s):.2f} s, and {cores} cores have {cores * measured_s:.2f} s"
+    note += (
+        f"; the workers computed {statistics.median(cpu_s):.2f} s, "
+        f"and {cores} cores have {cores * measured_s:.2f} s"
+    )
     ratio = round(ideal_s / measured_s, 4)
     return Metric(f"sync.{peers}", measured_s, ideal_s, ratio, options.repeats, load(), note=note)
 

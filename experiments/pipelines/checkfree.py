@@ -219,7 +219,7 @@ class Served:
         self.since = None if self.since is None else self.since + 1
 
     def neighbour(self) -> Neighbour:
-        """Return what the recovery of a stage beside this one needs."""
+        """Return what the recovery of a neighbouring stage needs of this one."""
         return Neighbour(
             self.span, self.replica.read(self.replica.names, "param"), self.scale.omega()
         )

@@ -140,7 +140,7 @@ class Size(Parameters, frozen=True, kw_only=True):
     """Seconds of a forward pass, the number of plans that our planner may judge, and its seeds."""
 
     forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
-    work: Annotated[int, msgspec.Meta(ge=skip_planner.LEAST_WORK, le=100_000)] = skip_planner.WORK
+    work: Annotated[int, msgspec.Meta(ge=skip_planner.MIN_WORK, le=100_000)] = skip_planner.WORK
     seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=100)]
 
 
@@ -162,5 +162,6 @@ def compute(size: Size, progress: Progress) -> Table:
             ),
             sampled("theirs over ours, their simulation", over),
         ],
-        f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, {len(size.seeds)} seeds",
+        f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, "
+        f"{len(size.seeds)} seeds",
     )

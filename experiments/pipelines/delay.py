@@ -133,7 +133,8 @@ def compute(size: Size, progress: Progress) -> Table:
         [sampled(name, values) for name, values in losses.items()]
         + _costs(losses)
         + [exact(f"{name}, best rate", rate) for name, rate in rates.items()],
-        f"{size.steps} steps of {BATCH} x {SEQ} tokens, {len(size.rates)} rates, {len(size.seeds)} seeds",
+        f"{size.steps} steps of {BATCH} x {SEQ} tokens, {len(size.rates)} rates, "
+        f"{len(size.seeds)} seeds",
     )
 
 

@@ -53,8 +53,8 @@ def compute(size: Size, progress: Progress) -> Table:
         progress(number / len(size.mbit_per_s))
     return Table(
         rows,
-        f"{size.stages} stages of {size.stage_s:g} s a microbatch, {size.microbatches} microbatches of {size.length} tokens of"
-        f" width {size.width}",
+        f"{size.stages} stages of {size.stage_s:g} s a microbatch, "
+        f"{size.microbatches} microbatches of {size.length} tokens of width {size.width}",
     )
 
 

@@ -47,7 +47,8 @@ def compute(size: Size, progress: Progress) -> Table:
     rows = [sampled(name, values) for name, values in found.items()]
     return Table(
         [*rows, sampled("random over DT-FM", over)],
-        f"{size.machines} machines in {size.stages} stages, {size.trials} children a search, {len(size.seeds)} seeds",
+        f"{size.machines} machines in {size.stages} stages, {size.trials} children a search, "
+        f"{len(size.seeds)} seeds",
     )
 
 

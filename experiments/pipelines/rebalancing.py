@@ -75,7 +75,8 @@ def compute(size: Size, progress: Progress) -> Table:
     rows: list[Row] = [sampled(name, values) for name, values in found.items()]
     return Table(
         rows,
-        f"{size.servers} servers in {size.stages} stages, {len(size.seeds)} traces of {size.hours:g} h",
+        f"{size.servers} servers in {size.stages} stages, "
+        f"{len(size.seeds)} traces of {size.hours:g} h",
     )
 
 
@@ -106,7 +107,7 @@ class Speed:
     """Servers of the smallest stage from a moment on, and those of an even spread."""
 
     since_s: float
-    least: int
+    smallest: int
     best: int
 
 
@@ -174,7 +175,7 @@ def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
     for at, speed in enumerate(speeds):
         until_s = speeds[at + 1].since_s if at + 1 < len(speeds) else end_s
         lasts_s = max(0.0, min(until_s, end_s) - max(speed.since_s, begin_s))
-        done, possible = done + lasts_s * speed.least, possible + lasts_s * speed.best
+        done, possible = done + lasts_s * speed.smallest, possible + lasts_s * speed.best
     return done / possible if possible else 0.0
 
 

@@ -213,8 +213,9 @@ def compute(size: Size, progress: Progress) -> Table:
         [sampled(name, values) for name, values in losses.items()]
         + _saved(size, losses)
         + [exact(f"{name}, best rate", rate) for name, rate in rates.items()],
-        f"{size.replicas} replicas, {size.steps} steps of {BATCH} x {SEQ} tokens each, a round after {size.period},"
-        f" {size.codec}, {len(size.rates)} rates, {len(size.seeds)} seeds",
+        f"{size.replicas} replicas, {size.steps} steps of {BATCH} x {SEQ} tokens each, "
+        f"a round after {size.period}, {size.codec}, {len(size.rates)} rates, "
+        f"{len(size.seeds)} seeds",
     )
 
 

@@ -23,7 +23,7 @@ from farflock.experiments.pipelines.table import Parameters, Progress, Table, ex
 TICKS = 10_000
 SWEEPS = 15
 SEEDED = 10_000.0  # "received" time of initial messages
-PATIENCE_S = 0.1  # delay before a message retries at a full node
+RETRY_S = 0.1  # delay before a message retries at a full node
 REST_S, SEEDED_REST_S = 0.13, 0.09
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of the time of a forward pass
 SLOTS = 100  # numbers that differ by a multiple have one slot
@@ -114,7 +114,7 @@ class _Program:
             return True
         if message.phase == "forward":
             if node.memory <= 0:
-                message.start_s += PATIENCE_S
+                message.start_s += RETRY_S
                 return True
             if message.place == 0 and message.number % SLOTS in node.open_slots:
                 return False
@@ -222,5 +222,6 @@ def compute(size: Size, progress: Progress) -> Table:
     progress(1.0)
     return Table(
         rows,
-        f"{released.NODES} nodes in {len(released.PARTITION)} stages, a forward pass of {size.forward_s:g} s",
+        f"{released.NODES} nodes in {len(released.PARTITION)} stages, "
+        f"a forward pass of {size.forward_s:g} s",
     )

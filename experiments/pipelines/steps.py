@@ -142,7 +142,8 @@ def step_s(
         depth < min(after, microbatches) for depth, after in itertools.pairwise(depths)
     ):
         raise ValueError(
-            f"a stage of {tuple(depths)} waits for more forwards than the one before it lets out; let none grow"
+            f"a stage of {tuple(depths)} waits for more forwards than the one before it lets out; "
+            "let none grow"
         )
     hops = pipeline.hops if back is None else back
     return _Step(pipeline, microbatches, depths, order, shared_access, hops).run()

@@ -75,8 +75,8 @@ def compute(size: Size, progress: Progress) -> Table:
         progress(number / len(size.computes_s))
     return Table(
         rows,
-        f"{size.stages} stages, {size.microbatches} microbatches of {size.sequences} x {size.length} tokens,"
-        f" {size.bit_per_s / 1e6:g} Mbit/s, {size.latency_s * 1e3:g} ms",
+        f"{size.stages} stages, {size.microbatches} microbatches of {size.sequences} x "
+        f"{size.length} tokens, {size.bit_per_s / 1e6:g} Mbit/s, {size.latency_s * 1e3:g} ms",
     )
 
 

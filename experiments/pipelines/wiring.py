@@ -64,8 +64,8 @@ def compute(size: Size, progress: Progress) -> Table:
     rows += [sampled(name, values) for name, values in kept.items()]
     return Table(
         rows,
-        f"{len(size.speeds)} servers of {min(size.speeds):g} to {max(size.speeds):g} microbatches a second,"
-        f" {size.trainers} trainers, {size.tasks} microbatches, {len(size.seeds)} seeds",
+        f"{len(size.speeds)} servers of {min(size.speeds):g} to {max(size.speeds):g} microbatches "
+        f"a second, {size.trainers} trainers, {size.tasks} microbatches, {len(size.seeds)} seeds",
     )
 
 

@@ -37,7 +37,8 @@ class MachineProfile:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(
-                    f"a machine's {name} of {value} is impossible; measure it again or leave the machine out"
+                    f"a machine's {name} of {value} is impossible; "
+                    "measure it again or leave the machine out"
                 )
 
     @property
@@ -63,7 +64,8 @@ class ModelCosts:
     def __post_init__(self) -> None:
         if self.layers < 1 or self.microbatch < 1 or self.in_flight < 1:
             raise ValueError(
-                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} cannot run; give at least 1 each"
+                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} "
+                "cannot run; give at least 1 each"
             )
         for name in (
             "layer_bytes",
@@ -102,7 +104,7 @@ class StageShare:
 
     @property
     def work(self) -> float:
-        """Work per sample, in layers; an embedding look-up is none."""
+        """Work per sample, in layers; an embedding look-up counts as no work."""
         return self.end - self.begin + (self.stage == self.stages - 1) * self.model.head_layers
 
     @property
@@ -151,8 +153,9 @@ def split(
     wanted = 1 if stages is None else stages
     if not 1 <= wanted <= most:
         raise ValueError(
-            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make {wanted} stages; take 1"
-            f" to {max(most, 1)} stages, find more machines, or allow for fewer replicas"
+            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make "
+            f"{wanted} stages; take 1 to {max(most, 1)} stages, find more machines, "
+            "or allow for fewer replicas"
         )
     if stages is not None:
         return _refined(model, machines, stages, replicas)
@@ -214,9 +217,10 @@ def _require_servable(
         if fitting < (taken + 1) * replicas:
             others = f", and {taken} larger stages need {taken * replicas} of them" if taken else ""
             raise ValueError(
-                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: {fitting} of {len(machines)} machines have that{others},"
-                f" but {replicas} must serve it; take more stages, keep fewer or smaller microbatches in flight, or allow for"
-                " fewer replicas"
+                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: "
+                f"{fitting} of {len(machines)} machines have that{others}, "
+                f"but {replicas} must serve it; take more stages, "
+                "keep fewer or smaller microbatches in flight, or allow for fewer replicas"
             )
 
 
@@ -370,12 +374,12 @@ def _if_servable(
         return None
 
 
-def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
-    """Return each stage's layers, at most `most`: one each, more where there is least work."""
-    layers = [1] * len(most)
-    for _ in range(model.layers - len(most)):
+def _even(model: ModelCosts, max_layers: Sequence[int]) -> list[int]:
+    """Return each stage's layers, up to `max_layers`: one each, more where there is least work."""
+    layers = [1] * len(max_layers)
+    for _ in range(model.layers - len(max_layers)):
         open_stages = [
-            part for part in parts(model, layers) if layers[part.stage] < most[part.stage]
+            part for part in parts(model, layers) if layers[part.stage] < max_layers[part.stage]
         ]
         layers[min(open_stages, key=lambda part: part.work).stage] += 1
     return layers
@@ -384,11 +388,11 @@ def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
 def _even_within_memory(
     model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
 ) -> Iterator[list[int]]:
-    """Yield the same within the machines' memory; nothing if together they cannot hold the model.
+    """Yield an even split within the machines' memory, unless they cannot hold the model.
 
     The largest machines serve one stage, the next largest another, and so on; all that matters is
     which of these groups serve the ends, where embedding and head take memory as well. The groups
-    that together hold most layers are taken.
+    that together hold the most layers are taken.
     """
     memory = sorted((machine.memory_bytes for machine in machines), reverse=True)
     groups = [memory[(group + 1) * replicas - 1] for group in range(count)]

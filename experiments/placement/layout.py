@@ -46,8 +46,8 @@ class LinkCosts:
         )
         if latency.ndim != 2 or latency.shape[0] != latency.shape[1] or latency.shape != rate.shape:
             raise ValueError(
-                f"latencies of shape {latency.shape} and bandwidths of shape {rate.shape} are no links; give two matrices"
-                " with a row and a column for each node"
+                f"latencies of shape {latency.shape} and bandwidths of shape {rate.shape} are no "
+                "links; give two matrices with a row and a column for each node"
             )
         if not 1 <= len(latency) <= MAX_NODES:
             raise ValueError(f"{len(latency)} nodes cannot be planned; give 1 to {MAX_NODES}")
@@ -59,7 +59,8 @@ class LinkCosts:
             if len(wrong):
                 i, j = (int(index) for index in wrong[0])
                 raise ValueError(
-                    f"a {name} of {matrix[i, j]} from node {i} to node {j} is impossible; measure it again or leave one out"
+                    f"a {name} of {matrix[i, j]} from node {i} to node {j} is impossible; "
+                    "measure it again or leave one out"
                 )
         mean_latency, mean_rate = (latency + latency.T) / 2, (rate + rate.T) / 2
         np.fill_diagonal(mean_latency, 0.0)

@@ -39,7 +39,8 @@ def balanced(nodes: int, stages: int) -> tuple[int, ...]:
     """Return sizes that differ by one at most; raise `ValueError` if a stage would have no node."""
     if not 1 <= stages <= nodes:
         raise ValueError(
-            f"{nodes} nodes cannot serve {stages} stages; take at least one stage and as many nodes as stages"
+            f"{nodes} nodes cannot serve {stages} stages; "
+            "take at least one stage and as many nodes as stages"
         )
     return tuple(nodes // stages + (stage < nodes % stages) for stage in range(stages))
 
@@ -69,7 +70,8 @@ def _require(nodes: int, sizes: Sequence[int], work: int) -> None:
         raise ValueError(f"stages of {tuple(sizes)} nodes cannot run; give each at least one")
     if sum(sizes) != nodes:
         raise ValueError(
-            f"stages of {tuple(sizes)} nodes take {sum(sizes)}, but there are {nodes}; give sizes that add up"
+            f"stages of {tuple(sizes)} nodes take {sum(sizes)}, but there are {nodes}; "
+            "give sizes that add up"
         )
     if work < 1:
         raise ValueError(f"no plan comes of a work of {work}; allow at least 1, usually {WORK}")

@@ -92,7 +92,8 @@ def _require_sound(place: str, regions: Regions) -> None:
                 if not (math.isfinite(value) and value > 0 and value == table[j][i]):
                     raise Usage(
                         place,
-                        f"{what} from {names[i]} to {names[j]} is {value}, back it is {table[j][i]}",
+                        f"{what} from {names[i]} to {names[j]} is {value}, "
+                        f"back it is {table[j][i]}",
                         "give both directions the same, above 0",
                     )
     for mistake in regions.released:

@@ -53,7 +53,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str | None = None
 
     def spelt_out(self) -> "Trial":
-        """Return the same trial without a preset's name."""
+        """Return this trial with its preset's options instead of the preset's name."""
         if self.preset is None:
             return self
         if self.preset not in PRESETS:

@@ -131,7 +131,8 @@ def section(scores: Scores, size: Size, budget: int, date: str) -> str:
     lines = [
         f"## At 1/{budget}",
         "",
-        f"{_setting(size)} Measured {date}, Farflock {__version__}, torch {str(torch.__version__).partition('+')[0]}.",
+        f"{_setting(size)} Measured {date}, Farflock {__version__}, "
+        f"torch {str(torch.__version__).partition('+')[0]}.",
         "",
         "### Final",
         "",
@@ -171,11 +172,13 @@ def _setting(size: Size) -> str:
     """Return the common settings of all runs, in sentences."""
     model, seeds = size.model, ", ".join(map(str, size.seeds))
     return (
-        f"Model of {parameters_of(model):,} parameters (dim {model.dim}, {model.layers} layers); {size.peers} peers;"
-        f" {size.batch * size.seq} tokens a step of all peers, {size.seq} a sequence; AdamW, betas {size.beta1:g} and"
-        f" {USUAL_BETA2:g} where nothing else is said, weight decay {size.weight_decay:g}, clip {size.clip:g}; cosine to"
-        f" {size.floor:.0%}. Screen: {size.screen_steps} steps on seed {size.seeds[0]}. Final: {size.steps} steps on seeds"
-        f" {seeds}. Losses in nats a token over {size.held_out} held-out sequences."
+        f"Model of {parameters_of(model):,} parameters (dim {model.dim}, {model.layers} layers); "
+        f"{size.peers} peers; {size.batch * size.seq} tokens a step of all peers, "
+        f"{size.seq} a sequence; AdamW, betas {size.beta1:g} and {USUAL_BETA2:g} where nothing "
+        f"else is said, weight decay {size.weight_decay:g}, clip {size.clip:g}; "
+        f"cosine to {size.floor:.0%}. Screen: {size.screen_steps} steps on seed {size.seeds[0]}. "
+        f"Final: {size.steps} steps on seeds {seeds}. Losses in nats a token over {size.held_out} "
+        "held-out sequences."
     )
 
 

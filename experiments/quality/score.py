@@ -27,7 +27,7 @@ class Contender:
         return self.arm if self.budget is None else f"{self.arm}.{self.budget}"
 
     def at(self, rate: float) -> "Contender":
-        """Return the same contender with another learning rate."""
+        """Return this contender with another learning rate."""
         return replace(self, trial=msgspec.structs.replace(self.trial, lr=rate))
 
 

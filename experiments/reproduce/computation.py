@@ -58,7 +58,10 @@ class Comparison(Entry, frozen=True, kw_only=True):
 
     def _near(self, place: str, paper: list[float]) -> list[Rule]:
         if len(paper) != len(self.rows) or self.low is not None or self.high is not None:
-            why = f"{len(self.rows)} rows stand beside {len(paper)} numbers of the paper, and `within` alone is a limit"
+            why = (
+                f"{len(self.rows)} rows and {len(paper)} numbers of the paper, "
+                "and only `within` may be a limit"
+            )
             raise Usage(place, why, "give each row its number, and no `low` or `high`")
         within = self.within or 0.0
         return [

@@ -281,7 +281,10 @@ def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
         *((name, arm.peers) for name, arm in recipe.arms.items() if arm.peers),
     ]:
         if sizes.batch % peers:
-            why = f"{sizes.batch} sequences a step cannot be shared evenly by the {peers} peers of {name}"
+            why = (
+                f"{sizes.batch} sequences per step cannot be shared evenly by the {peers} peers "
+                f"of {name}"
+            )
             raise Usage(f"{place}: batch", why, f"choose a multiple of {peers}")
     for name, arm in recipe.arms.items():
         if arm.speeds and len(arm.speeds) != (arm.peers or sizes.peers):

@@ -263,8 +263,9 @@ def _scale(study: Study, results: Sequence[Result]) -> str:
     )
     tokens = sizes.steps * sizes.batch * sizes.seq
     return (
-        f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, {sizes.steps} steps of {sizes.batch} x"
-        f" {sizes.seq} tokens ({tokens:,} in all), {len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
+        f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, "
+        f"{sizes.steps} steps of {sizes.batch} x {sizes.seq} tokens ({tokens:,} in all), "
+        f"{len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
     )
 
 

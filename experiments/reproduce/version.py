@@ -1,8 +1,8 @@
-"""The code behind a job: a hash over the sources of all modules that it imports, transitively.
+"""The code behind a job: a hash over the syntax of all modules that it imports, transitively.
 
-So a change to a page or to another method leaves measured arms valid; one to the loop, the links or
-this method's arithmetic does not. The catalogues import everything; of them only the named method
-and its codecs count.
+A change to a page, a comment, a docstring, the format or another method leaves measured arms valid;
+one to the loop, the links or this method's arithmetic does not. The catalogues import everything;
+of them only the named method and its codecs count.
 """
 
 import ast
@@ -26,11 +26,12 @@ ROOTS = {
     "noise": ["farflock.experiments.reproduce.noise"],
 }
 CATALOGUES = ("farflock.optimizers.catalog", "farflock.compression.catalog")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 PACKAGE = Path(farflock.__file__).parent
 
 
 def code_version(job: msgspec.Struct) -> str:
-    """Return a hash of a job's sources, and the version of torch."""
+    """Return a hash of a job's code, and the version of torch."""
     modules = list(ROOTS[str(type(job).__struct_config__.tag)])
     method, options = getattr(job, "method", None), getattr(job, "options", {})
     if method is not None:
@@ -42,12 +43,23 @@ def code_version(job: msgspec.Struct) -> str:
 
 @functools.cache
 def sources_hash(roots: tuple[str, ...]) -> str:
-    """Return the SHA-256 over the sources of these modules and their imports, by name."""
+    """Return the SHA-256 over the syntax of these modules and their imports, by name."""
     digest = hashlib.sha256()
     for name, path in sorted(closure(roots).items()):
-        source = path.read_bytes()
-        digest.update(f"{name} {len(source)} ".encode() + source)
+        syntax = _syntax(path.read_text()).encode()
+        digest.update(f"{name} {len(syntax)} ".encode() + syntax)
     return digest.hexdigest()
+
+
+def _syntax(source: str) -> str:
+    """Return the syntax tree of a module as text, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            del node.body[0]
+        if not getattr(node, "type_params", True):
+            del node.type_params  # type: ignore[attr-defined]  # only Python 3.12 has this field
+    return ast.dump(tree)
 
 
 def closure(roots: Iterable[str]) -> dict[str, Path]:

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from farflock.node.errors import Failure, FarflockError, explained
+from farflock.swarm.tasks import cancel
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -148,9 +149,7 @@ class BackgroundContext(Generic[T]):
                 await self._leave.wait()
             finally:
                 self._leaving = True
-                for task in self._calls:
-                    task.cancel()
-                await asyncio.gather(*self._calls, return_exceptions=True)
+                await cancel(*self._calls)
 
     async def _called(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
         task = asyncio.current_task()

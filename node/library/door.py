@@ -33,6 +33,7 @@ from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
 INVITE_LASTS_S = 7 * 24 * 3600
@@ -121,8 +122,7 @@ async def _published(
     try:
         yield
     finally:
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
+        await cancel(publishing)
 
 
 def _peer(

@@ -54,7 +54,7 @@ class FullTrainer:
         report: Report = lambda kind, fields: None,
     ) -> None:
         self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
-        self.source, self._ahead, self._most = source, ahead, kept
+        self.source, self._ahead, self._max_kept = source, ahead, kept
         self._computing = computing
         # No server is asked, so a microbatch that a round may have named is still "open" here.
         self.commits = CommitTracker(peer.me, stage_directory, report, doubtful=("open",))
@@ -82,7 +82,7 @@ class FullTrainer:
 
     def may_begin(self) -> bool:
         """True if the next microbatch may begin now."""
-        if self.kept >= self._most or not self._peer.membership.is_member:
+        if self.kept >= self._max_kept or not self._peer.membership.is_member:
             return False
         ready = [
             part

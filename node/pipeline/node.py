@@ -39,6 +39,7 @@ from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.tasks import cancel
 
 ENDLESS = 2**62  # tokens
 END_S = 30.0  # longest wait for a stage's other servers and open rounds at the end of the run
@@ -121,7 +122,7 @@ class PipelineNode:
         try:
             await asyncio.gather(*tasks)
         finally:
-            await _ended(tasks)
+            await cancel(*tasks)
         self.peer.ask_in()
 
     def _beginning(self, serving: StageNode) -> StageStartup:
@@ -240,7 +241,7 @@ class PipelineNode:
                 for task in filter(ended.__contains__, tasks):
                     task.result()  # a failed server ends this life of the node
         finally:
-            await _ended(tasks)
+            await cancel(*tasks)
 
     def _load(self, number: int) -> Load:
         """Return this server's load for rebalancing. A server that also trains reports no free
@@ -376,10 +377,3 @@ class _Together:
             )
 
         return coming
-
-
-async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel the tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -55,6 +55,7 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.protocol.views import Member
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.tasks import cancel
 from farflock.swarm.zmq.links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
@@ -77,7 +78,7 @@ class NodeProcess:
     manifest: Manifest
     run: str
     founder: str
-    participant: ReplicaNode | PipelineNode
+    member: ReplicaNode | PipelineNode
     directory: DhtDirectory
     links: ZmqLinks
     history: History
@@ -92,11 +93,11 @@ class NodeProcess:
 
     def stop(self) -> None:
         """Ask the node to finish its step, save and leave."""
-        self.participant.stop()
+        self.member.stop()
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 for no wait."""
-        first = self.links.me == self.founder and not self.participant.step
+        first = self.links.me == self.founder and not self.member.step
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
@@ -105,7 +106,7 @@ class NodeProcess:
 
     def _others(self) -> tuple[str, ...]:
         """Return one address of each member that has any, then those used to join."""
-        records = self.participant.peer.membership.records.values()
+        records = self.member.peer.membership.records.values()
         return (
             *(
                 record.doors[0]
@@ -141,9 +142,7 @@ class StatusWriter:
     async def run(self, show: Callable[[Status], None]) -> None:
         """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
         while True:
-            self._pace.append(
-                (asyncio.get_running_loop().time(), self._node.participant.trained_tokens)
-            )
+            self._pace.append((asyncio.get_running_loop().time(), self._node.member.trained_tokens))
             show(self.write())
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -170,7 +169,7 @@ def status_of(
     node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None
 ) -> Status:
     """Return the node's current status; `doing` overrides what the node says it is doing."""
-    part, links = node.participant, node.links
+    part, links = node.member, node.links
     peer = part.peer
     view = peer.context.views.newest
     sent_bytes, received_bytes = links.total_bytes()
@@ -207,8 +206,8 @@ def status_of(
 
 def _doing(node: NodeProcess) -> str:
     part, here, wanted = (
-        node.participant,
-        len(node.participant.peer.context.views.newest.peers),
+        node.member,
+        len(node.member.peer.context.views.newest.peers),
         node.awaited(),
     )
     if part.stopping:
@@ -277,7 +276,7 @@ async def _found(
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
         text = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
-        part = node.participant
+        part = node.member
         async with peer.running():
             if saved is not None and isinstance(part, ReplicaNode):
                 part.peer.found()
@@ -357,7 +356,7 @@ async def _join(
                 machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains
             )
             node.doors = doors
-            part = node.participant
+            part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
             with _answered(peer):
@@ -410,7 +409,7 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
 
 async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
     """Publish the run, train, write statuses, save, and say goodbye."""
-    part = node.participant
+    part = node.member
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
     status = StatusWriter(node)
@@ -432,9 +431,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         )
         return saved
     finally:
-        for task in helpers:
-            task.cancel()
-        for ended in await asyncio.gather(*helpers, return_exceptions=True):
+        for ended in await cancel(*helpers):
             if isinstance(ended, Exception):
                 log.error("a background task of the node failed", exc_info=ended)
         status.write("has ended")
@@ -443,7 +440,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
 
 async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
     """Return once a condition holds or the node is to stop."""
-    while not (there() or node.participant.stopping):  # noqa: ASYNC110 - two parts' conditions
+    while not (there() or node.member.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
 
 

@@ -24,7 +24,7 @@ from farflock.compression.activation import ActivationContext, Direction, Scope
 from farflock.compression.activation_catalog import (
     activation_codec,
     known_of,
-    most_bytes,
+    max_bytes,
     subspace_terms,
 )
 from farflock.node.errors import Usage
@@ -256,7 +256,7 @@ def _payloads(parts: Composition) -> Breach | None:
     for direction in directions:
         shape = (plan.batch, plan.seq, plan.model.dim)
         try:
-            size = most_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
+            size = max_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
         except ValueError as error:
             return str(error), remedy
         if size > MAX_PAYLOAD_BYTES:

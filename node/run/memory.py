@@ -7,7 +7,7 @@ A pipeline is for models that fit no single machine; each of its stages has to f
 import psutil
 
 from farflock.compression.activation import ActivationContext
-from farflock.compression.activation_catalog import most_bytes, subspace_terms
+from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
 from farflock.node.model.llama import ModelConfig
@@ -87,7 +87,7 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     computed = max(server.together * plan.model.dim * 2, a_token) * tokens
     shape = (plan.batch, plan.seq, plan.model.dim)
     forward, backward = (
-        most_bytes(pipeline.codec, ActivationContext(shape, plan.dtype, direction=direction))
+        max_bytes(pipeline.codec, ActivationContext(shape, plan.dtype, direction=direction))
         for direction in ("forward", "backward")
     )
     waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
@@ -97,7 +97,7 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     )
     remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
     if pipeline.turns is not None:  # each version, and a copy for download
-        shared += 2 * pipeline.turns.most * 4 * plan.model.vocab_size * plan.model.dim
+        shared += 2 * pipeline.turns.max_held * 4 * plan.model.vocab_size * plan.model.dim
     copies = VALUES + server.places + _kept_copies(pipeline)
     return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 

@@ -153,7 +153,7 @@ class EmbeddingSchedule:
         return self.in_effect(applied - self.overlap)
 
     @property
-    def most(self) -> int:
+    def max_held(self) -> int:
         """The largest number of versions held at once."""
         return 1 - (-(VERSION_LEAD + self.overlap) // self.every)
 

@@ -25,6 +25,7 @@ from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.sim.directory import MemoryDirectory, MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.tasks import cancel
 
 JOIN_TIMEOUT_S = 120.0
 LINGER_S = 10.0
@@ -113,9 +114,7 @@ class PipelineSimulation:
             try:
                 await self._until_done()
             finally:
-                for task in [*self._lives.values(), *([churn] if churn else [])]:
-                    task.cancel()
-                await asyncio.gather(*self._lives.values(), return_exceptions=True)
+                await cancel(*self._lives.values(), *([churn] if churn else []))
         self.tale.virtual_s = asyncio.get_running_loop().time()
         self.tale.sent_bytes = sum(
             self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()

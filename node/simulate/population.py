@@ -16,6 +16,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimLinks, SimNetwork
+from farflock.swarm.tasks import cancel
 
 SLICE_S = 0.5  # of a step: a slow or stopped peer resumes this soon after the fault's end
 VIEW_S = 3.0
@@ -125,8 +126,7 @@ class Population:
         """End a peer's life at once, without a goodbye."""
         life = self.lives[index]
         life.loop = None
-        life.task.cancel()
-        await asyncio.gather(life.task, return_exceptions=True)
+        await cancel(life.task)
 
     async def end_all(self) -> None:
         """End every peer's life."""

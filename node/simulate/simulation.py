@@ -40,6 +40,7 @@ from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.sim.directory import DirectoryFaults, MemoryDirectory, MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.tasks import cancel
 
 JOIN_TIMEOUT_S = 120.0
 LINGER_S = 30.0  # after the last step: peers still answer those that are behind
@@ -116,9 +117,7 @@ class Simulation:
         finally:
             if churn is not None:
                 churn.cancel()
-            for task in self._lives.values():
-                task.cancel()
-            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            await cancel(*self._lives.values())
         self._story.legs += 1
         self._story.sent_bytes += sum(
             self.network.line(node.peer.me).sent_bytes for node in self._nodes.values()
@@ -229,8 +228,7 @@ class Simulation:
             self._story.sent_bytes += self.network.line(peer).sent_bytes
             self.network.kill(peer)
             del self._nodes[index]
-            self._lives[index].cancel()
-            await asyncio.gather(self._lives[index], return_exceptions=True)
+            await cancel(self._lives[index])
             self._lives[index] = asyncio.create_task(
                 self._return(index, self._random.uniform(*AWAY_S))
             )

@@ -7,6 +7,7 @@ from typing import Protocol
 from farflock.node.reporting import Report
 from farflock.node.train.exchange_client import StopRequest, UnderWay
 from farflock.optimizers.method import Progress
+from farflock.swarm.tasks import cancel
 
 ADOPT_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.05  # between two looks for the content of a decided round
@@ -110,7 +111,5 @@ async def start_over(loop: EndingLoop, reason: str) -> None:
 
 async def drop(under_way: UnderWay) -> None:
     """Cancel the open exchanges and forget them."""
-    for task in under_way.values():
-        task.cancel()
-    await asyncio.gather(*under_way.values(), return_exceptions=True)
+    await cancel(*under_way.values())
     under_way.clear()

@@ -123,9 +123,12 @@ class StateSync:
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
-                least, most = self._peer.reach(self._client.stage), most_state_bytes(replica.shapes)
+                min_round, most = (
+                    self._peer.reach(self._client.stage),
+                    max_state_bytes(replica.shapes),
+                )
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, least, self._client.stage, most
+                    self._state_name, timeout_s, downloaded, min_round, self._client.stage, most
                 )
                 try:
                     state = decode_state(snapshot)
@@ -166,7 +169,7 @@ class StateSync:
         )
 
 
-def most_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the largest size of any method's state for these shapes; larger ones are refused."""
     return HEAD_BYTES + STATE_COPIES * 4 * sum(math.prod(shape) for shape in shapes.values())
 

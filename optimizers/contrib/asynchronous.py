@@ -100,7 +100,9 @@ SPEEDS = Kind(_written_speeds, _read_speeds)
 
 @dataclass(slots=True)
 class Async(OuterMethod):
-    """`period` is the local steps of the fastest peer. `buffer` None means the number of workers,
+    """Asynchronous DiLoCo with delayed Nesterov momentum.
+
+    `period` is the local steps of the fastest peer. `buffer` None means the number of workers,
     `dylu` False gives every peer `period` steps, `enough` arrivals close a round.
 
     `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above
@@ -149,7 +151,8 @@ class Async(OuterMethod):
             )
         if self.buffer is not None and self.buffer < 1:
             raise ValueError(
-                f"a buffer of {self.buffer} never fills; choose 1 or more, or None for the number of workers"
+                f"a buffer of {self.buffer} is out of range; "
+                "choose 1 or more, or None for the number of workers"
             )
         if not 0 <= self.c <= 1 / (self.buffer or 1):
             raise ValueError(
@@ -157,7 +160,8 @@ class Async(OuterMethod):
             )
         if self.c and self.buffer is None:
             raise ValueError(
-                f"c={self.c} needs a buffer of known size; choose one, e.g. the number of workers, or c=0"
+                f"c={self.c} needs a buffer of known size; "
+                "choose one, e.g. the number of workers, or c=0"
             )
         if self.staleness not in RULES:
             raise ValueError(
@@ -165,12 +169,13 @@ class Async(OuterMethod):
             )
         if not 0 <= self.hinge_slope < math.inf or self.hinge_free < 0 or self.drop_above < 0:
             raise ValueError(
-                f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, drop_above={self.drop_above}: "
-                "all are 0 or more (10, 4, 10)"
+                f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, "
+                f"drop_above={self.drop_above}: all are 0 or more (10, 4, 10)"
             )
         if self.enough < 0:
             raise ValueError(
-                f"enough={self.enough} arrivals are none; choose 1 or more, or 0 for everybody's"
+                f"enough={self.enough} arrivals is out of range; "
+                "choose 1 or more, or 0 for everybody's"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:
@@ -268,7 +273,7 @@ class Async(OuterMethod):
         return 0.0 if self.staleness == "drop" and staleness > self.drop_above else 1.0
 
     def _pull(self, replica: Replica, result: Result) -> None:
-        """theta <- phi plus the steps made since; a new local round begins."""
+        """Begin a local round: theta <- phi plus the steps made since."""
         assert result.sent is not None
         new = dict(self._state.phi)
         if self._book.since:
@@ -294,7 +299,8 @@ class Async(OuterMethod):
         new = OuterMethod.load(self, replica, state, *whose)
         if new._arrived >= new._size:
             raise WrongState(
-                f"size must be above {new._arrived}, the number of arrivals, got {new._size}; ask another member"
+                f"size must be above {new._arrived}, the number of arrivals, got {new._size}; "
+                "ask another member"
             )
         return new
 

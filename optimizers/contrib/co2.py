@@ -68,16 +68,15 @@ class CO2(LateMethod):
         self.require_options("CO2 has")
         if not 0 < self.outer_lr <= 10:
             raise ValueError(
-                f"an outer_lr of {self.outer_lr} makes no sense; choose one in (0, 10], usually 1"
+                f"an outer_lr of {self.outer_lr} is out of range; choose one in (0, 10], usually 1"
             )
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(
-                f"an outer_momentum of {self.outer_momentum} never forgets; choose one in [0, 1), usually 0.5"
+                f"an outer_momentum of {self.outer_momentum} is out of range; "
+                "choose one in [0, 1), usually 0.5"
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"a clip of {self.clip} lets nothing or everything through; choose one above 0, or None"
-            )
+            raise ValueError(f"a clip of {self.clip} is out of range; choose one above 0, or None")
 
     def _message(self, work: dict[str, Tensor]) -> Tensors:
         """Return phi - x, where x is where the round ended."""

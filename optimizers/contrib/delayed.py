@@ -34,9 +34,10 @@ Lead = Literal["naive", "keep_pending", "eager"]
 
 @dataclass(slots=True)
 class Delayed(LateMethod):
-    """Rounds of `period` local steps; `mode` is where a round begins while the last message is
-    pending. `eager_mix` None replaces the own share, a number a mixes; `delay` 0 waits for each
-    result, which is DiLoCo in any mode."""
+    """Rounds of `period` local steps, whose results are applied one round late.
+
+    `mode` is where a round begins while the last message is pending. `eager_mix` None replaces this
+    peer's share, a number a mixes; `delay` 0 waits for each result, which is DiLoCo in any mode."""
 
     period: int = 30
     mode: Lead = "eager"
@@ -69,15 +70,18 @@ class Delayed(LateMethod):
             )
         if self.eager_mix is not None and self.mode != "eager":
             raise ValueError(
-                f"eager_mix={self.eager_mix} means nothing in mode {self.mode}; choose mode eager, or None"
+                f"eager_mix={self.eager_mix} has no effect in mode {self.mode}; "
+                "choose mode eager, or None"
             )
         if self.eager_mix is not None and not 0 <= self.eager_mix <= 1:
             raise ValueError(
-                f"an eager_mix of {self.eager_mix} is no share; choose one in [0, 1], or None to replace"
+                f"an eager_mix of {self.eager_mix} is out of range; "
+                "choose one in [0, 1], or None to replace"
             )
         if not 1 <= self.refresh < math.inf:
             raise ValueError(
-                f"a refresh every {self.refresh} rounds is none; choose 1 or more, usually 20"
+                f"a refresh every {self.refresh} rounds is out of range; "
+                "choose 1 or more, usually 20"
             )
 
     def _next_start(self, work: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,9 @@ class AveragedMoment:
 
 @dataclass(slots=True)
 class DesLoc(StatefulMethod):
-    """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's
+    """DES-LOC, with parameters and moments averaged at their own periods.
+
+    `period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's
     3 and 6, 0 for never. `clip` bounds gradient values (the paper's rho, for its drift bound);
     `outer` steps x."""
 
@@ -95,7 +97,7 @@ class DesLoc(StatefulMethod):
         )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
-                f"clip={self.clip} leaves no gradient; choose a finite bound above 0, or None"
+                f"clip={self.clip} is out of range; choose a finite bound above 0, or None"
             )
         periods = {FIRST: (self.exp_avg_period, 3), SECOND: (self.exp_avg_sq_period, 6)}
         strides = {
@@ -201,9 +203,7 @@ class DesLoc(StatefulMethod):
         """Load x, the outer momentum, and the moments' last means with their step count."""
         new = StatefulMethod.load(self, replica, state, *whose)
         if any(bool((v < 0).any()) for v in new._moment(SECOND).mean.values()):
-            raise WrongState(
-                f"{SECOND} holds negative values, which no mean of squares is; ask another member"
-            )
+            raise WrongState(f"{SECOND} holds negative means of squares; ask another member")
         return new
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
@@ -241,6 +241,7 @@ def _stride(what: str, own: int | None, period: int, usual: int) -> int:
     if own < 0 or own % period:
         nearest = max(round(own / period), 1) * period
         raise ValueError(
-            f"{what}_period={own} is no multiple of the period {period}; choose {nearest}, or 0 to never average it"
+            f"{what}_period={own} is not a multiple of the period {period}; "
+            f"choose {nearest}, or 0 to never average it"
         )
     return own // period

@@ -122,7 +122,8 @@ def _unpacked_weights(key: str, state: State, shapes: Shapes) -> LayerWeights:
                 or not bool(((row >= 0) & (row <= UNIT)).all())
             ):
                 raise WrongState(
-                    f"{key}.{number}.{who} must be {layers} whole numbers up to {UNIT}; ask another member"
+                    f"{key}.{number}.{who} must be {layers} whole numbers up to {UNIT}; "
+                    "ask another member"
                 )
         weights[number] = {who: row.tolist() for who, row in rows.items()}
     return weights
@@ -215,11 +216,13 @@ class EDiT(OuterMethod):
                 )
         if self.warmup < 0 or self.min_steps < 1:
             raise ValueError(
-                f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)"
+                f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or "
+                "more (1)"
             )
         if not 0 < self.alpha < 1 or not 0 <= self.step_ratio <= 1:
             raise ValueError(
-                f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, 1] (0.5)"
+                f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, "
+                "1] (0.5)"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:

@@ -35,7 +35,9 @@ REPLICATORS = ("striding", "slicing", "random", "full")
 
 @dataclass(slots=True)
 class FlexDeMo(Decoupled):
-    """`rate` is the share of the momentum that a round carries; only `random` uses `seed`. What
+    """DeMo with the part of the momentum that `replicator` chooses.
+
+    `rate` is the share of the momentum that a round carries; only `random` uses `seed`. What
     codecs distort stays in the momentum, so `codec` may be sparse."""
 
     replicator: Literal["striding", "slicing", "random", "full"] = "striding"
@@ -60,7 +62,7 @@ class FlexDeMo(Decoupled):
             )
         if not 1 / 65536 <= self.rate <= 1:
             raise ValueError(
-                f"a rate of {self.rate} is not possible; choose one in [1/65536, 1], usually 1/16"
+                f"a rate of {self.rate} is not allowed; choose one in [1/65536, 1], usually 1/16"
             )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(
@@ -69,7 +71,7 @@ class FlexDeMo(Decoupled):
 
     @property
     def turns(self) -> int:
-        """q: the rounds after which striding and slicing have carried everything once."""
+        """Return q, the rounds after which striding and slicing have carried everything once."""
         return 1 if self.replicator == "full" else round(1 / self.rate)
 
     def chosen(self, blocks: int, round_number: int) -> Tensor:

@@ -44,11 +44,13 @@ class LateMethod(PeriodicMethod):
         require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
         if self.delay not in (0, 1):
             raise ValueError(
-                f"a delay of {self.delay} rounds is not known; choose 1, or 0 to wait for each exchange"
+                f"a delay of {self.delay} rounds is not known; "
+                "choose 1, or 0 to wait for each exchange"
             )
         if self.delay and self.period < 2:
             raise ValueError(
-                f"a period of {self.period} step hides no exchange; choose 2 or more, usually 30, or delay=0"
+                f"a period of {self.period} step is too short to hide an exchange; "
+                "choose 2 or more, usually 30, or delay=0"
             )
 
     def begun(self, replica: Replica) -> None:

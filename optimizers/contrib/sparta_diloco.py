@@ -76,7 +76,8 @@ class SpartaDiLoCo(StatefulMethod):
         if self.period % self.mask_period:
             nearest = max(round(self.period / self.mask_period), 1) * self.mask_period
             raise ValueError(
-                f"a period of {self.period} steps is no multiple of mask_period={self.mask_period}; choose {nearest}"
+                f"a period of {self.period} steps is not a multiple of "
+                f"mask_period={self.mask_period}; choose {nearest}"
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:
@@ -130,5 +131,5 @@ class SpartaDiLoCo(StatefulMethod):
         return self._diloco.agreed(replica, stream) if stream == DELTA else {}
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """Return phi."""
+        """Return phi, the outer parameters."""
         return self._diloco.eval_params(replica)

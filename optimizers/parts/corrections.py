@@ -55,7 +55,8 @@ class SpikeCompensation:
         for group in inner.param_groups:
             if group["nesterov"] or group["dampening"]:
                 raise ValueError(
-                    "spike compensation is for SGD with plain momentum; build it without nesterov, dampening"
+                    "spike compensation is for SGD with plain momentum; "
+                    "build it without nesterov, dampening"
                 )
         self._age = age
         inner.register_step_post_hook(self._after)
@@ -86,13 +87,14 @@ def brake(gradient: Tensor, velocity: Tensor, rho: float) -> Tensor:
 
 
 class AdaptiveBraking:
-    """`brake` before each step with late gradients, against SGD's velocity or Adam's first
-    moment. Deviation: the paper brakes at any delay; here a gradient of the newest weights stays
-    as it is."""
+    """Call `brake` before each step with late gradients.
+
+    It brakes against SGD's velocity or Adam's first moment. Deviation: the paper brakes at any
+    delay; here a gradient of the newest weights stays as it is."""
 
     def __init__(self, inner: torch.optim.Optimizer, age: Age, rho: float = 2.0) -> None:
         if not 0 <= rho < math.inf:
-            raise ValueError(f"braking by rho={rho} drives on; choose 0 or more, usually 2")
+            raise ValueError(f"braking by rho={rho} is out of range; choose 0 or more, usually 2")
         self._age, self._rho = age, rho
         inner.register_step_pre_hook(self._before)
 
@@ -110,13 +112,16 @@ class AdaptiveBraking:
 
 
 class Trend:
-    """delta <- decay·delta + (1 - decay)·(w_new - w_old) after each step: a running mean of the
-    weights' moves, in the optimizer's state as `trend`. With decay 0 it is the last move."""
+    """A running mean of the weights' moves, in the optimizer's state as `trend`.
+
+    delta <- decay·delta + (1 - decay)·(w_new - w_old) after each step. With decay 0 it is the last
+    move."""
 
     def __init__(self, inner: torch.optim.Optimizer, decay: float = 0.0) -> None:
         if not 0 <= decay < 1:
             raise ValueError(
-                f"a trend with decay {decay} is no mean; choose one in [0, 1), e.g. trend_decay's"
+                f"a trend with decay {decay} is out of range; "
+                "choose one in [0, 1), e.g. trend_decay's"
             )
         self._decay = decay
         self._before: list[Tensor] = []
@@ -191,7 +196,8 @@ def rescheduled(rate: float, delay: float, step: int, anneal_steps: int) -> floa
     formula would raise it."""
     if anneal_steps < 1:
         raise ValueError(
-            f"{anneal_steps} steps anneal nothing; choose 1 or more, usually a quarter of the run"
+            f"annealing over {anneal_steps} steps is out of range; "
+            "choose 1 or more, usually a quarter of the run"
         )
     power = 1 - min(step / anneal_steps, 1.0)
     return float(rate / max(delay, 1.0) ** power)
@@ -212,9 +218,10 @@ def nesterov(groups: Groups, rate: float, gamma: float = 0.99) -> torch.optim.SG
 def nadam(
     groups: Groups, rate: float, betas: tuple[float, float] = (0.99, 0.95), eps: float = 1e-8
 ) -> torch.optim.NAdam:
-    """Return the same correction in Adam's metric, as in AsyncPP's code: NAdam with decoupled
-    decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead is in the step, and a new
-    gradient counts (1-mu) as above."""
+    """Return the correction of `nesterov` in Adam's metric, as in AsyncPP's code.
+
+    It is NAdam with decoupled decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead
+    is in the step, and a new gradient counts (1-mu) as above."""
     return torch.optim.NAdam(
         groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True
     )

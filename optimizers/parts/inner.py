@@ -42,7 +42,8 @@ class InnerConfig:
             )
         if not 0 < self.lr < math.inf:
             raise ValueError(
-                f"a learning rate of {self.lr} trains nothing; choose a finite one above 0, usually 1e-3"
+                f"a learning rate of {self.lr} is out of range; "
+                "choose a finite one above 0, usually 1e-3"
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
@@ -50,11 +51,13 @@ class InnerConfig:
             )
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
-                f"a weight decay of {self.weight_decay} makes weights grow; choose 0 or more, usually 0.1"
+                f"a weight decay of {self.weight_decay} is out of range; "
+                "choose 0 or more, usually 0.1"
             )
         if not 0 < self.eps < math.inf:
             raise ValueError(
-                f"eps of {self.eps} does not keep the division finite; choose one above 0, usually 1e-8"
+                f"eps of {self.eps} does not keep the division finite; "
+                "choose one above 0, usually 1e-8"
             )
         self._require_momentum()
 
@@ -62,15 +65,18 @@ class InnerConfig:
         if self.momentum is not None:
             if self.name in ("adamw", "nadam"):
                 raise ValueError(
-                    f"{self.name} has no momentum of {self.momentum}; set the first of betas, or choose sgd"
+                    f"{self.name} has no momentum of {self.momentum}; "
+                    "set the first of betas, or choose sgd"
                 )
             if not 0 <= self.momentum < 1:
                 raise ValueError(
-                    f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9"
+                    f"a momentum of {self.momentum} is out of range; "
+                    "choose one in [0, 1), usually 0.9"
                 )
         if self.nesterov and (self.name != "sgd" or not self.momentum):
             raise ValueError(
-                f"nesterov is for sgd with momentum, not for {self.name}; e.g. sgd with momentum=0.9"
+                f"nesterov is for sgd with momentum, not for {self.name}; "
+                "e.g. sgd with momentum=0.9"
             )
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:

@@ -54,7 +54,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(
-                f"muon needs torch 2.9 or newer, this is {torch.__version__}; update it or choose adamw"
+                f"muon needs torch 2.9 or newer, this is {torch.__version__}; "
+                "update it or choose adamw"
             )
         self._parts: list[torch.optim.Optimizer] = []
         if muon:

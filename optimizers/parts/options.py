@@ -19,15 +19,16 @@ def require_options(
     )
     if period < 1:
         raise ValueError(
-            f"a period of {period} steps makes no rounds; choose 1 or more, usually 30 to 500"
+            f"a period of {period} steps is out of range; choose 1 or more, usually 30 to 500"
         )
     if not 0 < deadline_s < math.inf:
         raise ValueError(
-            f"a deadline of {deadline_s} s is none; choose a finite one above 0, usually 30"
+            f"a deadline of {deadline_s} s is out of range; choose a finite one above 0, usually 30"
         )
     if round_s is not None and not SHORTEST_S <= round_s < math.inf:
         raise ValueError(
-            f"round_s={round_s} makes no rounds; choose {SHORTEST_S} s or more, usually 600, or leave it out"
+            f"round_s={round_s} is out of range; "
+            f"choose {SHORTEST_S} s or more, usually 600, or leave it out"
         )
     for role, remedy in (("codec", instead), ("return codec", returned)):
         name = getattr(method, role.replace(" ", "_"), "fp32")
@@ -51,5 +52,5 @@ def require_feedback(name: str, decay: float | None, instead: str) -> None:
         require_unbiased("codec", name, f"give it feedback, e.g. feedback=0.9, or choose {instead}")
     elif not 0 <= decay <= 1:
         raise ValueError(
-            f"feedback of {decay} is no decay; choose one in [0, 1], usually 0.9, or None"
+            f"feedback of {decay} is out of range; choose one in [0, 1], usually 0.9, or None"
         )

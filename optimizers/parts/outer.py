@@ -51,7 +51,7 @@ class OuterHeavyBall:
         _require_positive(self.lr)
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9"
+                f"a momentum of {self.momentum} is out of range; choose one in [0, 1), usually 0.9"
             )
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,5 +75,6 @@ class OuterNesterov(OuterHeavyBall):
 def _require_positive(lr: float) -> None:
     if not 0 < lr <= 10:
         raise ValueError(
-            f"an outer learning rate of {lr} makes no sense; choose one in (0, 10], usually 0.3 to 1"
+            f"an outer learning rate of {lr} is out of range; "
+            "choose one in (0, 10], usually 0.3 to 1"
         )

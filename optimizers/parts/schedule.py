@@ -20,7 +20,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not (self.peak > 0 and math.isfinite(self.peak)):
             raise ValueError(
-                f"a peak learning rate of {self.peak} trains nothing; choose one above 0"
+                f"a peak learning rate of {self.peak} is out of range; choose one above 0"
             )
         if not 0 <= self.warmup_tokens <= self.total_tokens or self.total_tokens < 1:
             raise ValueError(
@@ -28,12 +28,11 @@ class Schedule:
             )
         if self.joiner_steps < 0:
             raise ValueError(
-                f"{self.joiner_steps} warm-up steps for joiners are none; choose 0 or more, usually 100"
+                f"{self.joiner_steps} warm-up steps for joiners is out of range; "
+                "choose 0 or more, usually 100"
             )
         if not 0 <= self.floor <= 1:
-            raise ValueError(
-                f"a floor of {self.floor} is no share of the peak; choose one in [0, 1]"
-            )
+            raise ValueError(f"a floor of {self.floor} is out of range; choose one in [0, 1]")
 
     def rate(self, tokens: int, own_steps: int) -> float:
         """Return the rate at the run's `tokens` for a peer `own_steps` steps after it joined."""

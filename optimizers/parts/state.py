@@ -56,7 +56,8 @@ def counter(name: str, state: State) -> int:
     found = state.get(name)
     if found is None or found.dtype != torch.int64 or found.dim() != 0 or int(found) < 0:
         raise WrongState(
-            f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member"
+            f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; "
+            "ask another member"
         )
     return int(found)
 
@@ -67,7 +68,7 @@ def numbers(values: Mapping[str, int]) -> State:
 
 
 def tables(held: Mapping[str, Tensors]) -> State:
-    """Return several sets of tensors, each as `named` copies it under its prefix."""
+    """Return copies of several sets of tensors, each under its prefix (see `named`)."""
     return {
         name: tensor
         for prefix, tensors in held.items()

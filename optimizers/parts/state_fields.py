@@ -75,7 +75,7 @@ def part(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
 
 
 def saved(owner: "DataclassInstance", whose: Whose) -> State:
-    """Return copies of the shared or the own fields as named tensors."""
+    """Return copies of the shared fields, or of this peer's own, as named tensors."""
     state: State = {}
     for name, place in _places(owner):
         if place.whose is None:

@@ -54,14 +54,14 @@ class StatefulMethod(ABC):
         return saved(self, "shared")
 
     def restore(self, replica: Replica, state: State, mode: Mode) -> None:
-        """Take over the shared fields; of the own ones, keep only those of carried work."""
+        """Take over the shared fields; of this peer's own, keep only those of carried work."""
         new = self.load(replica, state, "shared")
         forget(new, carried=self.move(replica, state, new, mode))
         become(self, new)
         self.begun(replica)
 
     def personal(self, replica: Replica) -> State:
-        """Return the own fields."""
+        """Return the fields that are this peer's own."""
         self.begin(replica)
         return saved(self, "own")
 
@@ -127,7 +127,7 @@ class OuterMethod(StatefulMethod):
         return self._state.move(replica, new._state, mode)
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """Return phi."""
+        """Return phi, the outer parameters."""
         self.begin(replica)
         return {name: x.clone() for name, x in self._state.phi.items()}
 

@@ -41,8 +41,10 @@ from farflock.optimizers.testing.spy import Spy
 from farflock.optimizers.trial_options import TrialIncomplete, law_options, trial_of
 
 LAWS = {
-    0: "a method asks for its streams' rounds one after the other, and no clock or global chance is in it",
-    1: "with one participant it runs and gives its documented degenerate result, and it goes on after any misfortune",
+    0: "a method asks for its streams' rounds one after the other, "
+    "and no clock or global chance is in it",
+    1: "with one participant it runs and gives its documented degenerate result, "
+    "and it goes on after any misfortune",
     2: "`failed` leaves outer state untouched and keeps local work",
     3: "once `due` returned, later local steps do not change the exchange's tensors",
     4: "a result is applied at most once; denominators come from `participants` alone",
@@ -137,8 +139,9 @@ def check_streams(subject: Subject) -> None:
         one = peer.templates[stream]
         if len(rounds) < 2:
             raise TrialIncomplete(
-                f"stream {stream!r} has fewer than two rounds in {TICKS} steps; give the method shorter ones, in its module: "
-                "trial: ClassVar[TrialOptions] = TrialOptions(law={...})"
+                f"stream {stream!r} has fewer than two rounds in {TICKS} steps; "
+                "give the method shorter ones, in its module: trial: "
+                "ClassVar[TrialOptions] = TrialOptions(law={...})"
             )
         known = sorted(rounds + [key.round for key in peer.replayed if key.stream == stream])
         wanted = [one.key.round + number * one.stride for number in range(len(known))]
@@ -328,7 +331,7 @@ def check_denominators(subject: Subject) -> None:
 
 
 def check_adopting_ones_own_snapshot(subject: Subject) -> None:
-    """Check that adopting the own snapshot, if nothing else is held, changes nothing later."""
+    """Check that adopting a peer's own snapshot, if nothing else is held, changes nothing later."""
     if subject.rest is None:
         return
     through, stopped = (subject.swarm("ab") for _ in range(2))
@@ -438,7 +441,7 @@ def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> No
 
 
 def check_stopping_once(subject: Subject, moment: int) -> None:
-    """Check a single restart: where all restarts lose the same thing, none of them shows."""
+    """Check a single restart: if every restart lost the same thing, no comparison would show it."""
     ran, stopped = (subject.swarm("ab", inner="adamw", lr=0.01) for _ in range(2))
     stopped.between = _restarting(stopped, moment)
     for swarm in (ran, stopped):
@@ -493,9 +496,10 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
         require(
             bool(seen),
             8,
-            f"The gradient of the first step at {name}[0] was in no range that a result's `taken` named, and it is neither in "
-            "the parameters nor in any state or later exchange of its peer: choose by range what of a tensor was taken "
-            "(optimizers/parts/feedback.py, choose)",
+            f"The gradient of the first step at {name}[0] was in no range that a result's `taken` "
+            "named, and it is neither in the parameters nor in any state or later exchange of its "
+            "peer: choose by range what of a tensor was taken (optimizers/parts/feedback.py, "
+            "choose)",
         )
 
 
@@ -522,8 +526,9 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
 
 
 def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield a peer's values at each parameter's first place, keyed by (where it is, parameter). The
-    parameter is "" for what it requested in another form after the first rounds."""
+    """Yield a peer's values at each parameter's first place, keyed by (where it is, parameter).
+
+    The parameter is "" for requests in another form after the first rounds."""
     last = max(one.key.round for one in peer.templates.values())
     held = holding(peer) | {f"theta.{name}": x for name, x in peer.theta().items()}
     for _, exchange in peer.offered:

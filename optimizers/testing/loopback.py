@@ -214,7 +214,7 @@ class LoopbackPeer:
 
     @property
     def method(self) -> Method:
-        """The driver's method."""
+        """The method that the driver drives."""
         return self.driver.method
 
     @property
@@ -241,10 +241,12 @@ class LoopbackOffer:
 
 
 class Loopback:
-    """Rounds as in the product: a stream's rounds close in order, each when all awake peers have
-    offered, when there are `enough` offers, or `patience` ticks after the first. A peer that offers
-    later gets the result without being in it; for a peer that does not offer, the round is replayed
-    before its next step, once its stream is idle.
+    """Rounds as in the product: a stream's rounds close in order.
+
+    Each closes when all awake peers have offered, when there are `enough` offers, or
+    `timeout_ticks` ticks after the first. A peer that offers later gets the result without being in
+    it; for a peer that does not offer, the round is replayed before its next step, once its stream
+    is idle.
 
     Misfortune, of all streams or of those in `struck`: `taken(peer, round)` returns a function
     (name, count) -> taken ranges; `late(peer, round)` the local steps until a result arrives;
@@ -271,7 +273,7 @@ class Loopback:
         self.struck: Iterable[str] | None = None
         self.rests: Callable[[str, int], bool] = lambda peer, tick: False
         self.between: Callable[[LoopbackPeer], None] = lambda peer: None
-        self.patience, self.tick = 10, 0
+        self.timeout_ticks, self.tick = 10, 0
         self.log: dict[ExchangeKey, Result] = {}  # results as a peer outside of the round sees them
         self._board: dict[ExchangeKey, dict[str, LoopbackOffer]] = {}
         self._agreed: dict[ExchangeKey, State] = {}
@@ -408,7 +410,8 @@ class Loopback:
             key, one = exchange.key, peer.templates[exchange.key.stream]
             on_axis = key.round >= one.key.round and (key.round - one.key.round) % one.stride == 0
             assert on_axis, (
-                f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, ... of its stream"
+                f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, "
+                "... of its stream"
             )
             peer.offered.append((peer.step, exchange))
             agreed = (
@@ -446,7 +449,7 @@ class Loopback:
             return False
         missing = [peer for peer in self.awake() if peer.name not in offers]
         waited = self.tick - min(offer.since for offer in offers.values())
-        return not missing or 0 < one.enough <= len(offers) or waited >= self.patience
+        return not missing or 0 < one.enough <= len(offers) or waited >= self.timeout_ticks
 
     def _close(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
         self._newest[key.stream] = key.round

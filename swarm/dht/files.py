@@ -39,7 +39,8 @@ class IdentityLock:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise IdentityInUse(
-                f"{path} is in use by another running peer; stop that one, or give this one an identity of its own"
+                f"{path}: another running peer uses this identity; "
+                "stop that peer, or give this one an identity of its own"
             ) from None
 
     def release(self) -> None:
@@ -73,12 +74,13 @@ def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             if getattr(error, "errno", None) == errno.EADDRINUSE:
                 raise PortTaken(
-                    f"port {port} of {host} is taken by another program; stop that one, or choose another port (0: any)"
+                    f"{host}: another program uses port {port}; "
+                    "stop that program, or choose another port (0: any)"
                 ) from None
 
 
 def remove_dead_sockets(folder: Path, now_s: float) -> int:
-    """Remove sockets of dead daemons; return how many. `now_s` is wall-clock time.
+    """Remove sockets of dead daemons and return their number; `now_s` is wall-clock time.
 
     A socket stays unless it is ours, older than `SOCKET_MIN_AGE_S`, and refuses connections.
     """

@@ -37,19 +37,20 @@ def judge(asked: int, greetings: Sequence[Greeting], client_mode: bool) -> None:
     """Raise `ClockSkew` or `DirectoryUnreachable`, with a remedy, if this peer cannot take part."""
     if not greetings:
         raise DirectoryUnreachable(
-            f"none of the {asked} addresses answered; check this machine's network, or ask any member for a fresh invite"
+            f"none of the {asked} addresses answered; "
+            "check this machine's network, or ask any member for a fresh invite"
         )
     wrong = [greeting.ahead_s for greeting in greetings if abs(greeting.ahead_s) > MAX_SKEW_S]
     if 2 * len(wrong) > len(greetings):
         ahead_s = statistics.median_low(wrong)
         side = "ahead of" if ahead_s > 0 else "behind"
         raise ClockSkew(
-            f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (at most {MAX_SKEW_S:.0f} s are allowed);"
-            " set it by NTP and join again"
+            f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's "
+            f"(at most {MAX_SKEW_S:.0f} s are allowed); set it by NTP and join again"
         )
     dialled = sum(greeting.dialled_back for greeting in greetings)
     if not client_mode and 2 * dialled < len(greetings):
         raise DirectoryUnreachable(
-            f"{len(greetings) - dialled} of {len(greetings)} peers could not dial this machine back;"
-            " open its port, or join as one that cannot be dialled (client mode)"
+            f"{len(greetings) - dialled} of {len(greetings)} peers could not dial this machine "
+            "back; open its port, or join in client mode, without being dialled"
         )

@@ -444,7 +444,7 @@ class DhtDirectory:
     def _only(self, run: str) -> None:
         if run != self._run:
             raise ValueError(
-                f"this directory was opened for run {self._run}, not for {run}; open another one"
+                f"this directory was opened for run {self._run}; open another one for run {run}"
             )
 
     def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> StoredItem:
@@ -525,7 +525,8 @@ def _parse_doors(addresses: Sequence[str], identity: Identity) -> dict[PeerID, l
     """Return an invite's addresses by peer, without mine; `DirectoryUnreachable` for a bad one."""
     if len(addresses) > MAX_INITIAL_PEERS:
         raise DirectoryUnreachable(
-            f"at most {MAX_INITIAL_PEERS} addresses, got {len(addresses)}; ask for a fresh invite"
+            f"{len(addresses)} addresses, and at most {MAX_INITIAL_PEERS} are allowed; "
+            "ask any member for a fresh invite"
         )
     doors: dict[PeerID, list[str]] = {}
     for address in addresses:
@@ -535,7 +536,7 @@ def _parse_doors(addresses: Sequence[str], identity: Identity) -> dict[PeerID, l
         except BadIdentity as error:
             raise _bad_address(address, str(error)) from None
         if not place.startswith("/") or len(address) > MAX_ADDRESS_CHARS or "," in address:
-            raise _bad_address(address, "it has the form /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…")
+            raise _bad_address(address, "one has the form /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…")
         if not known:
             doors.setdefault(PeerID.from_base58(peer), []).append(address)
     return doors
@@ -543,22 +544,24 @@ def _parse_doors(addresses: Sequence[str], identity: Identity) -> dict[PeerID, l
 
 def _bad_address(address: str, reason: str) -> DirectoryUnreachable:
     return DirectoryUnreachable(
-        f"{address[:MAX_ADDRESS_CHARS]!r} is no peer's address: {reason}; ask any member for a fresh invite"
+        f"{address[:MAX_ADDRESS_CHARS]!r} is not the address of a peer: {reason}; "
+        "ask any member for a fresh invite"
     )
 
 
 def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryUnreachable:
     if isinstance(error, TimeoutError):
         return DirectoryUnreachable(
-            f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?"
+            f"the directory did not open within {timeout_s:.0f} s; "
+            "check whether this machine is overloaded, and try again"
         )
     if finds_no_door(error):
         return DirectoryUnreachable(
-            f"none of the {doors} peers in the invite could be reached; check this machine's network, or ask any member"
-            " for a fresh invite"
+            f"none of the {doors} peers in the invite could be reached; "
+            "check this machine's network, or ask any member for a fresh invite"
         )
     return DirectoryUnreachable(
-        f"the libp2p daemon ended ({error}); is the port to listen on free, the address right?"
+        f"the libp2p daemon ended ({error}); check that the port is free and the address right"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from farflock.swarm.dht.item_store import StoredItem
+from farflock.swarm.tasks import cancel
 
 WIDTH = 20  # peers nearest to the key that must have answered
 PARALLEL_CALLS = 8
@@ -71,9 +72,7 @@ class Walk(Generic[LookupPeer]):
                 for task in [task for task in running if task in done]:
                     self._take(running.pop(task), task.result())
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel(*running)
 
     async def _call(self, peer: LookupPeer) -> LookupReply[LookupPeer] | None:
         return await self._ask(peer)

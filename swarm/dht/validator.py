@@ -13,8 +13,8 @@ The envelope covers the expiry because the table prefers later expiries: otherwi
 replay a victim's old record with a later expiry and so keep the new one out. Only readers that
 check are safe: a plain client also sees what a hostile storing peer makes up.
 
-Cells. A peer belongs to the cell `public key[0] mod cells`. The number is a power of two, so chosen
-that a cell has at most 64 peers; it is a slow fact of the manifest and starts at 1. It grows by
+Cells. A peer belongs to the cell `public key[0] mod cells`. The number is a power of two, chosen
+so that a cell has at most 64 peers; it is a slow fact of the manifest and starts at 1. It grows by
 doubling: cell c splits into c and c + cells, so a reader with twice the writer's number still finds
 every peer. Hence readers adopt a new number at once, writers with their next announcement. Storing
 peers accept the owner's cell under every power of two, so they need not know the number.

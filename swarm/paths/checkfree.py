@@ -40,19 +40,20 @@ def partners(layers: Sequence[int]) -> dict[int, int]:
     between = len(layers) - 2
     if between < 2:
         raise BadSwap(
-            f"{RULE}: the first of {len(layers)} stages embeds and the last predicts, which leaves {max(between, 0)} "
-            "that could change places; take 4 or 6 or more stages, or no swap"
+            f"{RULE}: only {max(between, 0)} of {len(layers)} stages could change places, as the "
+            "first embeds and the last predicts; choose 4 or at least 6 stages, or do not swap"
         )
     if between == 3:
         raise BadSwap(
-            f"{RULE}: stage 2 of 5 would be in the first and in the last pair; take 4 or 6 or more stages"
+            f"{RULE}: stage 2 of 5 would be in the first and in the last pair; "
+            "choose 4 or at least 6 stages, or do not swap"
         )
     pairs = ((1, 2), (between - 1, between))
     for one, other in pairs:
         if layers[one] != layers[other]:
             raise BadSwap(
                 f"{RULE}: stages {one} and {other} have {layers[one]} and {layers[other]} layers; "
-                "give them equally many, or swap none"
+                "give them equally many, or do not swap"
             )
     return {here: there for one, other in pairs for here, there in ((one, other), (other, one))}
 

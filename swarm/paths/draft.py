@@ -51,13 +51,14 @@ class Instance:
     def __post_init__(self) -> None:
         if len(self.serving) != len(self.terms.kinds) or not all(self.serving):
             raise ValueError(
-                f"{[len(peers) for peers in self.serving]} servers cannot serve {len(self.terms.kinds)} stages; give each one"
-                " or more"
+                f"{[len(peers) for peers in self.serving]} servers for "
+                f"{len(self.terms.kinds)} stages; give each stage at least one"
             )
         if not (self.turns >= 1 and self.microbatches <= MAX_MICROBATCHES and self.memory >= 1):
             raise ValueError(
-                f"{len(self.serving[0])} lanes of {self.turns} microbatches with room for {self.memory} cannot be planned; take"
-                f" 1 to {MAX_MICROBATCHES} in all and room for one"
+                f"{len(self.serving[0])} lanes of {self.turns} microbatches, and room for "
+                f"{self.memory}, cannot be planned; choose 1 to {MAX_MICROBATCHES} microbatches in "
+                "all, and room for at least one"
             )
 
     @property

@@ -24,7 +24,7 @@ from farflock.swarm.links import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Inputs of a permutation, which all participants agree on; `membership` numbers the view."""
+    """Inputs of a permutation, which all peers agree on; `membership` numbers the view."""
 
     seed: int
     membership: int

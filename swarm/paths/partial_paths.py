@@ -26,7 +26,8 @@ class PartialPaths(ReorderedPaths):
     def __init__(self, policy: PathPolicy, stages: int, visited: int, seed: str) -> None:
         if not min(3, stages) <= visited <= stages:
             raise BadSkip(
-                f"paths visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}"
+                f"paths that visit {visited} of {stages} stages; "
+                f"choose {min(3, stages)} to {stages} stages"
             )
         super().__init__(policy)
         self._seed = seed

@@ -24,7 +24,7 @@ from farflock.swarm.paths.draft import Draft, Instance
 from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, require_paths, require_timetable
 from farflock.swarm.paths.timetable import BACKWARD_SHARE, LOSS_SHARE
 
-WORK, LEAST_WORK = 600, 4  # judged plans
+WORK, MIN_WORK = 600, 4  # judged plans
 
 _LEADS, _MIN_LEADS = 1_000, 12_000  # estimates per stop of the lanes' paths, and the minimum
 _SHARED_PART = 0.3  # of the work, spent with one path per lane
@@ -43,9 +43,10 @@ def plan_paths(
 
     By that measure it is never worse than the plan that takes stages and servers in turn.
     """
-    if work < LEAST_WORK:
+    if work < MIN_WORK:
         raise ValueError(
-            f"no plan comes of a work of {work}; allow at least {LEAST_WORK}, usually {WORK}"
+            f"a planner cannot work with {work} judged plans; "
+            f"allow at least {MIN_WORK}, usually {WORK}"
         )
     chance, judged = random.Random(seed), judge or _timed(instance)
     shared, own = Draft(instance, 1, chance), Draft(instance, instance.turns, chance)
@@ -67,7 +68,8 @@ def require(plan: PathPlan, instance: Instance) -> None:
     if not math.isfinite(times.makespan_s):
         raise BadPlan(
             "memory",
-            f"{times.microbatches - len(times.finished_s)} microbatches wait for each other's room for ever",
+            f"{times.microbatches - len(times.finished_s)} microbatches wait for ever, "
+            "each for room that another one takes",
             "give servers room for more, or forbid swaps",
         )
     require_timetable(times.works, instance.memory)

@@ -244,5 +244,5 @@ def mixed(stages: int, seed: int) -> FixedPaths:
 
 def _all_stages(stages: int) -> tuple[int, ...]:
     if stages < 1:
-        raise ValueError(f"a pipeline has at least one stage, got {stages}")
+        raise ValueError(f"a pipeline of {stages} stages; it needs at least one")
     return tuple(range(stages))

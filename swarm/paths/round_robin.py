@@ -126,7 +126,8 @@ class Balancer:
     ) -> None:
         if not 1.0 <= warmup_penalty < math.inf or warmup_tasks < 0:
             raise ValueError(
-                f"a warm-up counts at least once and not for ever, got {warmup_penalty}, {warmup_tasks}"
+                f"a warm-up of {warmup_tasks} tasks with a penalty of {warmup_penalty}; "
+                "choose at least 0 tasks, and a finite penalty of at least 1"
             )
         self._chance, self._join_charge = chance, join_charge
         self._penalty, self._warmup_tasks = warmup_penalty, warmup_tasks
@@ -143,7 +144,9 @@ class Balancer:
         `next_ban_ends_s` is when it is worth asking again.
         """
         if not 0 < task_size < math.inf:
-            raise ValueError(f"a task has a positive, finite number of samples, got {task_size}")
+            raise ValueError(
+                f"a task of {task_size} samples; their number must be positive and finite"
+            )
         self._end_bans(now_s)
         passed_over: list[_Entry] = []
         chosen = self._pop(exclude, passed_over)

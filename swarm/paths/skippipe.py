@@ -96,8 +96,8 @@ class PathPlan:
         if len(lengths) != 1 or 0 in lengths or self.per_step < 1:
             raise BadPlan(
                 "horizon",
-                f"lanes have {sorted(lengths)} paths, {self.per_step} microbatches a step",
-                "give every lane as many paths, at least one, and at least one microbatch a step",
+                f"lanes of {sorted(lengths)} paths, with {self.per_step} microbatches per step",
+                "give every lane equally many paths and every step microbatches, at least one",
             )
 
     def path(self, microbatch: Microbatch) -> Path:
@@ -127,8 +127,9 @@ class PlanTerms:
         if not len(self.needed) <= self.visited <= len(self.kinds):
             raise BadPlan(
                 "skip ratio",
-                f"paths cannot visit {self.visited} of {len(self.kinds)} stages, {len(self.needed)} of which none may skip",
-                f"take a number from {len(self.needed)} to {len(self.kinds)}",
+                f"paths cannot visit {self.visited} of {len(self.kinds)} stages: "
+                f"no path may skip {len(self.needed)} of them",
+                f"choose {len(self.needed)} to {len(self.kinds)} stages",
             )
 
     @property
@@ -140,7 +141,7 @@ class PlanTerms:
 
     @property
     def optional(self) -> tuple[int, ...]:
-        """All other stages."""
+        """The stages that a path may skip."""
         needed = self.needed
         return tuple(stage for stage in range(len(self.kinds)) if stage not in needed)
 
@@ -168,24 +169,25 @@ def require_order(order: Sequence[int], terms: PlanTerms) -> None:
     """Raise `BadPlan` unless these stages make a path."""
     if not order or order[0] != 0:
         raise BadPlan(
-            "first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds"
+            "first stage", f"a path visits stages {list(order)}", "begin with stage 0, which embeds"
         )
     if len(set(order)) != len(order):
         raise BadPlan(
-            "one visit", f"a path takes stages {list(order)}", "visit each stage once at most"
+            "one visit", f"a path visits stages {list(order)}", "visit each stage at most once"
         )
     if len(order) != terms.visited:
         skipped, wanted = 1 - len(order) / len(terms.kinds), 1 - terms.visited / len(terms.kinds)
         raise BadPlan(
             "skip ratio",
-            f"a path takes {len(order)} stages of {len(terms.kinds)}, so it skips {skipped:.4g} of them, not {wanted:.4g}",
-            f"visit {terms.visited}",
+            f"a path visits {len(order)} of {len(terms.kinds)} stages, so it skips "
+            f"{skipped:.4g} of them, not {wanted:.4g}",
+            f"visit {terms.visited} stages",
         )
     if missing := set(terms.needed) - set(order):
         raise BadPlan(
             "missing stage",
-            f"a path takes stages {list(order)} and not {sorted(missing)}",
-            "visit all stages whose output is of another kind than their input",
+            f"a path visits stages {list(order)} and not {sorted(missing)}",
+            "visit all stages whose output differs in kind from their input",
         )
     _require_swaps(order, terms.kinds)
 
@@ -198,15 +200,17 @@ def _require_swaps(order: Sequence[int], kinds: Sequence[StageKind]) -> None:
     if len(moved) > MAX_DISPLACED or max(moved, default=0) > MAX_DISPLACEMENT:
         raise BadPlan(
             "swap bound",
-            f"a path takes stages {list(order)}, {len(moved)} of them out of place, one by {max(moved)}",
-            f"displace {MAX_DISPLACED} at most, each by {MAX_DISPLACEMENT}",
+            f"a path visits stages {list(order)}, {len(moved)} of them out of place, "
+            f"one by {max(moved)}",
+            f"displace at most {MAX_DISPLACED} stages, each by at most {MAX_DISPLACEMENT}",
         )
     for before, after in itertools.pairwise(order):
         if before > after and kinds[before] != kinds[after]:
             raise BadPlan(
                 "swap of unequal stages",
-                f"a path takes stage {before}, {kinds[before]}, before stage {after}, {kinds[after]}",
-                "take stages that differ in input, output or shapes in their own order",
+                f"a path visits stage {before}, {kinds[before]}, "
+                f"before stage {after}, {kinds[after]}",
+                "visit stages that differ in input, output or shapes in their own order",
             )
 
 
@@ -218,7 +222,8 @@ def _require_balance(plan: PathPlan, terms: PlanTerms) -> None:
         if abs(visits[stage] - mean) > 1:
             raise BadPlan(
                 "stage balance",
-                f"stage {stage} is visited {visits[stage]} times by {len(paths)} microbatches, the mean is {mean:.4g}",
+                f"stage {stage} is visited {visits[stage]} times by {len(paths)} microbatches, "
+                f"and the mean is {mean:.4g}",
                 "train every stage equally often, up to one visit",
             )
 
@@ -251,8 +256,8 @@ def _require_one_at_a_time(peer: PeerId, works: Sequence[ScheduledPass]) -> None
         if following.start_s < work.end_s - _ROUNDING_S:
             raise BadPlan(
                 "collision",
-                f"{peer} is to work on {work.microbatch} until {work.end_s:.4f} s and on {following.microbatch} from"
-                f" {following.start_s:.4f} s",
+                f"{peer} works on microbatch {work.microbatch} until {work.end_s:.4f} s and on "
+                f"{following.microbatch} from {following.start_s:.4f} s",
                 "let one of them wait, or send it to another server of the stage",
             )
 
@@ -273,7 +278,7 @@ def _require_memory(peer: PeerId, works: Sequence[ScheduledPass], memory: int) -
         if held > memory:
             raise BadPlan(
                 "memory",
-                f"{peer} is to hold {held} microbatches at {at_s:.4f} s and has room for {memory}",
+                f"{peer} holds {held} microbatches at {at_s:.4f} s and has room for {memory}",
                 "start them later, or send some to another server of the stage",
             )
 

@@ -1,5 +1,4 @@
-"""Known peers, joining and leaving: requests to enter or leave a run, and what members note of
-them.
+"""Known peers, and the requests of peers that join or leave a run.
 
 Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
 """
@@ -13,8 +12,8 @@ from farflock.swarm.record import BadRecord, Record, newer, unseal
 from farflock.swarm.roles import stage_of
 
 JOIN_EVERY_S = 1.0
-JOIN_LASTS_S = 4.0
-MAX_KNOWN = 1024
+JOIN_LASTS_S = 4.0  # several repetitions: one lost message does not withdraw a request
+MAX_KNOWN = 1024  # records kept; strangers can make any number of identities
 
 
 class RecordBook:
@@ -34,7 +33,7 @@ class RecordBook:
             return
         known = self.records.get(record.peer)
         has_room = known is not None or len(self.records) < MAX_KNOWN
-        # The directory may still have an old record of this peer.
+        # The directory may still have an old record of this peer itself.
         if record.peer != self._context.me and newer(record, known) and has_room:
             self.records[record.peer] = record
             self._context.links.learn(blob)

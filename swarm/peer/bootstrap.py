@@ -13,6 +13,7 @@ from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Miss, Piece
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.tasks import cancel
 
 
 async def fetch_chunk(
@@ -44,6 +45,4 @@ async def fetch_chunk(
         there = await context.chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
         return store.get(digest) if there else None
     finally:
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)

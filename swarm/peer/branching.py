@@ -23,17 +23,19 @@ from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0
-# a member that has not signed by then is left out; it may join the branch later
+# A member that has not signed by then is left out; it may join the branch later.
 SIGNATURE_TIMEOUT_S = 10.0
-STEP_IN_S = 20.0  # the next in seniority takes over if the one before it starts no branch
+# The next in seniority takes over if the one before it starts no branch: after two petitions, since
+# the first may wait for silent members in vain.
+STEP_IN_S = 20.0
 PROBE_EVERY_S = 5.0
 PROBED = 16  # peers asked at once
 LINEAGE_EVERY_S = 1.0  # minimum between two answers, or two questions, to one peer
-CANDIDATE_EVERY_S = 2.0
-# the other chain must stay stronger for this long: rounds in flight then count on both sides
+CANDIDATE_EVERY_S = 2.0  # between two questions to the peer on the stronger chain
+# The other chain must stay stronger for this long: rounds in flight then count on both sides.
 SETTLE_S = 5.0
-ANSWER_S = 10.0
-MAX_SENT = 1024
+ANSWER_S = 10.0  # a chain that was not heard of for this long is no candidate
+MAX_SENT = 1024  # peers whose last message is remembered
 
 
 @dataclass(slots=True)
@@ -61,16 +63,12 @@ class Branching:
         after_s: float,
     ) -> None:
         self._context, self._identity, self._after_s = context, identity, after_s
-        self._membership, self._rounds, self._pairing, self._snapshots = (
-            membership,
-            rounds,
-            pairing,
-            snapshots,
-        )
+        self._membership, self._rounds = membership, rounds
+        self._pairing, self._snapshots = pairing, snapshots
         self._solitude = Solitude()
         self._petition: Petition | None = None
         self._silent: set[int] = set()  # indices of members that did not sign in time
-        self._refused = 0  # the least first round that every refusing member could sign
+        self._refused = 0  # the lowest first round that every refusing member could sign
         self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # (hash, for whom, when)
         self._candidate: _Candidate | None = None
         self._sent: dict[tuple[PeerId, bool], float] = {}  # by (peer, has views)
@@ -120,23 +118,25 @@ class Branching:
     # starting a branch
 
     def _is_due(self) -> bool:
-        """True if the time without a quorum is up; never with stages, as half a pipeline is useless
-        and a stage's rounds could not be taken back."""
+        """True if the time without a quorum is up.
+
+        Never with stages: half a pipeline is useless, and a stage's rounds could not be taken
+        back."""
         return not self._rounds.staged and self._solitude.lasted_s >= self._after_s
 
     def _can_decide(self) -> bool:
-        """True if the newest view and the next round's have quorums and no next view is overdue:
-        one accepted by some members but excluded by rounds that others began blocks both."""
+        """True if the newest view and the next round's have quorums and no next view is overdue.
+
+        A view that some members accepted, but that rounds begun by others exclude, blocks both."""
         chain = self._context.views
         if self._membership.next_view.is_overdue:
             return False
         of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
-        needed = {
-            view.hash: view for view in (chain.newest, of_next_round) if view is not None
-        }.values()
+        present = self._membership.admission.present
         return all(
-            is_quorum(self._membership.admission.present(view), len(view.members))
-            for view in needed
+            is_quorum(present(view), len(view.members))
+            for view in (chain.newest, of_next_round)
+            if view is not None
         )
 
     def _floor(self) -> int:
@@ -144,7 +144,8 @@ class Branching:
         return self._rounds.floor() if self._rounds.names else axes.at(self._context.floor, None)
 
     def _found(self, now_s: float, me: int, present: set[int]) -> None:
-        """Collect the signatures of all present members; more senior members get to do so first."""
+        """Collect the signatures of all present members; the most senior one does so first."""
+        # In turn: several petitions at once would compete for the same signatures.
         before_me = sum(index < me for index in present - self._silent)
         if self._solitude.lasted_s < self._after_s + STEP_IN_S * before_me:
             return
@@ -183,9 +184,9 @@ class Branching:
             self._context.drop("not from a member")
             return
         now_s, (signed, whom, signed_s) = self._context.now(), self._signed
-        elsewhere = (
-            signed != view.hash and whom != sender and now_s - signed_s < SIGNATURE_TIMEOUT_S
-        )
+        # A member signs for one petitioner at a time, else two branches could both be complete.
+        is_bound = now_s - signed_s < SIGNATURE_TIMEOUT_S
+        elsewhere = is_bound and signed != view.hash and whom != sender
         if not self._is_due() or self.adrift or elsewhere:
             return
         if view.first_round < self._floor():
@@ -196,11 +197,9 @@ class Branching:
 
     def _take_signature(self, sender: PeerId, message: BranchSign) -> None:
         petition = self._petition
-        if (
-            petition is None
-            or petition.view.hash != message.digest
-            or sender not in petition.view.peers
-        ):
+        if petition is None or petition.view.hash != message.digest:
+            return
+        if sender not in petition.view.peers:
             return
         raw, domain = views.encode(petition.view), views.branch_domain(self._context.run)
         if message.floor:
@@ -211,12 +210,13 @@ class Branching:
             self._context.drop("bad branch")
 
     def _take_branch(self, sender: PeerId, branch: Certified) -> None:
-        """Follow a branch off our newest view; but compare the chains first if this peer has rounds
-        that it lacks, or is in that view and not long enough without a quorum."""
+        """Follow a branch off our newest view, or compare the chains first.
+
+        They are compared if this peer has rounds that the branch lacks, or is in that view and not
+        yet long enough without a quorum."""
         views.require_branch(self._context.run, self._context.views.newest, branch)
-        bound = (
-            self._context.my_index(self._context.views.newest) is not None and not self._is_due()
-        )
+        listed = self._context.my_index(self._context.views.newest) is not None
+        bound = listed and not self._is_due()
         if bound or self._rounds.floor() > branch.view.first_round:
             self._ask(sender)
         else:
@@ -235,14 +235,13 @@ class Branching:
         if self.adrift:
             return self._believed_tokens
         agreed = [self._rounds.tokens(name) for name in self._rounds.names]
-        return max(
-            self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens()
-        )
+        mine = max(agreed) if agreed else self._context.progress_tokens()
+        return max(self._believed_tokens, mine)
 
     def _look_out(self, now_s: float) -> None:
         """Ask some peers that are not with us for their chain, every `PROBE_EVERY_S`.
 
-        Only on a branch, or if this life started the run (perhaps again, finding nobody)."""
+        Only on a branch, or if this life started the run (perhaps again, as no peer answered)."""
         chain = self._context.views
         aside = chain.branch is not None or self._context.my_index(chain.views[0].view) is not None
         if now_s - self._probed_s < PROBE_EVERY_S or not aside:
@@ -293,15 +292,14 @@ class Branching:
         elif fork.theirs and not message.views:
             self._ask(sender)
         elif self._context.now() - self._sent.get((sender, False), -1e9) > ANSWER_S:
+            # Views cost signature checks, so only those that this peer asked for are read.
             self._context.drop("line of views not asked for")
         else:
             self._consider(sender, incarnation, message, fork)
 
     def _consider(self, sender: PeerId, incarnation: int, message: Lineage, fork: Fork) -> None:
-        other, now_s = (
-            branches.other_chain(self._context.views, fork, message.views),
-            self._context.now(),
-        )
+        now_s = self._context.now()
+        other = branches.other_chain(self._context.views, fork, message.views)
         known = (entry.view for entry in other.views if entry.view.number >= fork.number)
         if all(view.index(sender, incarnation) is None for view in known):
             self._context.drop("not from a member")

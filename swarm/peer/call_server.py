@@ -19,13 +19,13 @@ from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 LEASE_S = 30.0  # an answer is kept this long after it was last sent
 FETCH_S = 60.0  # for fetching a call's payloads
 SERVE_S = 300.0  # for the handler
-FORGET_S = 600.0  # after so long a silence no late copy of a call is on the way
+FORGET_S = 600.0  # after a silence this long no late copy of a call is on the way
 MAX_CALLS = 256  # being served, or answered but not heard
 MAX_CALLS_EACH = 64  # the same, per caller
 MAX_CALLERS = 256  # remembered lives of callers
 MAX_LIVES = 4  # the same, per peer
 MAX_OVER = 512  # remembered call ids of one life
-ROOM_BYTES = 128 * 1024 * 1024  # payloads of open calls, outgoing and again incoming
+ROOM_BYTES = 128 * 1024 * 1024  # payloads of open outgoing calls, and as much of incoming ones
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +144,9 @@ class CallServer:
         for key, served in list(self._served.items()):
             if served.until_s <= now_s or self._context.life(key[0]) == "dead":
                 self._end(key)
-        for caller in [
-            caller for caller, seen in self._seen.items() if seen.heard_s + FORGET_S <= now_s
-        ]:
-            del self._seen[caller]
+        for caller, seen in list(self._seen.items()):
+            if seen.heard_s + FORGET_S <= now_s:
+                del self._seen[caller]
 
     async def outcome(
         self,
@@ -164,7 +163,7 @@ class CallServer:
             refusal = handler.admit(caller, request, sizes)
             require_sendable(refusal or b"")
         except Exception:
-            log.exception("a call of %s could not be judged", caller)
+            log.exception("the handler failed to admit or refuse a call from %s", caller)
             return "failed", CallReply()
         if refusal is not None:
             return "ok", CallReply(refusal)
@@ -176,12 +175,12 @@ class CallServer:
                 reply = await handler.serve(caller, request, whole)
             require_sendable(reply.body, reply.payloads)
         except Exception:
-            log.exception("a call of %s failed", caller)
+            log.exception("the handler failed to serve a call from %s", caller)
             return "failed", CallReply()
         return "ok", reply
 
     async def _serve(self, key: _Key, call: Call) -> None:
-        """Serve one call until it is answered, or ended because nobody wants it any more."""
+        """Serve one call until it is answered, or ended because its caller no longer wants it."""
         served = self._served[key]
         try:
             if served.unwanted:

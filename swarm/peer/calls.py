@@ -1,7 +1,7 @@
 """Calls: one peer asks another for work, with payloads both ways, such as a pass through a stage.
 
 A request is repeated until its answer arrives, so links may lose anything. Payloads are chunks,
-fetched by the receiver when it has room: a refusal costs none, and nobody can fill another's
+fetched by the receiver when it has room: a refusal costs none, and no peer can fill another's
 memory.
 
     caller                              server (call_server.py)
@@ -11,7 +11,7 @@ memory.
     Heard --------------------------->  forget the answer
 
 Ids are unique in one life of the caller. A restarted server knows none of its calls and is asked
-anew.
+again.
 """
 
 import asyncio
@@ -32,8 +32,9 @@ KEEP_S = LEASE_S / 3  # calls are repeated while their answers' payloads are fet
 
 
 class CallFailed(Exception):
-    """A call without a result; `reason` is "dial" (the peer is gone), "rpc" (it cannot or did not
-    do it) or "deadline"."""
+    """A call without a result.
+
+    `reason` is "dial" (the peer is gone), "rpc" (it failed or refused) or "deadline"."""
 
     def __init__(self, reason: CallFailure, message: str) -> None:
         super().__init__(message)
@@ -104,7 +105,8 @@ class Calls:
         size = sum(map(len, payloads))
         if size > self._room_bytes:
             raise ValueError(
-                f"a call carries at most {self._room_bytes} bytes, got {size}; cut the batch"
+                f"a call with payloads of {size} bytes; this peer sends at most "
+                f"{self._room_bytes}, so send a smaller batch"
             )
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,7 +119,7 @@ class Calls:
                     self._sending.give(taken)
         except TimeoutError:
             raise CallFailed(
-                "deadline", f"{peer} did not answer, or not deliver, within {timeout_s:.1f} s"
+                "deadline", f"{peer} did not answer and deliver within {timeout_s:.1f} s"
             ) from None
 
     def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
@@ -159,13 +161,13 @@ class Calls:
             self._send(asked)
             answer = await asked.answer
             if answer is None:
-                raise CallFailed("dial", f"{peer} is gone, and has not answered")
+                raise CallFailed("dial", f"{peer} is gone and has not answered")
             _require_good(peer, answer.verdict, sum(sizes_of(answer.payloads)), max_reply_bytes)
             fetched = await fetch(self._context, peer, answer.payloads, pin, timeout_s)
             if fetched is None:
                 gone = self._context.life(peer) == "dead"
                 raise CallFailed(
-                    "dial" if gone else "rpc", f"{peer} does not deliver what it answered"
+                    "dial" if gone else "rpc", f"{peer} does not deliver its answer's payloads"
                 )
             return CallReply(answer.body, fetched)
         finally:
@@ -214,11 +216,11 @@ def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes
     """Raise `CallFailed` unless the answer is good and its payloads may be fetched."""
     if verdict == "late":
         raise CallFailed(
-            "deadline", f"{peer} did not get the payloads in time, or has given this call up"
+            "deadline", f"{peer} did not get the payloads in time, or has given up this call"
         )
     if verdict != "ok":
         raise CallFailed("rpc", f"{peer} failed to do what it was asked")
     if size > max_reply_bytes:
         raise CallFailed(
-            "rpc", f"{peer} answers with {size} bytes, {max_reply_bytes} were agreed to"
+            "rpc", f"{peer} answers with {size} bytes; at most {max_reply_bytes} were agreed"
         )

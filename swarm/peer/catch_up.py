@@ -23,10 +23,10 @@ from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
-FOLLOW_S = 0.5
+FOLLOW_S = 0.5  # between two questions about one stream
 FETCH_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# a content missing for this long is given up: its holders have left the view by now
+# Content missing for this long is given up: its holders have left the view by now.
 HOPELESS_S = 20.0
 # Decisions per answer: rounds may end faster than they can be asked for one by one.
 DECISIONS_PER_ANSWER = 4
@@ -48,8 +48,8 @@ class CatchUp:
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
-        # A live member silent for so long has nothing to say; and of an undecided round nobody
-        # says anything.
+        # A live member silent for this long has no report to make. A round that is not decided yet
+        # has no reports at all.
         hopeless = now_s - state.forgotten.since_s >= HOPELESS_S and bool(self.lost(state))
         if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
             self._skip_to(state, min(word.oldest for word in said.values()))
@@ -74,8 +74,8 @@ class CatchUp:
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> View | None:
         """Send the decision of a round and of some after it, or say that they have left the log.
 
-        Return the view of a round to be begun here, because its members left without beginning it.
-        """
+        If the members that serve the round's stage left without beginning it, return its view: this
+        peer must begin it."""
         numbers = itertools.islice(
             itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER
         )
@@ -96,16 +96,16 @@ class CatchUp:
         if decisions:
             return None
         if query.key.round <= state.newest:
-            first = iter(state.annals) if query.notes and state.annals else iter(state.log)
+            first = iter(state.old_log) if query.notes and state.old_log else iter(state.log)
             # Rounds from before this peer joined are unknown here, even the last.
             oldest = next(first, state.next)
             self._context.send(sender, Forgotten(query.key, oldest, state.newest))
             return None
         view = self._context.views.at(query.key.round, state.stream.stage)
-        return view if view is not None and self._is_forsaken(state, view) else None
+        return view if view is not None and self._is_given_up(state, view) else None
 
-    def _is_forsaken(self, state: StreamState, view: View) -> bool:
-        """True if nobody is left to contribute to a stage's rounds in this view.
+    def _is_given_up(self, state: StreamState, view: View) -> bool:
+        """True if no member is left to contribute to a stage's rounds in this view.
 
         Then a later view exists, and the other members close these rounds, empty, for the peers
         that serve the stage now."""
@@ -129,10 +129,10 @@ class CatchUp:
             self._context.drop("not from a member")
             return
         if message.key.round != state.next or message.oldest <= message.key.round:
-            return
+            return  # a late answer, or a report that contradicts itself
         was_lost = bool(self.lost(state))
         if state.forgotten.note(sender, message, view.peers, self._context.now()):
-            state.asked_s = 0.0
+            state.asked_s = 0.0  # ask the next member at once
             if state.stream.wants == "all" and not was_lost and self.lost(state):
                 self._context.counters["lost rounds"] += 1
 
@@ -149,11 +149,8 @@ class CatchUp:
                 self._log.give_up(state, newest_of(said) + state.stream.cadence.stride)
         elif not state.log:
             others, now_s = self._others(), self._context.now()
-            if (
-                said := self.lost(state)
-                if is_open
-                else state.forgotten.unopposed(state.next, others, now_s)
-            ):
+            unopposed = state.forgotten.unopposed(state.next, others, now_s)
+            if said := self.lost(state) if is_open else unopposed:
                 self._skip_to(state, newest_of(said))
 
     def _skip_to(self, state: StreamState, number: int) -> None:
@@ -200,7 +197,7 @@ class CatchUp:
         await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
         if state.entry(key.round) is entry:
             self._log.completed(state, key.round)
-        else:  # it left the log meanwhile: nobody else would release these
+        else:  # it left the log meanwhile, so no other code releases these
             self._context.store.release(key)
 
     async def _fetch(
@@ -217,15 +214,15 @@ class CatchUp:
             nobody = now_s - asked_s < FETCH_TIMEOUT_S
             hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
             is_hopeless = hopeless_s is not None and now_s - hopeless_s >= HOPELESS_S
-            if is_hopeless and self._may_forsake(state):
-                self._forsake(state, key.round)
+            if is_hopeless and self._may_give_up(state):
+                self._give_up(state, key.round)
             await asyncio.sleep(RETRY_S if nobody else 0.0)
 
     def _holders(self) -> list[PeerId]:
         return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
-    def _may_forsake(self, state: StreamState) -> bool:
-        """True if content that nobody has may be given up.
+    def _may_give_up(self, state: StreamState) -> bool:
+        """True if content that no peer has may be given up.
 
         Only a stage's, which would stand still, and only among a quorum: others may have it."""
         view, context = self._context.views.newest, self._context
@@ -234,7 +231,7 @@ class CatchUp:
         whole = state.stream.stage is not None and state.stream.wants == "all"
         return whole and is_quorum(there, len(view.peers))
 
-    def _forsake(self, state: StreamState, number: int) -> None:
+    def _give_up(self, state: StreamState, number: int) -> None:
         """Give up a round's content: for a peer that did not contribute, the round has failed.
 
         A contributor must not bring the same again, as it already counts: it has lost the round,

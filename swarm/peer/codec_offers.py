@@ -1,5 +1,4 @@
-"""The codecs that each stage server reads, announced to all members so that no payload is
-unreadable.
+"""The codecs that each stage server reads, announced so that no server gets an unreadable payload.
 
 They change during a run, as versions of shared parameters come and go, so they are sent to the
 members directly: directory records last a minute. They are repeated, since messages get lost and
@@ -18,8 +17,9 @@ ReadableCodecs = tuple[CodecId, ...]
 
 
 class CodecOffers:
-    """One peer's announcements and those it received; `reads` returns its codecs, preferred first,
-    or none if it serves nothing."""
+    """One peer's announcements and those it received.
+
+    `reads` returns its codecs, preferred first, or none if it serves nothing."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context

@@ -18,7 +18,7 @@ from farflock.swarm.messages import MAX_TRAIL, Message, Piece
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
-MAX_FORSAKEN = 8 * MAX_TRAIL
+MAX_GIVEN_UP = 8 * MAX_TRAIL  # the kept views of 8 chains
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class PeerContext:
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     compute: Compute = inline
     chain: Chain | None = None
-    # the next view must begin here or later: after the rounds that this peer took part in
+    # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR
     progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
     staged: bool = False  # the run's model is cut into stages, so streams may belong to a stage
-    forsaken: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
-    # the incarnation in which each member of the newest view was last heard
+    given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
+    # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -55,7 +55,7 @@ class PeerContext:
     @property
     def views(self) -> Chain:
         """The chain of views; only after genesis or after joining."""
-        assert self.chain is not None, "this peer knows no view yet: found a run or join one first"
+        assert self.chain is not None, "this peer knows no view yet: start a run or join one first"
         return self.chain
 
     def now(self) -> float:
@@ -79,8 +79,9 @@ class PeerContext:
         return self.links.life(peer)
 
     def gone(self, view: View, peer: PeerId) -> bool:
-        """True if a member of a view need not be waited for: it is suspect, dead, or in another
-        life, in which it knows nothing of what it began."""
+        """True if a member of a view need not be waited for.
+
+        It is suspect, dead, or in another life, in which it knows nothing of what it began."""
         heard = self.lives.get(peer)
         return self.life(peer) in ("suspect", "dead") or (
             heard is not None and view.index(peer, heard) is None
@@ -92,19 +93,19 @@ class PeerContext:
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""
-        return None if view.hash in self.forsaken else view.index(self.me, self.incarnation)
+        return None if view.hash in self.given_up else view.index(self.me, self.incarnation)
 
     @property
     def is_member(self) -> bool:
         """True if this peer is in the newest view that it knows, in this life."""
         return self.chain is not None and self.my_index(self.chain.newest) is not None
 
-    def forsake(self) -> None:
+    def give_up(self) -> None:
         """Never act again in the views known so far: our promises in them are being forgotten."""
         for entry in self.views.views:
-            self.forsaken[entry.view.hash] = None
-        while len(self.forsaken) > MAX_FORSAKEN:
-            del self.forsaken[next(iter(self.forsaken))]
+            self.given_up[entry.view.hash] = None
+        while len(self.given_up) > MAX_GIVEN_UP:
+            del self.given_up[next(iter(self.given_up))]
 
     def touch(self, stage: int | None, number: int) -> None:
         """Note that this peer takes part in a round: the next view must begin after it."""

@@ -73,7 +73,7 @@ class Membership:
     def change_chain(self, chain: Chain) -> None:
         """Give up this peer's chain of views for a known one that it is not in, and only watch."""
         self.admission.say_goodbye()
-        self._context.forsake()
+        self._context.give_up()
         self._context.floor = NO_FLOOR
         self.sync.change_chain(chain)
         self.admission.start_over()

@@ -20,10 +20,11 @@ from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5
 HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
-# Whole-model rounds from the last one begun to the new view's first: then few must wait for it.
+# Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
+# the decision.
 ROUNDS_AHEAD = 2
-# The wait before each further proposal doubles up to so often: over slow links, one has to get
-# through.
+# The wait before each further proposal doubles this often: over slow links, one has to get through
+# before the next outbids it.
 MAX_BACKOFF_DOUBLINGS = 3
 
 
@@ -73,6 +74,7 @@ class NextView:
         if self._decision is not None and now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._send(self._decision.retry())
+        # In turn, as proposers at once would only outbid each other.
         rank = self._rank()
         due_s = max(self._wanted_s, since_s) + TAKEOVER_S * rank
         doublings = min(max(self._proposals - 1, 0), MAX_BACKOFF_DOUBLINGS)
@@ -105,7 +107,7 @@ class NextView:
     def _rank(self) -> int:
         """Return the number of live members before this peer in this decision's order.
 
-        In a hurry, only leaving members count: only they may be in a hurry too."""
+        In a hurry, only leaving members count: no others can be in one."""
         before = self._ordered()
         before = before[: before.index(self._context.me)]
         if self._hurries:
@@ -195,9 +197,8 @@ class ViewRules(AcceptanceRules):
     """A view must begin after every round that this member took part in under the previous view,
     and list this member until it leaves.
 
-    A member that can refuse its own removal is alive. Whoever proposed to remove it took it for dead,
-    perhaps behind a cut that has healed; if that proposer left next, a swarm of two would have no
-    member.
+    A member that can refuse its own removal is alive. The proposer took it for dead, perhaps behind
+    a cut that has healed; if that proposer left next, a swarm of two would have no member.
 
     `begins` maps a floor to the rounds at which the view should begin; `leaves` tells whether this
     member has said goodbye. Members sign the next view, to convince outsiders."""
@@ -214,20 +215,16 @@ class ViewRules(AcceptanceRules):
         begins: Callable[[Floor], Floor],
         leaves: Callable[[], bool],
     ) -> None:
-        self._context, self._identity, self._begins, self._leaves = (
-            context,
-            identity,
-            begins,
-            leaves,
-        )
+        self._context, self._identity = context, identity
+        self._begins, self._leaves = begins, leaves
         self._checker = views.checker(context.run, view)
-        # Above the first round of every removal that was refused: what was refused stays refused
-        # when this member leaves.
+        # Above the first round of every removal that was refused: it must stay refused when this
+        # member leaves (see `AcceptanceRules`).
         self._removable: Floor = NO_FLOOR
 
     def floor(self, value: bytes) -> Floor:
-        """Return an empty floor if the view is acceptable here, else the least rounds that are."""
-        if floor := self._context.views.floor(value, self.least()):
+        """Return an empty floor for an acceptable view, else the lowest acceptable one."""
+        if floor := self._context.views.floor(value, self.min_floor()):
             return floor
         view = views.decode_view(value)
         if self._context.me in view.peers or self._leaves():
@@ -235,11 +232,10 @@ class ViewRules(AcceptanceRules):
         self._removable = highest(self._removable, (view.first_round + 1,))
         return highest(self._context.floor, self._removable)
 
-    def least(self) -> Floor:
+    def min_floor(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
-        return (
-            highest(self._context.floor, self._removable) if self._leaves() else self._context.floor
-        )
+        floor = self._context.floor
+        return highest(floor, self._removable) if self._leaves() else floor
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
         """Return the view, beginning late enough for all members that answered."""

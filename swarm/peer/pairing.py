@@ -28,8 +28,8 @@ from farflock.swarm.protocol.pair import Pair
 from farflock.swarm.protocol.views import View
 
 TICK_S = 0.1
-DONE_KEPT = 32
-MAX_JUMP = 1000  # rounds that one message may move this peer ahead
+DONE_KEPT = 32  # ended pairs that still answer a partner's repeated messages
+MAX_JUMP = 1000  # rounds that one message may move this peer ahead, so that none ends its run
 
 
 class Pairing:
@@ -74,12 +74,10 @@ class Pairing:
         """Swap shards, already in the store, with this round's partner by the stream's deadline."""
         stream, key = self._streams[name], offer.key
         self._rounds[name] = key.round
-        for place in [
-            place
-            for place, early in self._early.items()
-            if place[0] == name and early.offer.key < key
-        ]:
-            del self._early[place]
+        of_stream = [(place, early) for place, early in self._early.items() if place[0] == name]
+        for place, early in of_stream:
+            if early.offer.key < key:
+                del self._early[place]
         view = self._context.views.at(key.round) or self._context.views.newest
         partner, leader = self._partner(view, stream, key)
         if partner is None or self._context.views.blocked(key.round):
@@ -94,7 +92,7 @@ class Pairing:
         try:
             await self._run(view, stream, pair)
         finally:
-            if pair.stage != "done":  # this peer is ending: its partner need not wait
+            if pair.stage != "done":  # cancelled: this peer ends, and its partner need not wait
                 pair.lost(self._context.now())
                 self._flush(pair)
                 self._context.store.release(work_pin(key))
@@ -176,17 +174,16 @@ class Pairing:
         """Fetch and check every shard of the partner; a corrupt one ends the exchange."""
         assert pair.theirs is not None
         offer = pair.theirs
-        fits = len(offer.digests) == stream.terms.shards and all(
-            size <= stream.max_shard_bytes for size in offer.sizes
+        shards = range(stream.terms.shards)
+        fits = (
+            len(offer.digests) == len(shards)
+            and max(offer.sizes, default=0) <= stream.max_shard_bytes
         )
-        if not fits or not all(
-            await asyncio.gather(
-                *(self._fetch_shard(stream, pair, s) for s in range(stream.terms.shards))
-            )
-        ):
-            pair.lost(self._context.now())
-        else:
+        fetches = (self._fetch_shard(stream, pair, shard) for shard in shards)
+        if fits and all(await asyncio.gather(*fetches)):
             pair.complete(self._context.now())
+        else:
+            pair.lost(self._context.now())
         self._flush(pair)
         self._changed[pair.key.stream].set()
 
@@ -198,7 +195,7 @@ class Pairing:
             digest, size, lambda: [pair.partner], work_pin(pair.key), left_s
         ):
             return False
-        if pair.stage == "done":  # over meanwhile: nobody else would release it
+        if pair.stage == "done":  # over meanwhile, so no other code releases it
             self._context.store.release(work_pin(pair.key))
             return False
         data = self._context.store.get(digest) or b""
@@ -232,9 +229,8 @@ class Pairing:
         status: RoundStatus = "ok" if verdict == "applied" else "alone"
         weights = tuple(offers[peer].weight for peer in contents)
         taken = (True,) * stream.terms.shards
-        tokens = max(
-            entry.tokens for entry in offers.values()
-        )  # of two estimates of the run's tokens, the larger knows more
+        # Of two estimates of the run's tokens, the larger knows more.
+        tokens = max(entry.tokens for entry in offers.values())
         return RoundOutcome(
             offer.key,
             status,
@@ -249,17 +245,16 @@ class Pairing:
     def _receive_elsewhere(
         self, sender: PeerId, incarnation: int, key: Key, message: Message
     ) -> None:
-        """Handle a message not for the running pair: keep a proposal ahead of us, refuse one behind
-        us, answer for an exchange that is over."""
+        """Handle a message that is not for the running pair.
+
+        Keep a proposal ahead of us, refuse one behind us, answer for an exchange that is over."""
         over = self._done.get(key)
         if over is not None and over.partner == sender:
             over.receive(self._context.now(), message)
             self._flush(over)
         elif isinstance(message, PairPropose):
-            busy = key.stream in self._current
-            if key.round > self._rounds[key.stream] or (
-                key.round == self._rounds[key.stream] and not busy
-            ):
+            mine, busy = self._rounds[key.stream], key.stream in self._current
+            if key.round > mine or (key.round == mine and not busy):
                 self._early[key.stream, sender] = message
                 self._note_seen(key.stream, key.round)
             else:

@@ -25,12 +25,13 @@ def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
     largest = max(map(len, payloads), default=0)
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(
-            f"a call's body has at most {MAX_BODY_BYTES} bytes, got {len(body)}; send more as a payload"
+            f"a call's body has {len(body)} bytes, and at most {MAX_BODY_BYTES} fit; "
+            "send the rest as a payload"
         )
     if len(payloads) > MAX_PAYLOADS or largest > MAX_PAYLOAD_BYTES:
         raise ValueError(
-            f"a call carries at most {MAX_PAYLOADS} payloads of at most {MAX_PAYLOAD_BYTES} bytes each, "
-            f"got {len(payloads)} of up to {largest}; join or cut them"
+            f"a call has {len(payloads)} payloads of up to {largest} bytes, and carries at most "
+            f"{MAX_PAYLOADS} of at most {MAX_PAYLOAD_BYTES} bytes each; join or cut them"
         )
 
 
@@ -58,16 +59,12 @@ async def fetch(
 
     Chunks that arrived are pinned in any case: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
-    if not all(
-        await asyncio.gather(
-            *(_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items())
-        )
-    ):
+    fetches = (_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items())
+    if not all(await asyncio.gather(*fetches)):
         return None
     whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
-    if [[len(part) for part in parts] for parts in whole] != [
-        [size for _, size in payload] for payload in payloads
-    ]:
+    announced = [[size for _, size in payload] for payload in payloads]
+    if [[len(part) for part in parts] for parts in whole] != announced:
         return None
     return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
 

@@ -1,6 +1,6 @@
 """One peer of a run: its receive and tick loops, and the few calls that a node makes.
 
-Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside
+Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue next to
 it only feed it messages and time. It runs unchanged on real links and on the simulator's.
 """
 
@@ -34,21 +34,25 @@ from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
+from farflock.swarm.tasks import cancel
 
 TICK_S = 0.1
 LOOK_EVERY = 5  # ticks between looks at branches: those wait for minutes, and a look is costly
 ANNOUNCE_EVERY_S = 15.0
 PART_S = 5.0  # the longest that a leaving peer stays for members that lack a quorum without it
-HAND_OVER_S = 1.0  # time to hand over the last decision, which nobody else could tell them
+HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
 GOODBYE_S = 0.2  # time to send goodbyes, and to receive those of peers leaving along with us
 STORE_BYTES = 256 * 1024 * 1024
+MAX_ASKED = 8  # peers asked for a snapshot at once: enough to compare, few enough to answer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """Terms known to all peers of a run; after `branch_after_s` without a quorum they branch."""
+    """Terms known to all peers of a run; after `branch_after_s` without a quorum they branch.
+
+    A view holds for at least `view_s`."""
 
     run: str
     seed: int
@@ -170,10 +174,11 @@ class Peer:
         self.membership.admission.leave()
 
     async def part(self) -> None:
-        """Say goodbye and stay, `PART_S` at most, until the others can decide without this peer."""
+        """Say goodbye and stay until the others can decide alone, but for `PART_S` at most."""
         alone, now = self.context.chain is None or self.alone, self.context.now
         self.leave()
         until_s, goes_s = now() + PART_S, now() + GOODBYE_S
+        # Each look at which the others need this peer extends the stay, up to `until_s`.
         while not alone and now() < min(until_s, goes_s):
             goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s
             await asyncio.sleep(TICK_S)
@@ -201,10 +206,7 @@ class Peer:
                 raise self.failure from None
             raise
         finally:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*self._tasks)
 
     # exchanges
 
@@ -248,13 +250,16 @@ class Peer:
         return self.rounds.decided(name, number) if known else None
 
     def newest(self, name: str) -> int:
-        """Return the last round of a collective stream known to be decided; -1 for pairs, whose
-        rounds are their own."""
+        """Return the last round of a collective stream known to be decided.
+
+        -1 for pairs, whose rounds are their own."""
         return self.rounds.newest(name) if name in self.rounds.names else -1
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the earliest round from which the logs of a stage's collective streams (None: the
-        whole model's) lead on; an adopted snapshot must not be older. -1 without streams."""
+        """Return the earliest round from which logs can bring a state of `stage` up to date.
+
+        `stage` None is the whole model. An adopted snapshot must not be older. -1 without
+        streams."""
         return self.rounds.reach(stage)
 
     def waits(self) -> list[OpenWait]:
@@ -276,7 +281,7 @@ class Peer:
                 frame = unpack(packed)
             except ProtocolViolation as error:
                 self.context.drop("bad frame")
-                log.debug("a bad frame of %s: %s", sender, error)
+                log.debug("a bad frame from %s, dropped: %s", sender, error)
                 continue
             self.router.deliver(sender, frame)
 
@@ -302,14 +307,14 @@ class Peer:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
     def _askable(self, stage: int | None) -> list[PeerId]:
-        """Return up to 8 peers that may have the state of a stage (None: of the whole model)."""
+        """Return a few live peers that may have the state of a stage (None: of the whole model)."""
         chain = self.context.chain
         members = list(self.membership.records)
         if chain is not None:
             members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
-        return [peer for peer in members if peer != self.me and self.context.life(peer) != "dead"][
-            :8
-        ]
+        others = (peer for peer in members if peer != self.me)
+        askable = (peer for peer in others if self.context.life(peer) != "dead")
+        return list(itertools.islice(askable, MAX_ASKED))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -319,12 +324,9 @@ class Peer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the whole peer, loudly, if one of its tasks failed: that is a bug."""
         del self._tasks[task]
-        if (
-            not task.cancelled()
-            and (error := task.exception()) is not None
-            and self.failure is None
-        ):
-            log.error("a task of peer %s failed", self.me, exc_info=error)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self.failure is None:  # the first failure causes the others
+            log.error("a task of peer %s failed; the peer ends", self.me, exc_info=error)
             self.failure = error
             self._owner.cancel()
 
@@ -391,8 +393,6 @@ def view_hash_of(message: Message) -> bytes | None:
     """Return the hash of the view that a message names; None if it names none."""
     if isinstance(message, messages.PairPropose | messages.PairAccept):
         return message.offer.view
-    return (
-        message.view
-        if isinstance(message, messages.ShardMessage | messages.PaxosMessage | messages.StateOffer)
-        else None
-    )
+    if isinstance(message, messages.ShardMessage | messages.PaxosMessage | messages.StateOffer):
+        return message.view
+    return None

@@ -17,12 +17,12 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_shards
-from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
-LOG_ROUNDS = 8
-ANNALS_ROUNDS = 256
-ANNALS_BYTES = 16 * 1024 * 1024  # per stream
+LOG_ROUNDS = 8  # with all content, for members that were away
+OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
+OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream
 
 
 @dataclass(slots=True)
@@ -59,11 +59,11 @@ class StreamState:
     opened_tokens: int = 0  # tokens before the first round that is kept
     seen: int = -1  # the highest round heard of; negative if none
     log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
-    # old rounds, before the log
-    annals: collections.OrderedDict[int, LoggedRound] = field(
+    # Rounds that have left the log, with their last shards only.
+    old_log: collections.OrderedDict[int, LoggedRound] = field(
         default_factory=collections.OrderedDict
     )
-    annals_bytes: int = 0
+    old_log_bytes: int = 0
     offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
     asked_s: float = 0.0
     # Members that announced that the next round left their log.
@@ -77,7 +77,7 @@ class StreamState:
 
     def entry(self, number: int) -> LoggedRound | None:
         """Return a decided round from the log or the old rounds before it, or None."""
-        return self.log.get(number) or self.annals.get(number)
+        return self.log.get(number) or self.old_log.get(number)
 
     def resolve(self, number: int, outcome: RoundOutcome) -> None:
         """Pass the outcome of a round to its waiting exchange, if any."""
@@ -88,7 +88,7 @@ class StreamState:
     @property
     def whole(self) -> int:
         """The last round up to which everything is decided and here."""
-        entries = itertools.chain(self.annals.items(), self.log.items())
+        entries = itertools.chain(self.old_log.items(), self.log.items())
         incomplete = (number for number, entry in entries if not entry.complete)
         return min(incomplete, default=self.next) - self.stream.cadence.stride
 
@@ -117,27 +117,27 @@ class RoundLog:
             state.opened_tokens = entry.close.tokens
             return
         key = Key(state.stream.name, number)
-        state.annals[number] = state.log.pop(number)
-        state.annals_bytes += _size_bytes(state, entry)
+        state.old_log[number] = state.log.pop(number)
+        state.old_log_bytes += _size_bytes(state, entry)
         self._machines.pop(key, None)
         self._context.store.keep_only(
             [item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key
         )
         self._context.store.release(work_pin(key))
-        self._shorten(state, ANNALS_ROUNDS)
+        self._shorten(state, OLD_LOG_ROUNDS)
 
-    def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest old rounds until few enough are left, without gaps."""
-        while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
-            number, entry = state.annals.popitem(last=False)
-            state.annals_bytes -= _size_bytes(state, entry)
+    def _shorten(self, state: StreamState, limit: int) -> None:
+        """Drop the oldest old rounds, without gaps, until at most `limit` are left and they fit."""
+        while state.old_log and (len(state.old_log) > limit or state.old_log_bytes > OLD_LOG_BYTES):
+            number, entry = state.old_log.popitem(last=False)
+            state.old_log_bytes -= _size_bytes(state, entry)
             state.opened_tokens = entry.close.tokens
             self._context.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:
         """Forget the rounds from `first_round` on."""
-        for number in [number for number in state.annals if number >= first_round]:
-            state.annals_bytes -= _size_bytes(state, state.annals.pop(number))
+        for number in [number for number in state.old_log if number >= first_round]:
+            state.old_log_bytes -= _size_bytes(state, state.old_log.pop(number))
             self._context.store.release(Key(state.stream.name, number))
         for number in [number for number in state.log if number >= first_round]:
             del state.log[number]
@@ -172,7 +172,7 @@ class RoundLog:
         state.resolve(number, outcome(state.stream, number, entry, self._context.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
-        """Resolve waiting exchanges as lost: nobody can tell their outcome any more."""
+        """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
         for number in state.offers:
             state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
 
@@ -204,9 +204,10 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> R
     weights = dict(sorted((group[member], weight) for member, weight in close.members))
     contents = {item.index: store.get(item.digest) or b"" for item in close.items}
     all_in = len(weights) == logged.contributors and all(logged.taken)
+    whole: RoundStatus = "alone" if logged.contributors == 1 else "ok"
     done = replace(
         bare,
-        status="partial" if not all_in else "alone" if logged.contributors == 1 else "ok",
+        status=whole if all_in else "partial",
         participants=tuple(weights),
         weights=tuple(weights.values()),
         taken=logged.taken,

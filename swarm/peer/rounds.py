@@ -50,7 +50,7 @@ from farflock.swarm.protocol.groups import order, rotation
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
 
-# An observer has no offer by which it would notice that it missed a decision.
+# An observer makes no offers by which it would notice a missed decision, so it asks this often.
 ASK_ANYWAY_S = 2.0
 
 
@@ -72,7 +72,7 @@ class Rounds:
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream whose rounds up to `after_round` are in this peer's state.
 
-        Called again after adopting a snapshot, it begins anew there."""
+        Called again after adopting a snapshot, it begins again there."""
         state, after = self._streams.get(stream.name), stream.cadence.upto(after_round)
         if state is None or after > state.newest:
             self._forget(state)
@@ -103,11 +103,9 @@ class Rounds:
         """Return a round's outcome from the log; None unless it is decided and complete."""
         state = self._streams[name]
         entry = state.log.get(number)
-        return (
-            outcome(state.stream, number, entry, self._context.store)
-            if entry and entry.complete
-            else None
-        )
+        if entry is None or not entry.complete:
+            return None
+        return outcome(state.stream, number, entry, self._context.store)
 
     def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """Return the last shards of a decided round, or their reduction; empty if the round failed.
@@ -129,14 +127,14 @@ class Rounds:
 
     def oldest_kept(self, name: str) -> int:
         """Return the first round whose last shards may still be kept, or the next round."""
-        return next(iter(self._streams[name].annals), self.oldest(name))
+        return next(iter(self._streams[name].old_log), self.oldest(name))
 
     def newest(self, name: str) -> int:
         """Return the last round of a stream known here to be decided."""
         return self._streams[name].newest
 
     def heard_of(self, name: str, number: int) -> None:
-        """Note that somebody is at this round, so that this peer asks for earlier decisions."""
+        """Note that some peer is at this round, so that this one asks for earlier decisions."""
         state = self._streams[name]
         state.seen = max(state.seen, number)
 
@@ -148,9 +146,8 @@ class Rounds:
         if self._catch_up.lost(state):
             return True
         machine = self.machines.get(Key(name, state.next))
-        return (
-            machine is not None and bool(machine.content.offers) and state.next not in state.offers
-        )
+        has_offers = machine is not None and bool(machine.content.offers)
+        return has_offers and state.next not in state.offers
 
     def close(self, name: str) -> None:
         """End a stream at this peer, so that it can be opened again with another part in it."""
@@ -300,12 +297,10 @@ class Rounds:
 
     def _lags(self, state: StreamState) -> bool:
         """True if the next round may be decided without this peer hearing of it."""
-        number, newest, now_s = state.next, self._context.views.newest, self._context.now()
-        if (
-            self._context.my_index(self._context.views.at(number, state.stream.stage) or newest)
-            is None
-        ):
-            return True
+        number, views, now_s = state.next, self._context.views, self._context.now()
+        view = views.at(number, state.stream.stage) or views.newest
+        if self._context.my_index(view) is None:
+            return True  # decided without us, and not sent to us
         if state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S:
             return True
         machine = self.machines.get(Key(state.stream.name, number))
@@ -426,7 +421,8 @@ class OpenRounds:
             return None
         if self._context.views.blocked(key.round, stage):
             return None
-        # A stage's round is touched only by a vote: until then a next view may take it over.
+        # Taking part in a whole-model round binds this peer at once: the next view must begin after
+        # it. A stage's round binds only by a vote; until then a next view may take it over.
         if stage is None:
             self._context.touch(None, key.round)
         machine = self._make(key, view, me, state)
@@ -477,6 +473,7 @@ class OpenRounds:
         state = self._streams[machine.key.stream]
         is_decided = machine.close is not None and state.stream.stage is not None
         overdue = self._context.now() > machine.ends_s + HOPELESS_S
+        # A machine asks the members of its own view; by now holders may be in a later one.
         if overdue and is_decided and self._is_live(machine):
             del self._machines[machine.key]
             self._catch_up.fill(state, machine.key)
@@ -493,7 +490,7 @@ class OpenRounds:
         key, state = machine.key, self._streams[machine.key.stream]
         if machine.closing.decision.accepted is not None:
             self._context.touch(state.stream.stage, key.round)
-        while actions := machine.take():
+        while actions := machine.take():  # an action may cause others
             for action in actions:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
@@ -522,6 +519,7 @@ class OpenRounds:
 
     async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
         fits = wanted.size <= stream.max_shard_bytes
+        # Decided content is needed after the deadline too, so short deadlines do not bound a fetch.
         timeout_s = max(FETCH_TIMEOUT_S, stream.terms.deadline_s)
 
         def holders() -> list[PeerId]:
@@ -539,7 +537,7 @@ class OpenRounds:
                 lambda: stream.check(number, wanted.shard, data)
             )
         if not there:
-            await asyncio.sleep(STALL_S / 2)
+            await asyncio.sleep(STALL_S / 2)  # the machine asks again at once
         machine.fetched(self._context.now(), digest, intact=there, corrupt=corrupt)
         self._carry_out(machine)
 

@@ -1,5 +1,4 @@
-"""State downloads: a member offers its snapshot as a list of chunks, fetched from all who hold
-them.
+"""State downloads: a member offers its snapshot as a list of chunks, fetched from all that have it.
 
 For an exact stream, take the state that most answers announce for one round; for a per-peer stream,
 any one member's. Chunks are verified by their digests, the whole by the state's hash (in node/).
@@ -21,10 +20,10 @@ from farflock.swarm.peer.context import PeerContext
 ASK_EVERY_S = 1.0
 SETTLE_S = 0.5  # wait after the first offer, for others to compare it with
 MAX_SNAPSHOT_CHUNKS = 65536
-PARALLEL = 16
-MAX_ASKERS = 64
+PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
+MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
 MAX_DISTRUSTED = 64
-# rounds begun since a snapshot was made while it is offered and logs lead on from it
+# A snapshot is offered until this many rounds have begun since: logs must still lead on from it.
 KEEP_ROUNDS = 4
 KEEP_S = 30.0  # the same without rounds
 
@@ -58,8 +57,8 @@ class _Download:
     """A running download: whose state, which limits, and the offers by peer."""
 
     stage: int | None
-    least: int  # the first useful round
-    most_bytes: int | None
+    min_round: int  # the first useful round
+    max_bytes: int | None
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
 
 
@@ -106,8 +105,9 @@ class Snapshots:
             self._context.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
-        """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view: its
-        state might belong to another chain than ours."""
+        """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.
+
+        The state of an unknown view might belong to another chain than ours."""
         wanted, chain = self._downloads.get(offer.stream), self._context.chain
         if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or not by a possible holder
@@ -116,7 +116,7 @@ class Snapshots:
         elif chain is None or chain.by_hash(offer.view) is None:
             self._context.drop("snapshot of an unknown view")
             self._context.counters["stale view"] += 1
-        elif offer.round < wanted.least:
+        elif offer.round < wanted.min_round:
             self._context.drop("stale snapshot")
         else:
             wanted.offers[sender] = offer
@@ -150,22 +150,24 @@ class Snapshots:
         name: str,
         timeout_s: float,
         progress: DownloadProgress = lambda here, total: None,
-        least: int = -1,
+        min_round: int = -1,
         stage: int | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> Snapshot:
-        """Download the state after round `least` or later that most members (of a stage) announce.
+        """Download the state that most members announce, after round `min_round` or later.
 
-        No log leads on from an earlier state, however many peers lag behind with it. A snapshot of
-        more than `most_bytes` is not begun. Raise `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, least, most_bytes)
+        No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
+        only its members are asked. A snapshot of more than `max_bytes` is not begun. Raise
+        `SnapshotUnavailable` on timeout."""
+        download = self._downloads[name] = _Download(stage, min_round, max_bytes)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, download, timeout_s, progress)
         except TimeoutError:
             heard = len(download.offers)
             raise SnapshotUnavailable(
-                f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); check the link, try again"
+                f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); "
+                "check the network and try again"
             ) from None
         finally:
             self._downloads.pop(name, None)
@@ -214,10 +216,8 @@ class Snapshots:
         except (msgspec.MsgspecError, RecursionError):
             self._context.drop("undecodable snapshot listing")
             return None
-        if (
-            download.most_bytes is not None
-            and sum(size for _, size in listing.chunks) > download.most_bytes
-        ):
+        size_bytes = sum(size for _, size in listing.chunks)
+        if download.max_bytes is not None and size_bytes > download.max_bytes:
             self._context.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0
@@ -261,18 +261,16 @@ class Snapshots:
         touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
         if name in self._versions:
             return name in self._made and version == self._version(name)
-        return (
-            self._context.touched - touched <= KEEP_ROUNDS and self._context.now() - now_s <= KEEP_S
-        )
+        few_rounds = self._context.touched - touched <= KEEP_ROUNDS
+        return few_rounds and self._context.now() - now_s <= KEEP_S
 
     def _version(self, name: str) -> int:
         return self._versions[name]() if name in self._versions else 0
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._context.store
-        assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), (
-            "a snapshot chunk is too large"
-        )
+        largest = max(map(len, snapshot.chunks), default=0)
+        assert largest <= MAX_CHUNK_BYTES, f"{name}: a chunk of {largest} bytes is too large"
         listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
         listing = msgspec.msgpack.encode(Listing(listed))
         digest = store.put(listing, pin)

@@ -1,8 +1,8 @@
 """The tokens taken in by a stage's members since its last round: a full batch makes its step due.
 
-Each member announces its number and adds up all, so that all notice at nearly the same time and
-nobody is asked. A wrong number only makes that round's steps early or late: contributions carry
-their own weights.
+Each member announces its number and adds up all of them, so that all notice at nearly the same
+time, and no peer is asked. A wrong number only makes that round's steps early or late:
+contributions carry their own weights.
 
 At the end of a run members announce that too, and leave when all have: an early leaver could miss a
 round that others began, and end with another state. In a run of whole models (stage None), without
@@ -105,10 +105,8 @@ class Tallies:
         if book is None or index is None or index not in view.serving(book.stage):
             self._context.drop("tally of somebody else")
             return
-        report, who = (
-            TallyReport(message.over, message.key.round, message.tokens),
-            (sender, incarnation),
-        )
+        who = (sender, incarnation)
+        report = TallyReport(message.over, message.key.round, message.tokens)
         if report > book.reports.get(who, TallyReport()):
             members = {(member.peer, member.incarnation) for member in view.members}
             members.add(self._me)  # even after it left the view

@@ -56,6 +56,7 @@ class ViewSync:
         newest, after, sent_s = self._sent.get(peer, (-1, -1, -1e9))
         if (newest, after) == (chain.newest.number, after_number) and now_s - sent_s < RESEND_S:
             return
+        # A peer too far behind for a gapless answer gets all kept views, and compares chains.
         known = chain.since(after_number) or chain.since(chain.views[0].view.number - 1)
         if known:
             if len(self._sent) >= MAX_SENT:

@@ -1,11 +1,11 @@
 """Rounds are counted on axes: one for the streams of whole models, and one per stage.
 
-A view begins at its own round on each axis. Stages are at different rounds, and one that nobody
-serves stands still: on a common axis, a view that begins ahead of it would leave it rounds to close
-whose members are long gone.
+A view begins at its own round on each axis. Stages are at different rounds, and one without
+servers stands still: on a common axis, a view that begins ahead of it would leave it rounds to
+close whose members are long gone.
 
-A *floor* is the least round by axis at which something could begin: place 0 for whole models, 1 + s
-for stage s; missing places are 0.
+A *floor* is the lowest round by axis at which something could begin: place 0 for whole models,
+1 + s for stage s; missing places are 0.
 """
 
 import itertools
@@ -31,9 +31,10 @@ def highest(first: Floor, second: Floor) -> Floor:
     return tuple(max(pair) for pair in itertools.zip_longest(first, second, fillvalue=0))
 
 
-def reaches(floor: Floor, least: Floor) -> bool:
-    """True if `floor >= least` on every axis."""
-    return all(mine >= wanted for mine, wanted in itertools.zip_longest(floor, least, fillvalue=0))
+def reaches(floor: Floor, min_floor: Floor) -> bool:
+    """True if `floor >= min_floor` on every axis."""
+    pairs = itertools.zip_longest(floor, min_floor, fillvalue=0)
+    return all(mine >= wanted for mine, wanted in pairs)
 
 
 def raised(floor: Floor, stage: int | None, number: int) -> Floor:

@@ -21,7 +21,8 @@ from farflock.swarm.protocol.views import (
     genesis,
 )
 
-AWAKE_S = 1.0  # longer gaps between two looks count as this: the peer slept, and saw nobody leave
+# A longer gap between two looks counts as this: the machine slept, and saw no peer leave.
+AWAKE_S = 1.0
 PREFIX_BYTES = 8  # of each view's hash in a trail
 MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
 
@@ -115,8 +116,10 @@ def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
 
 
 def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
-    """Return the other chain: ours up to the fork, then `encoded`; raise `BadView` if they do not
-    fit. If the geneses differ, the same peer must have started the run, in another of its lives."""
+    """Return the other chain: ours up to the fork, then `encoded`.
+
+    Raise `BadView` if they do not fit. If the geneses differ, the same peer must have started the
+    run, in another of its lives."""
     views = [decode_certified(raw) for raw in encoded]
     other = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
     if not other.views:
@@ -127,28 +130,33 @@ def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
             raise BadView(f"view {certified.view.number} of the other chain is given twice")
     reached = next((entry.view.hash[:PREFIX_BYTES] for entry in _after(other, fork)), b"")
     if reached != fork.theirs:
-        raise BadView(f"the other chain does not go on as it said after view {other.newest.number}")
+        raise BadView(
+            f"after view {other.newest.number} the other chain does not match its announced hashes"
+        )
     return other
 
 
 def _founding(chain: Chain, first: Certified | None) -> Certified:
     founder = chain.views[0].view.members[0].peer
     if first is None or first.view.members[0].peer != founder or first.proofs:
-        raise BadView("the other chain does not begin with a founding by this run's founder")
+        raise BadView("the other chain does not begin with a view 0 by this run's founder")
     if first.view != genesis(chain.run, first.view.members[0]):
-        raise BadView("the other chain's first view is no founding")
+        raise BadView("the other chain's first view is not a view 0 of this run")
     return first
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
-    """True if the other chain stays: more agreed tokens; of equals, the greater hash after the
-    fork. Both sides compute the same from the same numbers, and tokens only rise, so two chains
-    cannot give up for each other on fresh numbers."""
+    """True if the other chain stays: it has more agreed tokens, or as many and the greater hash.
+
+    The hash is that of the first view after the fork. Both sides compute the same from the same
+    numbers, and tokens only rise, so two chains cannot both give up on fresh numbers."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
 def first_parting(other: Chain, fork: Fork) -> int | None:
-    """Return a branch's least first round after the fork, or None; earlier rounds are shared."""
+    """Return the first round of any branch after the fork; None if there is no branch.
+
+    Earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [
         entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark

@@ -73,22 +73,22 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
 
 
 class AcceptanceRules:
-    """A member's rules for values: which it may ever accept, and its proof of acceptance. This
-    default accepts all and proves nothing.
+    """A member's rules for values: which it may ever accept, and its proof of acceptance.
 
-    So members trust each other: agreement among peers that may crash, not among liars. Law: once
+    This default accepts every value and proves nothing, so members trust each other: agreement
+    among peers that may crash, not among liars. Law: once
     `floor` has refused a value that is not the last one accepted here, it refuses that value
     forever. Members whose floors are far apart are not `in_step` and must not skip phase 1: each
-    reports its `least`, and a proposer's own value is `lifted` to the highest."""
+    reports its `min_floor`, and a proposer's own value is `lifted` to the highest."""
 
     in_step = True
 
     def floor(self, value: bytes) -> Floor:
-        """Return an empty floor if the value is acceptable here, else the least rounds that are."""
+        """Return an empty floor for an acceptable value, else the lowest acceptable one."""
         return NO_FLOOR
 
-    def least(self) -> Floor:
-        """Return the least rounds at which a value accepted here could begin."""
+    def min_floor(self) -> Floor:
+        """Return the lowest floor of a value that could be accepted here."""
         return NO_FLOOR
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
@@ -197,11 +197,13 @@ class Decision:
         if self.decided is not None or self._holds_back():
             return []
         proposer = self.proposer
+        # Ballot 0 has one owner and nothing can have been chosen before it, so phase 1 would learn
+        # nothing. After any promise or acceptance that no longer holds.
         untouched = proposer.ballot is None and self.promised == _NEVER and self.accepted is None
         if untouched and self.rules.in_step and self.me == self.proposers[0]:
             proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
-        # above every ballot heard of: a lower one would only be rejected
+        # Above every ballot heard of: a lower one would only be rejected.
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
         ballot = (proposer.highest, self.me)
         proposer.begin("prepared", ballot, value)
@@ -215,9 +217,7 @@ class Decision:
         match message:
             case Prepare(ballot=ballot) if ballot[1] == sender and ballot[0] > 0:
                 return self._prepare(sender, ballot)
-            case Propose(ballot=ballot, value=value) if ballot[1] == sender and self._may_use(
-                ballot
-            ):
+            case Propose(ballot=ballot, value=value) if self._may_use(sender, ballot):
                 return self._accept(sender, ballot, value)
             case Promise(ballot=ballot) if ballot == mine and state == "preparing":
                 return self._promise(sender, message)
@@ -257,23 +257,25 @@ class Decision:
 
     # the acceptor
 
-    def _may_use(self, ballot: Ballot) -> bool:
-        return ballot[0] > 0 or ballot[1] == self.proposers[0]
+    def _may_use(self, sender: int, ballot: Ballot) -> bool:
+        # Only one member may skip phase 1: a second one would not learn what the first had chosen.
+        return ballot[1] == sender and (ballot[0] > 0 or sender == self.proposers[0])
 
     def _prepare(self, sender: int, ballot: Ballot) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
+        # An equal ballot is a repeated message, whose answer may have been lost.
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
         return self._deliver(
-            sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least())
+            sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.min_floor())
         )
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         if self._holds_back():
-            return []
+            return []  # as if the message were lost: the proposer repeats it
         floor = self.rules.floor(value)
         if floor:
             return self._deliver(
@@ -297,8 +299,10 @@ class Decision:
         proposer = self.proposer
         proposer.promises[sender] = earlier
         self.known_floor = highest(self.known_floor, promise.floor)
+        # Any quorum shares a member with every quorum that may have chosen a value before.
         if not is_quorum(proposer.promises.keys(), self.size):
             return []
+        # A value that may have been chosen is repeated as it is; only our own is lifted.
         bound = proposer.bound_to(self.size)
         proposer.put(
             self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound
@@ -316,6 +320,7 @@ class Decision:
         if not self.rules.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
             return []
         proposer.accepts[sender] = proof
+        # A quorum of acceptances in one ballot: every later ballot must repeat this value.
         if not is_quorum(proposer.accepts.keys(), self.size):
             return []
         proposer.end("accepted")

@@ -1,4 +1,4 @@
-"""The number of microbatches in flight in a pipeline over slow links, and the least time of a step.
+"""The number of microbatches in flight over slow links, and a lower bound on the time of a step.
 
 1F1B keeps one per stage in flight, enough if hops cost nothing. Over a wide area a microbatch
 travels much longer than the slowest stage needs for it, and the depth must cover that trip.
@@ -13,10 +13,11 @@ import math
 from dataclasses import dataclass, field
 
 _ROUNDING = 1e-9  # a ratio this near to an integer counts as one
-# servers are chosen regardless of queues: with two thirds of what is in flight queued, none is idle
+# Servers are chosen regardless of queues: with two thirds of what is in flight queued, no server is
+# idle.
 SLACK = 3.0
 ALPHA = 0.1  # weight of a new round trip in their moving average
-LEAST_ENDS = 8  # microbatches needed to measure a rate
+MIN_ENDS = 8  # microbatches needed to measure a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class PipelineTimes:
     def __post_init__(self) -> None:
         if not self.stages or len(self.hops) != len(self.stages) - 1:
             raise ValueError(
-                f"a pipeline has one hop fewer than stages, got {len(self.stages)} and {len(self.hops)}"
+                f"{len(self.stages)} stages and {len(self.hops)} hops; "
+                "give at least one stage, and one hop between each two"
             )
 
     def round_trip_s(self, stage: int = 0) -> float:
@@ -75,7 +77,8 @@ class PipelineTimes:
         """K*: the fewest microbatches in flight from this stage on that keep it from waiting."""
         if not self.bottleneck_s:
             raise ValueError(
-                "no stage and no wire takes any time, so no number of microbatches keeps one busy"
+                "no stage and no wire takes any time, so no depth keeps one busy; "
+                "give at least one of them a time above 0"
             )
         return max(1, math.ceil(self.round_trip_s(stage) / self.bottleneck_s - _ROUNDING))
 
@@ -83,7 +86,7 @@ class PipelineTimes:
         """K_s: `wanted_depth`, capped by the `memory` microbatches that a server can keep."""
         if memory < 1:
             raise ValueError(
-                f"a server of stage {stage} must have room for a microbatch, got {memory}"
+                f"a server of stage {stage} has room for {memory} microbatches; it needs at least 1"
             )
         return min(memory, self.wanted_depth(stage))
 
@@ -95,7 +98,8 @@ class PipelineTimes:
         between the first way to it and the last way back from it."""
         if microbatches < 1 or in_flight < 1:
             raise ValueError(
-                f"a step has microbatches, some of them in flight, got {microbatches} and {in_flight}"
+                f"a step of {microbatches} microbatches with {in_flight} in flight; "
+                "both must be at least 1"
             )
         trip_s = self.round_trip_s()
         waits = [math.ceil(microbatches / in_flight) * trip_s]
@@ -109,7 +113,7 @@ class PipelineTimes:
 
 @dataclass(slots=True)
 class Depth:
-    """K* as measured by one trainer during training, from `least` to `most` microbatches in flight.
+    """K* as one trainer measures it, from `min_depth` to `max_depth` microbatches in flight.
 
     The bottleneck is the time between two of its microbatches coming back; the round trip is the
     time of one in passes and in transit, without queues, as those are of our own making. The rate
@@ -117,18 +121,19 @@ class Depth:
     twice as much each round trip, then no more. `SLACK` is our own; without it one in flight would
     stay one."""
 
-    least: int
-    most: int
+    min_depth: int
+    max_depth: int
     wanted: int = 0
     _trip_s: float | None = None
     _ends_s: collections.deque[float] = field(default_factory=collections.deque)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not 1 <= self.min_depth <= self.max_depth:
             raise ValueError(
-                f"at least {self.least} and at most {self.most} microbatches in flight: that is no range"
+                f"a depth of {self.min_depth} to {self.max_depth} microbatches is not a range; "
+                "choose a minimum of at least 1 and no more than the maximum"
             )
-        self.wanted = self.least
+        self.wanted = self.min_depth
 
     def came_back(self, now_s: float, trip_s: float) -> None:
         """Note a microbatch that came back at `now_s` after `trip_s` without queueing."""
@@ -136,12 +141,12 @@ class Depth:
             trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
         )
         self._ends_s.append(now_s)
-        while len(self._ends_s) > max(LEAST_ENDS, self.wanted) + 1:
+        while len(self._ends_s) > max(MIN_ENDS, self.wanted) + 1:
             self._ends_s.popleft()
         taken_s = now_s - self._ends_s[0]
-        if len(self._ends_s) > LEAST_ENDS and taken_s > 0:
+        if len(self._ends_s) > MIN_ENDS and taken_s > 0:
             wanted = math.ceil(SLACK * self._trip_s * (len(self._ends_s) - 1) / taken_s - _ROUNDING)
-            self.wanted = min(max(wanted, self.least), self.most)
+            self.wanted = min(max(wanted, self.min_depth), self.max_depth)
 
 
 def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> float:
@@ -149,7 +154,9 @@ def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> f
 
     At zero compute this is 2 [(p - 1) (x + l) + (M - 1) x]."""
     if stages < 1 or microbatches < 1:
-        raise ValueError(f"a step has stages and microbatches, got {stages} and {microbatches}")
+        raise ValueError(
+            f"a step of {stages} stages and {microbatches} microbatches; both must be at least 1"
+        )
     wire_s = hop.wire_s if stages > 1 else 0.0
     way_s = (stages - 1) * (hop.wire_s + hop.latency_s)
     forward_s = way_s + stages * times.forward_s + (microbatches - 1) * max(times.forward_s, wire_s)
@@ -159,4 +166,4 @@ def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> f
 
 def _check_times(*times_s: float) -> None:
     if not all(0 <= time_s < math.inf for time_s in times_s):
-        raise ValueError(f"times are finite and not negative, got {times_s} s")
+        raise ValueError(f"times of {times_s} s; each must be finite and not negative")

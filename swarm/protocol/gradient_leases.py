@@ -21,7 +21,7 @@ from farflock.swarm.links import PeerId
 
 GradientKey = tuple[PeerId, int]  # (trainer, microbatch)
 MAX_KEYS = 16_384  # microbatches named by one contribution to a stage's round
-REMEMBERED = 4096  # committed keys, and again refused ones, kept for late requests
+REMEMBERED = 4096  # committed keys, and as many refused ones, kept for late requests
 
 Begin = Literal["run", "again", "busy", "nothing"]
 Confirmed = Literal["merge", "merged", "unknown"]
@@ -47,17 +47,20 @@ class GradientLeases:
     _committed: collections.OrderedDict[GradientKey, None] = field(
         default_factory=collections.OrderedDict
     )
+    # By key, the last refused attempt.
     _refused: collections.OrderedDict[GradientKey, int] = field(
         default_factory=collections.OrderedDict
-    )  # the last refused attempt
+    )
 
     def begin(self, key: GradientKey, attempt: int) -> Begin:
-        """Handle a backward request: `run` it, answer `again` as before, or say `busy`. Do
-        `nothing` while it is running, or for a late request that already counts or was refused."""
+        """Handle a backward request: `run` it, answer `again` as before, or say `busy`.
+
+        Do `nothing` while it is running, or if it is late and already counts or was refused."""
         slot = self._slots.get(key)
         if attempt <= self._refused.get(key, -1):
             return "nothing"
         if slot is None and key not in self._committed:
+            # A gradient is as large as its stage. The trainer asks again, or asks another server.
             if self.taken >= self.places:
                 return "busy"
             self._slots[key] = _Slot(attempt)
@@ -83,6 +86,7 @@ class GradientLeases:
         if slot is not None and slot.phase == "staged" and slot.attempt == attempt:
             slot.phase = "merged"
             return "merge"
+        # The trainer may now ask another server, so this attempt must never be merged here.
         self._refuse(key, attempt)
         return "unknown"
 
@@ -99,12 +103,10 @@ class GradientLeases:
 
     def expire(self, now_s: float) -> None:
         """Drop gradients that were not confirmed in time."""
-        for key in [
-            key
-            for key, slot in self._slots.items()
-            if slot.phase == "staged" and slot.until_s <= now_s
-        ]:
-            del self._slots[key]
+        staged = [(key, slot) for key, slot in self._slots.items() if slot.phase == "staged"]
+        for key, slot in staged:
+            if slot.until_s <= now_s:
+                del self._slots[key]
 
     def offer(
         self, number: int, made_of: Collection[GradientKey] | None = None

@@ -59,7 +59,7 @@ class Ledger:
         """Note a backward request to this peer; return the attempt that the request carries."""
         entry = self._entries[place]
         assert entry.phase in ("open", "sent"), (
-            f"{place} is {entry.phase} at {entry.peer}, and is asked for again"
+            f"{place} is {entry.phase} at {entry.peer}, and is requested again"
         )
         entry.phase, entry.peer, entry.attempt = "sent", peer, entry.attempt + 1
         return entry.attempt
@@ -67,6 +67,7 @@ class Ledger:
     def silent(self, place: StageVisit, attempt: int) -> None:
         """Reopen a request without an answer in time, or refused: another peer may be asked."""
         entry = self._current(place, attempt)
+        # The attempt number stays: the answer may still come, and is then as good as another's.
         if entry is not None and entry.phase == "sent":
             entry.phase = "open"
 
@@ -113,8 +114,10 @@ class Ledger:
                 entry.phase = "committed"
 
     def lost(self, stage: int, peer: PeerId) -> None:
-        """Reopen all that was bound to a peer that left its stage's group, after `committed` was
-        called for all rounds it could take part in. Answers still on their way do not count."""
+        """Reopen everything that was bound to a peer that left its stage's group.
+
+        Call it after `committed` for every round that the peer could take part in: one of them may
+        name its gradients. Answers still on their way do not count."""
         gone = [
             entry
             for place, entry in self._entries.items()

@@ -1,7 +1,8 @@
 """Rounds that are gone: the members that reported it, and whether they are enough.
 
-One report means little: its sender may lie, or have a short log because it joined late. So most of
-the living must report: decisions are known to a quorum, and members further on can answer.
+One report means little: its sender may lie, or have a short log because it joined late. So more
+than half of the live members must report: a decision is known to a quorum, and members that are
+further on can answer.
 """
 
 import statistics
@@ -41,16 +42,14 @@ class LogTruncation:
     def agreed(self, number: int, living: Sequence[PeerId]) -> list[Forgotten]:
         """Return the reports about the round if most of `living` made one, else an empty list."""
         said = [word for peer in living if (word := self.by(number, peer))]
+        # Plain majority of the live members, not a quorum: nothing is decided by it.
         return said if 2 * len(said) > len(living) else []
 
     def unopposed(self, number: int, living: Sequence[PeerId], now_s: float) -> list[Forgotten]:
         """Return the reports about the round if most made one, or the others had time to answer."""
-        patient = now_s - self.since_s >= ANSWER_TIMEOUT_S
-        return (
-            [word for peer in living if (word := self.by(number, peer))]
-            if patient
-            else self.agreed(number, living)
-        )
+        if now_s - self.since_s < ANSWER_TIMEOUT_S:
+            return self.agreed(number, living)
+        return [word for peer in living if (word := self.by(number, peer))]
 
 
 def newest_of(said: Sequence[Forgotten]) -> int:

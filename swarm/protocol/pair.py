@@ -32,8 +32,9 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.protocol.transitions import after
 
-RESEND_S = 0.4
-# Fraction of the whole time before the end in which the leader no longer decides.
+RESEND_S = 0.4  # short against a deadline, so that a lost message costs little of it
+# The leader no longer decides in this last fraction of the time: a follower that does not hear of
+# the decision in time is left unsure.
 COMMIT_MARGIN = 0.1
 
 PairVerdict = Literal["applied", "alone", "failed"]
@@ -98,10 +99,11 @@ class Pair:
                 self._send(now_s, PairAccept(self.offer))
             case PairAccept(offer=offer) if self.leader:
                 self._matched(now_s, offer)
+            # Once the offers have met, a refusal is a late answer to a repeated proposal.
             case PairRefuse() if self.leader and self.stage == "open":
                 self._end("refused")
             case PairHave(digest=digest) if self.leader:
-                self._heard_have = digest
+                self._heard_have = digest  # It may come before our own fetch has ended.
                 self._decide(now_s)
             case PairCommit() if not self.leader and self.stage == "held":
                 self._end("committed")
@@ -154,6 +156,7 @@ class Pair:
         """Commit, as the leader, once both hold the same and the follower can still hear of it."""
         in_time = now_s < self.ends_s - COMMIT_MARGIN * self.deadline_s
         if self.stage == "held" and self._confirmed() and in_time:
+            # Recorded before it is said: a repeated `PairHave` must get the same answer.
             self._end("committed")
             self.outbox.append(PairCommit(self.key))
 

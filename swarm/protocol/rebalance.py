@@ -13,7 +13,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 
 PERIOD_S = 300.0
-HYSTERESIS = 0.25
+HYSTERESIS = 0.25  # a smaller difference between two stages is noise in their queues
 MIN_RESIDENCE_S = 300.0  # at least the time to download a stage's state
 
 LoadMeasure = Literal["wait", "queue"]
@@ -37,7 +37,8 @@ class ServerLoad:
             and self.memory_bytes >= 0 <= self.resident_s
         ):
             raise ValueError(
-                f"a server has a finite queue >= 0, rate > 0, memory >= 0 and residence >= 0, got {self}"
+                f"{self} is not a load; give a finite queue >= 0, a finite rate > 0, "
+                "memory >= 0 and residence >= 0"
             )
 
 
@@ -54,10 +55,13 @@ class LoadSnapshot:
 
     def __post_init__(self) -> None:
         if len(self.stages) != len(self.needs_bytes):
-            raise ValueError(f"{len(self.stages)} stages, but the needs of {len(self.needs_bytes)}")
+            raise ValueError(
+                f"{len(self.stages)} stages, but the memory needs of {len(self.needs_bytes)}; "
+                "give one for each stage"
+            )
         peers = [server.peer for servers in self.stages for server in servers]
         if len(set(peers)) != len(peers):
-            raise ValueError("a server may be listed in one stage only: keep its newest record")
+            raise ValueError("a server is listed in two stages; keep its newest record only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,15 @@ class RebalanceRule:
 
     def __post_init__(self) -> None:
         if not (0 <= self.hysteresis < math.inf and self.min_residence_s >= 0):
-            raise ValueError(f"hysteresis and residence are not negative, got {self}")
+            raise ValueError(f"{self}: hysteresis and residence must not be negative")
 
 
 def snapshot_number(now_s: float, period_s: float = PERIOD_S) -> int:
-    """Return the period of a moment of run time: peers in the same period use the same snapshot."""
+    """Return the number of the period of `now_s`, in run time.
+
+    Peers in the same period use the same snapshot."""
     if not 0 < period_s < math.inf:
-        raise ValueError(f"a period lasts a positive, finite time, got {period_s} s")
+        raise ValueError(f"a period of {period_s} s; it must be positive and finite")
     return math.floor(now_s / period_s)
 
 
@@ -113,12 +119,9 @@ def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move
         if not loads[target] > (1 + rule.hysteresis) * loads[source]:
             return None
         movers = _movers(snapshot, rule, source, target, rates)
-        if (
-            mover := min(
-                movers, key=lambda server: (_load([server], rule.load), server.peer), default=None
-            )
-        ) is not None:
-            return Move(snapshot.number, mover.peer, source, target)
+        idlest_first = sorted(movers, key=lambda one: (_load([one], rule.load), one.peer))
+        if idlest_first:
+            return Move(snapshot.number, idlest_first[0].peer, source, target)
     return None
 
 

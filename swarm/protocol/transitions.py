@@ -24,5 +24,5 @@ _Event = TypeVar("_Event")
 def after(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event) -> _State:
     """Return the next state; raise `AssertionError` for a transition not in the table."""
     following = table.get((state, event))
-    assert following is not None, f"the table knows no {event!r} in state {state!r}: a bug of ours"
+    assert following is not None, f"a bug: {event!r} is not in the table for state {state!r}"
     return following

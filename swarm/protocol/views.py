@@ -39,7 +39,7 @@ from farflock.swarm.protocol.decide import is_certified
 from farflock.swarm.roles import EVERY, NOTHING
 
 VIEW_STREAM = "#views"
-# a peer that misses more of them cannot verify the newest, and has to join anew
+# A peer that misses more of them cannot verify the newest one, and has to join again.
 KEPT_VIEWS = MAX_TRAIL
 _DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
 
@@ -55,9 +55,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`
-    (swarm/protocol/axes.py). `previous` is the hash (in a branch: `branch_mark`) of the view
-    before."""
+    """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`.
+
+    swarm/protocol/axes.py explains these rounds. `previous` is the hash of the view before; in a
+    branch, its `branch_mark`."""
 
     number: Count
     previous: Digest
@@ -67,7 +68,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def begins(self) -> Floor:
-        """The rounds from which it holds, by axis."""
+        """The rounds from which the view holds, by axis."""
         return (self.first_round, *self.stage_rounds)
 
     @functools.cached_property
@@ -194,10 +195,11 @@ def require_branch_shape(parent: View, view: View) -> None:
     """Raise `BadView` unless some of the parent's members could start this branch, in the same
     order and lives. Each of them decides whether to sign, and from which round on."""
     if view.number != parent.number + 1 or view.previous != parent.branch_mark:
-        raise BadView(f"view {view.number} is no branch of view {parent.number}")
+        raise BadView(f"view {view.number} is not a branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
         raise BadView(
-            f"a branch of view {parent.number} has members that the view has not, or in another order"
+            f"the members of a branch of view {parent.number} must be members of that view, "
+            "in the same order and lives"
         )
 
 
@@ -209,12 +211,13 @@ def require_branch(run: str, parent: View, certified: Certified) -> None:
     text, domain = encode(view), branch_domain(run)
     if certified.ballot != (0, 0) or tuple(index for index, _ in certified.proofs) != signers:
         raise BadView(
-            f"a branch of view {parent.number} needs one signature of each of its members, in their order"
+            f"a branch of view {parent.number} needs one signature by each of its members, "
+            "in their order"
         )
     if not all(
         verify(parent.members[index].peer, domain, text, proof) for index, proof in certified.proofs
     ):
-        raise BadView(f"a signature under a branch of view {parent.number} is false")
+        raise BadView(f"a signature on a branch of view {parent.number} is invalid")
 
 
 @dataclass(slots=True)
@@ -223,9 +226,10 @@ class Chain:
 
     run: str
     views: list[Certified]
-    barrier: View | None = None  # accepted next view: no part in its rounds until it is decided
-    # floor promised to a next view's proposer: no vote in stage rounds from there until it is
-    # decided
+    # An accepted next view. Until it is decided, this peer takes no part in its rounds.
+    barrier: View | None = None
+    # The floor promised to a next view's proposer. Until that view is decided, this peer votes in
+    # no stage rounds from there on.
     held: Floor | None = None
 
     @property
@@ -250,14 +254,10 @@ class Chain:
     def branch(self) -> View | None:
         """The last branch among the kept views, which this peer is on; None on the main chain."""
         pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
-        return next(
-            (
-                entry.view
-                for before, entry in pairs
-                if entry.view.previous == before.view.branch_mark
-            ),
-            None,
+        branches = (
+            entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark
         )
+        return next(branches, None)
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """True if taking part in this round must wait for the next view's decision."""
@@ -266,8 +266,8 @@ class Chain:
             and self.held is not None
             and round_number >= axes.at(self.held, stage)
         ):
-            # else we would refuse a view that others accept, and neither it nor the round could be
-            # decided
+            # A vote would raise our floor above the promised one. We would refuse a view that
+            # others accept, and neither it nor the round could be decided.
             return True
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
@@ -292,14 +292,14 @@ class Chain:
         missing = (entry for entry in self.views if entry.view.number > number)
         return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
-    def floor(self, raw: bytes, least: Floor) -> Floor:
-        """Return an empty floor if this next view is acceptable, else the least rounds that are."""
+    def floor(self, raw: bytes, min_floor: Floor) -> Floor:
+        """Return an empty floor for an acceptable next view, else the lowest acceptable one."""
         try:
             view = decode_view(raw)
             self._require_successor(view)
         except BadView:
-            return least or (1,)
-        return NO_FLOOR if reaches(view.begins, least) else least
+            return min_floor or (1,)  # Never empty: that would mean acceptable.
+        return NO_FLOOR if reaches(view.begins, min_floor) else min_floor
 
     def _require_decided(self, certified: Certified) -> None:
         view, newest = certified.view, self.newest
@@ -316,7 +316,7 @@ class Chain:
         newest = self.newest
         if view.number != newest.number + 1 or view.previous != newest.hash:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
-        # at the same round it replaces a view that never held
+        # It may begin at the same rounds: it then replaces a view that never held.
         if not reaches(view.begins, newest.begins):
             raise BadView(
                 f"view {view.number} begins at rounds {view.begins}, before {newest.begins}"
@@ -334,6 +334,7 @@ class Candidates:
 
     def join(self, member: Member, expires_s: float) -> None:
         """Note a peer that asked for admission; the table is bounded."""
+        # Strangers may ask, so the table is bounded; requests expire, so it empties again.
         if member.peer in self.joining or len(self.joining) < 2 * MAX_MEMBERS:
             self.joining[member.peer] = (member, expires_s)
             self.leaving.discard(member.peer)
@@ -357,8 +358,10 @@ def next_members(
     joining: Mapping[PeerId, Member],
     leaving: Collection[PeerId],
 ) -> tuple[Member, ...] | None:
-    """Return the next view's members, or None if nothing changes: the dead and the leaving go,
-    restarted ones move to the end in their new life, joiners follow in the order of their ids."""
+    """Return the next view's members, or None if nothing changes.
+
+    Dead and leaving members go, restarted ones move to the end in their new life, and joiners
+    follow in the order of their ids."""
     staying = tuple(
         member
         for member in view.members

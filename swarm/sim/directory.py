@@ -156,7 +156,8 @@ class MemoryDirectory:
     def _only(self, run: str) -> None:
         if run != self._table.run:
             raise ValueError(
-                f"this directory was opened for run {self._table.run}, not for {run}; open another one"
+                f"this directory was opened for run {self._table.run}; "
+                f"open another one for run {run}"
             )
 
     def _put(self, shelf: TableName, payload: bytes, lifetime_s: float) -> bool:

@@ -29,15 +29,14 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock(
-                "every task waits and no timer is set; the wait without a deadline is the fault"
-            )
+            raise Deadlock("every task waits and no timer is set; give the wait a deadline")
         before_s = self.now_s
         self.now_s += max(timeout, 0.0)
         self._standing = self._standing + 1 if self.now_s == before_s else 0
         if self._standing > STANDSTILL:
             raise Deadlock(
-                f"{STANDSTILL} turns of the loop and the clock still shows {self.now_s} s: a task spins"
+                f"the clock shows {self.now_s} s after {STANDSTILL} turns of the loop; "
+                "find the task that spins, and let it sleep"
             )
         return []
 

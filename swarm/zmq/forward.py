@@ -123,9 +123,9 @@ class CreditWindow:
         if self.acked < position <= self.sent:
             self.acked, self.news_s = position, now_s
 
-    def due(self, least_bytes: int) -> int | None:
-        """Return the position to confirm; None while fewer than `least_bytes` are due."""
-        if self.received - self.acknowledged < least_bytes:
+    def due(self, min_bytes: int) -> int | None:
+        """Return the position to confirm; None while fewer than `min_bytes` are due."""
+        if self.received - self.acknowledged < min_bytes:
             return None
         self.acknowledged = self.received
         return self.received
@@ -227,8 +227,8 @@ class Tunnel:
             _SEALED + session.seal.seal(bytes([kind]) + _NUMBER.pack(number), CONTROL)
         )
 
-    def _confirm(self, session: _Session, least_bytes: int) -> None:
-        position = session.window.due(least_bytes)
+    def _confirm(self, session: _Session, min_bytes: int) -> None:
+        position = session.window.due(min_bytes)
         if position is not None:
             self._say(session, _ACK, position)
 

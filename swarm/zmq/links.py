@@ -87,7 +87,9 @@ class ZmqLinks:
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":
-        """Bind and start; `OSError` if the port is taken, `ValueError` if it cannot be dialled."""
+        """Bind and start.
+
+        Raise `OSError` if the port is taken and `ValueError` if it cannot be dialled."""
         return cls(identity, run, options)
 
     @property

@@ -106,7 +106,7 @@ class Outbox:
         self._pool.serve()
 
     def clear(self) -> int:
-        """Drop all frames, and those of waiting callers (who get False); return how many."""
+        """Drop all frames, and those of waiting callers, which get False; return their number."""
         mine = [
             waiter
             for waiter in self._pool.waiters

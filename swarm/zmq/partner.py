@@ -199,7 +199,7 @@ class Partner:
         self.dial = None
 
     def forget_queue(self) -> int:
-        """Drop all waiting frames; return how many."""
+        """Drop all waiting frames and return their number."""
         self.stuck = [None, None]
         return self.outbox.clear()
 

@@ -76,7 +76,7 @@ def _named(run: str) -> bytes:
 
 
 class Sealed:
-    """One session with one partner, keyed once; a partner that starts anew needs a new session.
+    """One session with one partner, keyed once; a partner that restarts needs a new session.
 
     Send it `hello()` and pass its hellos to `meet`; once `ready`, frames can be sealed and opened.
     """

@@ -36,7 +36,8 @@ class Sockets:
         host, _, wanted = address.removeprefix("tcp://").rpartition(":")
         if not advertise and ipaddress.ip_address(host.strip("[]")).is_unspecified:
             raise ValueError(
-                f"{address} is no address that others could dial; name those to publish in `advertise`"
+                f"{address} is not an address that others could dial; "
+                "name those to publish in `advertise`"
             )
         bound = [
             self._bind(lane, f"tcp://{host}:{int(wanted) + lane if int(wanted) else 0}")

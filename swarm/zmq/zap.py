@@ -46,7 +46,9 @@ class Gate:
             self.ban(key)
             raise BadRecord(f"{record.peer} is refused here")
         if record.peer == self._me:
-            raise BadRecord("a connection of my own identity; is the key file used twice?")
+            raise BadRecord(
+                "a connection by this peer's own identity; use each key file for one peer only"
+            )
         return record
 
     def ban(self, key: bytes) -> None:

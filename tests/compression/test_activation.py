@@ -25,7 +25,7 @@ from farflock.compression.activation_catalog import (
     activation_codec,
     alternatives,
     known_of,
-    most_bytes,
+    max_bytes,
 )
 from farflock.compression.aqsgd import ResyncNeeded
 from farflock.compression.catalog import codec
@@ -512,7 +512,7 @@ def test_scopes_say_what_routes_must_grant(ends):
     ("wrong", "words"),
     [
         ({"shape": (2, 3)}, "three dimensions"),
-        ({"shape": (-1, 3, 4)}, "not possible"),
+        ({"shape": (-1, 3, 4)}, "not allowed"),
         ({"shape": (1 << 14, 1 << 14, 2)}, "smaller microbatches"),
         ({"dtype": torch.int8}, "cannot be sent"),
         ({"direction": "up"}, "choose forward or backward"),
@@ -608,4 +608,4 @@ def test_of_several_those_are_left_out_that_another_release_has():
 
 def test_the_most_bytes_of_several_are_those_of_the_largest():
     ctx = ActivationContext((2, 3, 8), torch.float32)
-    assert most_bytes("int8 | raw", ctx) == most_bytes("raw", ctx) > most_bytes("int8", ctx)
+    assert max_bytes("int8 | raw", ctx) == max_bytes("raw", ctx) > max_bytes("int8", ctx)

@@ -131,7 +131,7 @@ def test_a_malformed_name_is_refused_in_a_short_sentence(spec):
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_with_the_choice(spec):
-    with pytest.raises(ValueError, match="is not possible; choose"):
+    with pytest.raises(ValueError, match="is not allowed; choose"):
         codec(spec)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext, CodecOffer, Incompatible, agree
-from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
+from farflock.compression.activation_catalog import activation_codec, max_bytes, subspace_terms
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace import (
@@ -551,7 +551,7 @@ def test_bytes_that_are_no_basis_are_refused_even_if_their_digest_is_announced(n
     ("columns", "words"),
     [
         (torch.eye(4)[:, :2] * 1.001, "orthonormal to"),
-        (torch.zeros(2, 4), "is not possible"),
+        (torch.zeros(2, 4), "is not allowed"),
         (torch.full((4, 2), float("nan")), "without NaN"),
         (torch.eye(4).double(), "float32"),
     ],
@@ -615,7 +615,7 @@ def test_ids_that_are_floats_or_unknown_are_refused_on_both_sides():
             unpack_tokens(wrong, 1, 2, 9)
     with pytest.raises(ValueError, match="smaller microbatches"):
         unpack_tokens(b"", 1 << 20, 1 << 20, 9)
-    with pytest.raises(ValueError, match="is not possible"):
+    with pytest.raises(ValueError, match="is not allowed"):
         id_bytes(0)
 
 
@@ -693,14 +693,14 @@ def test_any_name_says_its_size_or_is_refused_as_the_codec_itself_would_be(spec)
         assert built.scope == "shared_params"
         for direction in ("forward", "backward"):
             there = dataclasses.replace(ctx, direction=direction)
-            assert most_bytes(spec, there) == built.max_bytes(there) == terms.max_bytes(there)
+            assert max_bytes(spec, there) == built.max_bytes(there) == terms.max_bytes(there)
 
 
 def test_of_other_codecs_the_size_is_theirs():
     ctx = ActivationContext((2, 3, WIDTH))
     for name in ("raw", "int8", "topk:3/10", "hadamard4"):
         assert subspace_terms(name) is None
-        assert most_bytes(name, ctx) == activation_codec(name).max_bytes(ctx)
+        assert max_bytes(name, ctx) == activation_codec(name).max_bytes(ctx)
 
 
 def test_a_tensor_around_a_frozen_one_keeps_that():

@@ -255,8 +255,8 @@ def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"chunk": 1}, "chunks of 1 × 1 are not possible; choose 2 to 256"),
-        ({"chunk": 300}, "chunks of 300 × 300 are not possible"),
+        ({"chunk": 1}, "chunks of 1 × 1 are not allowed; choose 2 to 256"),
+        ({"chunk": 300}, "chunks of 300 × 300 are not allowed"),
         (
             {"chunk": 32},
             "codec topk:32/4096 chooses among 4096 values, a chunk of 32 × 32 has 1024; "
@@ -264,8 +264,8 @@ def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
         ),
         ({"chunk": 4, "codec": "topk:2/8"}, "has 16; choose topk:8/16"),
         ({"codec": "topk:32"}, "codec 'topk:32' is not known"),
-        ({"decay": -0.1}, "a decay of -0.1 is none"),
-        ({"period": 0}, "a period of 0 steps makes no rounds"),
+        ({"decay": -0.1}, "a decay of -0.1 is out of range"),
+        ({"period": 0}, "a period of 0 steps is out of range"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, reason):

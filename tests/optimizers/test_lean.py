@@ -409,7 +409,7 @@ def test_carrying_puts_all_own_work_on_the_new_phi(adam):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"period": 0}, "a period of 0 steps makes no rounds"),
+        ({"period": 0}, "a period of 0 steps is out of range"),
         (
             {"delay": 3},
             "a delay of 3 steps does not fit between exchanges 3 steps apart; choose 0 to 2",
@@ -417,11 +417,11 @@ def test_carrying_puts_all_own_work_on_the_new_phi(adam):
         ({"delay": -1}, "a delay of -1 steps"),
         ({"decay": 1.1}, r"a decay of 1.1 is none; choose one in \[0, 1\]"),
         ({"decay": float("nan")}, "a decay of nan"),
-        ({"correction": 1.5}, r"a correction of 1.5 is no share; choose one in \[0, 1\]"),
+        ({"correction": 1.5}, r"a correction of 1.5 is out of range; choose one in \[0, 1\]"),
         ({"correction": float("nan")}, "a correction of nan"),
-        ({"cap": 0.0}, "a cap of 0.0 bounds no correction"),
+        ({"cap": 0.0}, "a cap of 0.0 is out of range"),
         ({"cap": float("inf")}, "a cap of inf"),
-        ({"deadline_s": 0.0}, "a deadline of 0.0 s is none"),
+        ({"deadline_s": 0.0}, "a deadline of 0.0 s is out of range"),
         ({"codec": "ecsq:999"}, "ecsq at 999 hundredths of a bit"),
         ({"return_codec": "int9"}, "codec 'int9' is not known"),
     ],

@@ -299,12 +299,15 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
             {"denominator": "senders"},
             "denominator 'senders' is not known; choose participants or selectors",
         ),
-        ({"feedback": 1.5}, r"feedback of 1.5 is no decay; choose one in \[0, 1\], usually 0.95"),
-        ({"feedback": float("nan")}, "feedback of nan is no decay"),
-        ({"outer_lr": 0.0}, "an outer learning rate of 0.0 makes no sense"),
+        (
+            {"feedback": 1.5},
+            r"feedback of 1.5 is out of range; choose one in \[0, 1\], usually 0.95",
+        ),
+        ({"feedback": float("nan")}, "feedback of nan is out of range"),
+        ({"outer_lr": 0.0}, "an outer learning rate of 0.0 is out of range"),
         ({"codec": "topk:64"}, "codec 'topk:64' is not known"),
-        ({"period": 0}, "a period of 0 steps makes no rounds"),
-        ({"deadline_s": float("inf")}, "a deadline of inf s is none"),
+        ({"period": 0}, "a period of 0 steps is out of range"),
+        ({"deadline_s": float("inf")}, "a deadline of inf s is out of range"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, reason):

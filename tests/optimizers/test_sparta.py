@@ -420,7 +420,7 @@ def test_adopting_ones_own_snapshot_after_an_outer_step_changes_nothing_that_fol
 
 def test_a_period_that_is_no_multiple_of_the_masks_is_refused_with_the_nearest():
     with pytest.raises(
-        ValueError, match="period of 500 steps is no multiple of mask_period=7; choose 497"
+        ValueError, match="period of 500 steps is not a multiple of mask_period=7; choose 497"
     ):
         SpartaDiLoCo(500, mask_period=7)
     with pytest.raises(ValueError, match="one value in 0"):

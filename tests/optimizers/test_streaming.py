@@ -282,7 +282,7 @@ def test_the_defaults_are_those_of_the_paper():
         ({"pattern": "random"}, "pattern 'random' is not known; choose strided or sequential"),
         ({"codec": "topk:64/4096"}, "codec topk:64/4096 is biased.*give it feedback"),
         ({"return_codec": "topk:64/4096", "feedback": 0.9}, "return codec topk:64/4096 is biased"),
-        ({"feedback": 1.5}, "feedback of 1.5 is no decay"),
+        ({"feedback": 1.5}, "feedback of 1.5 is out of range"),
         ({"codec": "int9"}, "codec 'int9' is not known"),
     ],
 )

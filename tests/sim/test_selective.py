@@ -161,7 +161,7 @@ class Selective(Audit):
         seen = 0
         for node in self.nodes:
             held = node.edges.codec.held
-            assert len(held) <= self.pipeline.turns.most, (
+            assert len(held) <= self.pipeline.turns.max_held, (
                 f"a {node.role} holds versions {sorted(held)}"
             )
             for version, basis in held.items():

@@ -159,11 +159,11 @@ def test_an_existing_file_is_never_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        (b"", "move it away to get a new one"),
-        (LIBP2P_KEY[:-1], "move it away to get a new one"),
-        (LIBP2P_KEY + b"\n", "move it away to get a new one"),
-        (b"\x08\x00" + LIBP2P_KEY[2:], "move it away to get a new one"),  # an RSA key
-        (LIBP2P_KEY[:-1] + b"\x00", "restore it or move it away"),
+        (b"", "move it away to get a new identity"),
+        (LIBP2P_KEY[:-1], "move it away to get a new identity"),
+        (LIBP2P_KEY + b"\n", "move it away to get a new identity"),
+        (b"\x08\x00" + LIBP2P_KEY[2:], "move it away to get a new identity"),  # an RSA key
+        (LIBP2P_KEY[:-1] + b"\x00", "restore it, or move it away to get a new identity"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_a_remedy_and_left_alone(tmp_path, content, remedy):

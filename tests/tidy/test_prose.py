@@ -1,16 +1,19 @@
-"""The rules of docstrings that a test can hold: how they begin, and that no peer is a person."""
+"""The rules for docstrings and names that a machine can check."""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("node", "swarm", "optimizers", "compression", "experiments")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OPENERS = {"What", "Who", "Whether", "How", "When", "Which"}
-FREE_WHO = re.compile(
-    r"(?:^|\. |\b(?:to|of|for|by|from|as|than|with|at) )[Ww]ho\b"
-)  # "to who lacks it"
+# "to who lacks it"
+FREE_WHO = re.compile(r"(?:^|\. |\b(?:to|of|for|by|from|as|than|with|at) )[Ww]ho\b")
+# A bound is MIN or MAX, a deadline TIMEOUT. A local variable may be the `most` of something.
+BOUND = re.compile(r"(?:^|_)(?:least|most|patience)(?:_|$)", re.IGNORECASE)
 
 
 def docstrings():
@@ -27,3 +30,52 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 
 def test_no_docstring_calls_a_peer_who():
     assert not [place for place, text in docstrings() if FREE_WHO.search(text)]
+
+
+def lasting_names(tree):
+    """Yield the names that a reader of another module may meet: all but local variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for statement in node.body:
+                for target in ast.walk(statement) if is_assignment(statement) else ():
+                    if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                        yield target.id
+
+
+def is_assignment(statement):
+    return isinstance(statement, ast.Assign | ast.AnnAssign)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "MOST_BYTES = 1",
+        "_LEAST: int = 1",
+        "def most_bytes(): ...",
+        "def f(least): ...",
+        "class A:\n    patience_s: float",
+        "self.patience = 1",
+    ],
+)
+def test_a_bound_of_another_name_is_found(source):
+    assert any(BOUND.search(name) for name in lasting_names(ast.parse(source)))
+
+
+def test_a_local_variable_may_be_the_most_of_something():
+    assert not any(map(BOUND.search, lasting_names(ast.parse("def f():\n    most = 1"))))
+
+
+def test_bounds_are_called_min_and_max_and_deadlines_timeout():
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+        for name in lasting_names(ast.parse(path.read_text()))
+        if BOUND.search(name)
+    ]
+    assert not found

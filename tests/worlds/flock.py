@@ -124,7 +124,7 @@ class Node:
 
     async def adopt(self):
         found = await self.peer.snapshots.fetch(
-            f"state/{self.stage}", 30.0, least=self.peer.reach(self.stage), stage=self.stage
+            f"state/{self.stage}", 30.0, min_round=self.peer.reach(self.stage), stage=self.stage
         )
         self.applied, self.tokens = json.loads(found.chunks[0])
         self.begin()

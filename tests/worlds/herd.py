@@ -114,7 +114,7 @@ class Node:
         return Snapshot(self.applied, self.state, self.tokens, (chunk, b"padding" * 1000))
 
     async def adopt(self):
-        snapshot = await self.peer.snapshots.fetch("state", 60.0, least=self.peer.reach())
+        snapshot = await self.peer.snapshots.fetch("state", 60.0, min_round=self.peer.reach())
         self.applied, state, self.tokens = json.loads(snapshot.chunks[0])
         self.state = bytes.fromhex(state)
         self.events.append((now(), self.applied, "adopted"))

@@ -55,7 +55,7 @@ def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object)
 
     def greet(node: "NodeProcess") -> None:
         stack.close()  # the bar makes room for the live view
-        members = len(node.participant.peer.context.views.newest.peers)
+        members = len(node.member.peer.context.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
 
     with contextlib.ExitStack() as stack:

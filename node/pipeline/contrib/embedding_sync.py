@@ -31,6 +31,7 @@ from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.tasks import cancel
 
 NAME = "table"  # name of the snapshots and of their tensor
 LOOK_EVERY_S = 0.5
@@ -108,7 +109,7 @@ class EmbeddingSync(FrozenEmbedding):
 
     async def run(self) -> None:
         """Download and serve versions forever."""
-        for slot in range(self._tables.turns.most):
+        for slot in range(self._tables.turns.max_held):
             self._peer.snapshots.serve(
                 f"{NAME}/{slot}", partial(self.offered, slot), partial(self.in_slot, slot)
             )
@@ -117,7 +118,7 @@ class EmbeddingSync(FrozenEmbedding):
         try:
             while True:
                 for version in self._tables.lacking(self._applied()):
-                    slot = version % self._tables.turns.most
+                    slot = version % self._tables.turns.max_held
                     if slot in downloads and downloads[slot].done():
                         downloads.pop(slot).result()
                     if slot not in downloads:
@@ -125,9 +126,7 @@ class EmbeddingSync(FrozenEmbedding):
                 await self._compute(self._tidy)
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            for download in downloads.values():
-                download.cancel()
-            await asyncio.gather(*downloads.values(), return_exceptions=True)
+            await cancel(*downloads.values())
 
     def _tidy(self) -> None:
         applied = self._applied()
@@ -172,15 +171,15 @@ class EmbeddingSync(FrozenEmbedding):
         return table is not None and self._tables.hold(version, table)
 
     def _name(self, version: int) -> str:
-        return f"{NAME}/{version % self._tables.turns.most}"
+        return f"{NAME}/{version % self._tables.turns.max_held}"
 
     async def _download(self, version: int, stage: int) -> Snapshot:
         """Download a version. Raise `SnapshotUnavailable` if nothing has come within
         `FIND_TIMEOUT_S`: its holders may be gone."""
         name, comes = self._name(version), asyncio.Event()
-        most_bytes = HEAD_BYTES + 4 * self._config.vocab_size * self._config.dim
+        max_bytes = HEAD_BYTES + 4 * self._config.vocab_size * self._config.dim
         fetch = self._peer.snapshots.fetch(
-            name, FETCH_TIMEOUT_S, lambda here, total: comes.set(), version, stage, most_bytes
+            name, FETCH_TIMEOUT_S, lambda here, total: comes.set(), version, stage, max_bytes
         )
         task, began = asyncio.ensure_future(fetch), asyncio.ensure_future(comes.wait())
         try:
@@ -193,16 +192,15 @@ class EmbeddingSync(FrozenEmbedding):
                 )
             return await task
         finally:
-            for each in (task, began):
-                each.cancel()
-            await asyncio.gather(task, began, return_exceptions=True)
+            await cancel(task, began)
 
     def in_slot(self, slot: int) -> int:
         """Return the last version served in this slot, negative if there is none. The first version
         is not served: every peer has it."""
         held = [version for version in self._tables.codec.held if version != FIRST_VERSION]
         return max(
-            (version for version in held if version % self._tables.turns.most == slot), default=-1
+            (version for version in held if version % self._tables.turns.max_held == slot),
+            default=-1,
         )
 
     async def offered(self, slot: int) -> Snapshot:

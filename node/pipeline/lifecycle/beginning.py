@@ -29,6 +29,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.method import Exchange, ExchangeKey, Result, Tensors
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
+from farflock.swarm.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,7 @@ class StageStartup:
                 adopting.result()
             return adopting.done()
         finally:
-            adopting.cancel()
-            await asyncio.gather(adopting, return_exceptions=True)
+            await cancel(adopting)
 
     def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
         """Start with the last checkpoint's state, if any; at its rounds if the run has no log."""

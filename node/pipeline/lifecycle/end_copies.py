@@ -124,13 +124,13 @@ class _Wanted:
     span: range
 
     async def fetch(
-        self, peer: Peer, name: str, timeout_s: float, least: int, stage: int
+        self, peer: Peer, name: str, timeout_s: float, min_round: int, stage: int
     ) -> Snapshot:
         most = HEAD_BYTES + 4 * sum(
             math.prod(shape) for shape in end_shapes(self.config, self.span).values()
         )
         return await peer.snapshots.fetch(
-            name, timeout_s, least=least, stage=stage, most_bytes=most
+            name, timeout_s, min_round=min_round, stage=stage, max_bytes=most
         )
 
     def tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:

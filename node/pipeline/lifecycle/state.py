@@ -32,7 +32,7 @@ from farflock.node.train.state_sync import (
     STATE,
     CorruptSnapshot,
     decode_state,
-    most_state_bytes,
+    max_state_bytes,
 )
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
@@ -132,9 +132,9 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
     """Return a stage's tensors, as its members would evaluate them, and its gradient's scale."""
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner.build(model))
-    most = most_state_bytes(replica.shapes)
+    most = max_state_bytes(replica.shapes)
     snapshot = await peer.snapshots.fetch(
-        f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, most_bytes=most
+        f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, max_bytes=most
     )
     kept = method(plan.method, **plan.options)
     try:
@@ -154,7 +154,7 @@ async def _scale(peer: Peer, stage: int) -> float:
     trained (two zeros weigh alike)."""
     try:
         snapshot = await peer.snapshots.fetch(
-            f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, most_bytes=_SCALE.size
+            f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, max_bytes=_SCALE.size
         )
         (omega,) = _SCALE.unpack(b"".join(snapshot.chunks))
     except (SnapshotUnavailable, struct.error):

@@ -26,6 +26,7 @@ from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.depth import Depth
+from farflock.swarm.tasks import cancel
 
 TICK_S = 0.1
 
@@ -70,9 +71,7 @@ class Trainer:
                 self.begin_more()
                 await asyncio.sleep(TICK_S)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel(*self._tasks)
 
     # status
 

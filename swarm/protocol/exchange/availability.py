@@ -67,6 +67,7 @@ class Availability:
     def add(self, item: RoundItem) -> bool:
         """Note an announced item; return False if it is known or one rival too many."""
         rivals = self.rivals[item.index]
+        # One rival per member suffices; more would let a member fill our memory.
         if item.digest in rivals or len(rivals) >= self._members:
             return False
         rivals[item.digest] = item

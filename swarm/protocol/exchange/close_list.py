@@ -64,11 +64,12 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
     included = [member for member in range(MAX_MEMBERS) if union >> member & 1]
     if members != included or not all(masks) or not set(members) <= set(contributors):
         raise BadCloseList(
-            f"a close list of members {members}, its items of {included}; {contributors} contribute"
+            f"a close list names members {members}, its items {included}, "
+            f"and the contributors are {sorted(contributors)}"
         )
     if terms.uniform and len(set(masks)) > 1:
         raise BadCloseList(
-            "shards with different contributions, in a mean that has each as a whole"
+            "shards of a uniform mean with different contributions; each is in all shards or none"
         )
     _require_places(close, terms, members, masks)
     return close
@@ -81,13 +82,15 @@ def _require_places(
     owners = members if terms.kind == "gather" else [0] if close.items else []
     places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]
     if [item.index for item in close.items] != places:
-        raise BadCloseList(f"a close list of {len(close.items)} items, but {terms.shards} shards")
+        raise BadCloseList(
+            f"a close list of {len(close.items)} items; the terms ask for {len(places)}, in order"
+        )
     owned = (
         mask == 1 << item.index // terms.shards
         for mask, item in zip(masks, close.items, strict=True)
     )
     if terms.kind == "gather" and not all(owned):
-        raise BadCloseList("a gathered item that is not its owner's alone")
+        raise BadCloseList("a gathered item has contributions of others than its owner")
 
 
 def last_shards(close: CloseList, shards: int) -> list[RoundItem]:

@@ -31,7 +31,8 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.transitions import after
 
-# Limit on doublings of the time between a proposer's ballots.
+# Limit on doublings of the time between a proposer's ballots. Without one, a group whose links heal
+# would wait as long again as they were down.
 MAX_DOUBLINGS = 6
 
 ClosingRole = Literal["contributor", "voter"]
@@ -140,6 +141,7 @@ class Closing:
         """Return the places that could be decided now; None to wait on.
 
         Empty (failed) after the deadline, or once no contributor is alive."""
+        # A list states the run's tokens, which this voter could only guess.
         if self.prior_tokens is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
@@ -148,9 +150,11 @@ class Closing:
 
     def _turn_s(self) -> float:
         """Return the time of our turn to propose, or to propose again."""
+        # One after the other: two proposers at once would only outbid each other.
         turn_s = self._ready_s + TAKEOVER_S * self._roster.live_before_me
         if self.state == "ready":
             return turn_s
+        # Ever longer, and different for each place: at last one ballot has the time it needs.
         doublings = min(self._proposals - 1, MAX_DOUBLINGS)
         again_s = self._proposed_s + TAKEOVER_S * (2 + self._roster.place) * float(2**doublings)
         return max(turn_s, again_s)

@@ -84,13 +84,14 @@ class Collective:
         """Handle a member's message about this key.
 
         Raise `BadCloseList` if it carries a value that no correct member proposes."""
-        # checked first: no bad value may be accepted or learned
+        # Checked first: no bad value may be accepted or learned.
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
             self.closing.require_list(message.value)
         if self.closing.is_decided and not isinstance(message, Decided):
             self._actions.send(self.closing.remind(sender, message))
             return
         match message:
+            # Content concerns contributors only; a voter would wait for what it never fetches.
             case Offer() | Reduced() | Holds() if not self.roster.brings(sender):
                 return
             case Offer() | Reduced():

@@ -15,7 +15,9 @@ from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 
-SOFT = 0.5  # fraction of the deadline during which slow live members are waited for
+# Fraction of the deadline during which slow live members are waited for. The rest is for the
+# reduction and the decision.
+SOFT = 0.5
 
 Holders = Callable[[], tuple[int, ...]]  # returns the members to ask now
 
@@ -36,7 +38,7 @@ class ExchangeContext:
 
     @property
     def soft_s(self) -> float:
-        """The time from which nobody waits for a live member that has contributed nothing."""
+        """The time from which no member waits for a live one that has contributed nothing."""
         return self.started_s + SOFT * self.terms.deadline_s
 
     @property

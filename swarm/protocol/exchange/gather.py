@@ -1,8 +1,8 @@
 """A gather: each member's shards are the items, and everybody gets everybody's.
 
-The decision depends only on the holdings and the time, so a gather has no states beside those of
-every exchange (`closing`). It closes with the payloads of all live members; when half of the time
-is over, or once there are `enough`, with those that there are.
+The decision depends only on the holdings and the time, so a gather has no states of its own, only
+those of every exchange (`closing`). It closes with the payloads of all live members, or with those
+that have arrived when half of the time is over or there are `enough`.
 """
 
 import collections

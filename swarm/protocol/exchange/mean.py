@@ -23,7 +23,9 @@ from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
 
-LATE_REDUCER = 0.7  # fraction of the deadline after which a live but silent reducer is replaced
+# Fraction of the deadline after which a live but silent reducer is replaced: after `SOFT`, when it
+# should have begun, and early enough for another to reduce and be heard.
+LATE_REDUCER = 0.7
 
 ShardState = Literal["idle", "reducing", "announced"]
 ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -119,11 +121,10 @@ class Mean(Content):
     def closable(self, now_s: float) -> Iterable[int] | None:
         """Return the places of all shards once one result of each is agreed."""
         agreed, shards = self.availability.agreed, self._terms.shards
-        if len(agreed) < shards or (
-            self._terms.uniform and len({item.mask for item in agreed.values()}) > 1
-        ):
+        if len(agreed) < shards:
             return None
-        return range(shards)
+        masks = {item.mask for item in agreed.values()}
+        return None if self._terms.uniform and len(masks) > 1 else range(shards)
 
     def _move(self, shard: int, event: ShardEvent) -> None:
         self._states[shard] = after(SHARD_TABLE, self._states[shard], event)
@@ -162,21 +163,18 @@ class Mean(Content):
         rank = order.index(self._roster.me)
         if rank == 0:
             return True
-        results = self.availability.rivals[shard].values()
+        # In a uniform mean, results with contributions that another shard lacks do not count.
         rivals = [
             item.digest
-            for item in results
+            for item in self.availability.rivals[shard].values()
             if not int.from_bytes(item.mask, "little") & ~self._common
         ]
         if any(digest in self.availability.held for digest in rivals):
             return False
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
-        return (
-            not rivals
-            and now_s
-            >= self._context.started_s + self._terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
-        )
+        late_s = self._context.started_s + self._terms.deadline_s * LATE_REDUCER
+        return not rivals and now_s >= late_s + TAKEOVER_S * rank
 
     def _usable(self, shard: int) -> tuple[Input, ...]:
         """Return the contributions to a shard that may be in its result, in member order."""

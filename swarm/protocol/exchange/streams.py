@@ -61,22 +61,23 @@ class Stream:
         terms, first, stride = self.terms, self.cadence.first, self.cadence.stride
         if stride < 1 or first < 0 or terms.enough < 0:
             raise ValueError(
-                f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}"
+                f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}; "
+                "the stride must be at least 1, the others at least 0"
             )
-        if (self.is_paired and stride > 1) or (
-            terms.enough and (self.is_paired or terms.kind == "mean")
-        ):
+        gathers_all = terms.kind == "gather" and not self.is_paired
+        if self.is_paired and stride > 1:
+            raise ValueError(f"stream {self.name}: pairs with a stride of {stride}; it must be 1")
+        if terms.enough and not gathers_all:
             raise ValueError(
-                f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`"
+                f"stream {self.name}: enough {terms.enough}; only a gather of all members knows "
+                "`enough`, so set it to 0"
             )
-        most = (
-            MAX_SHARDS // MAX_MEMBERS
-            if terms.kind == "gather" and not self.is_paired
-            else MAX_SHARDS
-        )
-        if not 1 <= terms.shards <= most:
+        # A gather has an item per member and shard, a mean one per shard.
+        max_shards = MAX_SHARDS // MAX_MEMBERS if gathers_all else MAX_SHARDS
+        if not 1 <= terms.shards <= max_shards:
             raise ValueError(
-                f"stream {self.name}: a {terms.kind} has 1 to {most} shards, got {terms.shards}; cut larger ones"
+                f"stream {self.name}: a {terms.kind} has 1 to {max_shards} shards, "
+                f"got {terms.shards}; cut larger ones"
             )
 
     @property

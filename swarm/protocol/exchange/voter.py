@@ -2,7 +2,7 @@
 
 In a model with stages, only a stage's members contribute to its exchanges, reduce and hold them;
 the others vote, so that a stage of two members can decide when one dies. A voter has no content,
-and proposes only an empty list, when nobody is left to contribute.
+and proposes only an empty list, when no contributor is left.
 """
 
 from farflock.swarm.protocol.exchange.close_list import decode_close_list, last_shards
@@ -16,10 +16,10 @@ class Voter(Content):
         super().__init__(context, places=0)
 
     def may_accept(self, value: bytes) -> bool:
-        """True if the list may be accepted; for a witnessed one, fetch the missing last shards
-        first.
+        """True if the list may be accepted; a witnessed one only once its last shards are here.
 
-        They outlive the stage, so that some peer outside it can tell what was decided."""
+        Missing ones are fetched. They outlive the stage, so that some peer outside it can tell what
+        was decided."""
         if not self._terms.witnessed:
             return True
         shards, held = self._terms.shards, self.availability.held

@@ -79,8 +79,8 @@ def test_no_policy_changes_which_peers_are_there():
         for policy in (None, (60.0, RebalanceRule()))
     )
     assert all(moved[when_s].best == speed.best for when_s, speed in still.items())
-    assert all(speed.least <= speed.best for speed in moved.values())
-    assert any(moved[when_s].least > speed.least for when_s, speed in still.items())
+    assert all(speed.smallest <= speed.best for speed in moved.values())
+    assert any(moved[when_s].smallest > speed.smallest for when_s, speed in still.items())
 
 
 def test_without_churn_nothing_moves_and_nothing_is_lost(table):

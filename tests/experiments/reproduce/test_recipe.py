@@ -91,7 +91,7 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
             "mine.toml, arms.short: lable: there is no such key; did you mean 'label'",
         ),
         ('method = "diloco"\noptions', 'method = "noloco"\noptions', "there is no 'return_codec'"),
-        ("period = 1", "period = 0", "a period of 0 steps makes no rounds; choose 1 or more"),
+        ("period = 1", "period = 0", "a period of 0 steps is out of range; choose 1 or more"),
         ("period = 1", "perod = 1", "there is no 'perod'; did you mean 'period'"),
         ('"ordering"', '"order"', "'order' is not known; did you mean 'ordering'"),
         (
@@ -108,7 +108,7 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
         (
             "batch = 4",
             "batch = 5",
-            "5 sequences a step cannot be shared evenly by the 2 peers of all; "
+            "5 sequences per step cannot be shared evenly by the 2 peers of all; "
             "choose a multiple of 2",
         ),
         ('model = "tiny"', 'model = "tinny"', "did you mean 'tiny'"),

@@ -101,6 +101,37 @@ def test_a_change_of_the_code_is_another_version(monkeypatch, tmp_path):
     version.sources_hash.cache_clear()
 
 
+BEFORE = '''
+"""A module."""
+
+class One:
+    """A class."""
+
+    def two(self, three):
+        """A method."""
+        return three + 1
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("return three", "# a comment\n        return three", True),
+        ('"""A module."""', "", True),
+        ('"""A class."""', '"""Another text."""', True),
+        ('"""A method."""', '"""A method.\n\n        With a body."""', True),
+        ("return three + 1", "return (\n            three\n            + 1\n        )", True),
+        ("+ 1", "+ 2", False),
+        ("return three + 1", "return 'a method.'", False),
+        ("two(", "too(", False),
+        ("three + 1", "(three, 1)", False),
+    ],
+)
+def test_a_version_is_that_of_the_syntax_without_docstrings(old, new, same):
+    assert old in BEFORE
+    assert (version._syntax(BEFORE) == version._syntax(BEFORE.replace(old, new))) == same
+
+
 def test_the_codecs_of_a_method_count_by_option_and_by_default(swarm):
     sparse = swarm(method="sparseloco", options={"period": 2})
     assert "farflock.compression.topk" in version._codecs(sparse.method, sparse.options)

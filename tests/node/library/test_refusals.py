@@ -39,7 +39,7 @@ IMPOSSIBLE = [
         "give each of them a value",
     ),
     (["method=3"], "method: a key outside any table is not allowed", "model"),
-    (["method.options.period=0"], "a period of 0 steps makes no rounds", "1 or more"),
+    (["method.options.period=0"], "a period of 0 steps is out of range", "1 or more"),
     (
         ["method.options.period=99999999999999999999"],
         "method.options.period: the number",
@@ -63,7 +63,11 @@ IMPOSSIBLE = [
         "wait for 2 contributions, and exchange.start_peers is 1",
         "1 or fewer",
     ),
-    (["method.name=async", "method.options.enough=-1"], "enough=-1 arrivals are none", "1 or more"),
+    (
+        ["method.name=async", "method.options.enough=-1"],
+        "enough=-1 arrivals is out of range",
+        "1 or more",
+    ),
     (
         ["method.name=async", "method.options.c=0.1"],
         "needs a buffer of known size",
@@ -124,18 +128,18 @@ IMPOSSIBLE = [
     ),
     (
         ["method.name=desloc", "method.options.exp_avg_period=7"],
-        "no multiple of the period 5",
+        "not a multiple of the period 5",
         "choose 5",
     ),
     (["method.name=ddp", "train.optimizer=muon"], "cannot send the moments of muon", "adamw"),
     (
         ["method.name=sparta-diloco", "method.options.mask_period=3"],
-        "no multiple of mask_period=3",
+        "not a multiple of mask_period=3",
         "choose 6",
     ),
     (
         ["method.name=edit", "method.options.round_s=1e-300"],
-        "round_s=1e-300 makes no rounds",
+        "round_s=1e-300 is out of range",
         "0.001 s or more",
     ),
     (
@@ -170,8 +174,8 @@ IMPOSSIBLE = [
     ([*PIPELINE, "train.samples=0"], "train.samples", ">= 1"),
     (
         [*PIPELINE, "pipeline.policy=swap"],
-        "'swap of unequal stages': the first of 2 stages",
-        "4 or 6 or more stages",
+        "'swap of unequal stages': only 0 of 2 stages",
+        "4 or at least 6 stages",
     ),
     ([*PIPELINE, "pipeline.polcy=swap"], "pipeline.polcy: there is no such key", "'policy'"),
 ]

@@ -64,7 +64,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     )
     return SimpleNamespace(
         machine=SimpleNamespace(folder=SimpleNamespace(path=folder)),
-        participant=part,
+        member=part,
         links=Links(),
         run="ab",
         invite=lambda: "farflock:x",
@@ -101,7 +101,7 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     node = node_in(tmp_path, **fields)
     assert StatusWriter(node).write().doing == doing
     assert StatusWriter(node).write("has ended").doing == "has ended"
-    node.participant.stopping = True
+    node.member.stopping = True
     assert StatusWriter(node).write().doing == "is leaving"
 
 
@@ -112,7 +112,7 @@ def test_the_pace_is_that_of_the_last_seconds(tmp_path):
         writing = asyncio.create_task(StatusWriter(node).run(shown.append))
         for second in range(3 * PACE_SAMPLES):
             await asyncio.sleep(1.0)
-            node.participant.trained_tokens += 64 * (5 if second < 2 * PACE_SAMPLES else 10)
+            node.member.trained_tokens += 64 * (5 if second < 2 * PACE_SAMPLES else 10)
         writing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await writing

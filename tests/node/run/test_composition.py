@@ -404,7 +404,7 @@ def test_every_rule_is_tried_here():
 
 @pytest.mark.parametrize(
     ("batch", "says"),
-    [(20_000, "forward payload has 81,920,000 bytes"), (300_000, "is not possible")],
+    [(20_000, "forward payload has 81,920,000 bytes"), (300_000, "is not allowed")],
 )
 def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batch, says):
     refused = refusal(of_microbatches(batch))

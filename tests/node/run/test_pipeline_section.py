@@ -300,13 +300,13 @@ WRONG = [
     ({"stages": 3, "policy": "skip:1e1"}, "'skip ratio': 'skip:1e1' does not say", "write skip:3"),
     (
         {"stages": 4, "policy": "skip:5"},
-        "'skip ratio': paths visit 5 of 4 stages",
-        "choose from 3 to 4",
+        "'skip ratio': paths that visit 5 of 4 stages",
+        "choose 3 to 4 stages",
     ),
     (
         {"stages": 4, "policy": "skip:2"},
-        "'skip ratio': paths visit 2 of 4 stages",
-        "choose from 3 to 4",
+        "'skip ratio': paths that visit 2 of 4 stages",
+        "choose 3 to 4 stages",
     ),
     ({"stages": 4, "policy": "skip:3", "batch": 7}, "'whole batches'", "set pipeline.batch to 8"),
     ({"stages": 2, "codec": "int8 | int5"}, "'int5' is not known", "did you mean 'int8'"),
@@ -315,7 +315,7 @@ WRONG = [
         "'subspace:4' cannot be one of several",
         "keep something",
     ),
-    ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
+    ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "choose 4 or at least 6 stages"),
     ({"stages": 2, "staleness": -1}, "pipeline.staleness must be", ">= 0, got -1"),
     (
         {"stages": 2, "asynchronous": {"versions": 0}},

@@ -182,9 +182,9 @@ def test_ends_are_of_another_kind_than_what_is_between():
 # what is wrong
 
 WRONG = [
-    ([["1:0 2:0 3:0"]], "'first stage': a path takes stages [1, 2, 3]", "begin with stage 0"),
-    ([["0:0 1:0 2:0"]], "'missing stage'", "whose output is of another kind"),
-    ([["0:0 1:0 1:1 3:0"]], "'one visit'", "visit each stage once"),
+    ([["1:0 2:0 3:0"]], "'first stage': a path visits stages [1, 2, 3]", "begin with stage 0"),
+    ([["0:0 1:0 2:0"]], "'missing stage'", "whose output differs in kind"),
+    ([["0:0 1:0 1:1 3:0"]], "'one visit'", "visit each stage at most once"),
     ([["0:0 1:0 3:0", "0:0 2:0 1:0 3:0"]], "'skip ratio'", "visit 3"),
     ([["0:0 3:0", "0:0"]], "'skip ratio'", "visit 2"),
     ([["0:0 1:0 3:0 2:0"]], "'swap of unequal stages'", "in their own order"),
@@ -229,7 +229,7 @@ WRONG = [
         "'collision': lanes 0 and 1 both begin path 0 at 0:0",
         "fewer lanes",
     ),
-    ([["0:0 1:0 3:0", "0:0 2:0 3:0"], ["0:1 1:0 3:0"]], "'horizon'", "as many paths"),
+    ([["0:0 1:0 3:0", "0:0 2:0 3:0"], ["0:1 1:0 3:0"]], "'horizon'", "equally many paths"),
     ([[]], "pipeline.plan.lanes", "length >= 1"),
     ([["0:0 1:0 3:0", 7]], "pipeline.plan.lanes", "must be text"),
 ]

@@ -461,7 +461,7 @@ def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
         ({"period": 0}, "period of 0 steps"),
         ({"lr": 0.0}, r"lr=0.0 lies in \(0, 10\]"),
         ({"momentum": 1.0}, r"momentum=1.0 in \[0, 1\)"),
-        ({"buffer": 0}, "buffer of 0 never fills"),
+        ({"buffer": 0}, "buffer of 0 is out of range"),
         ({"buffer": 4, "c": 0.3}, r"c=0.3 lies in \[0, 1/buffer\]"),
         ({"c": 0.1}, "c=0.1 needs a buffer of known size"),
         (

@@ -430,7 +430,7 @@ def test_a_late_moment_waits_for_its_result_and_then_catches_up_with_x():
     [
         (
             {"period": 4, "exp_avg_period": 10},
-            r"exp_avg_period=10 is no multiple of the period 4; choose 8",
+            r"exp_avg_period=10 is not a multiple of the period 4; choose 8",
         ),
         ({"period": 32, "exp_avg_sq_period": 47}, r"exp_avg_sq_period=47 .* choose 32"),
         ({"period": 32, "exp_avg_sq_period": 5}, "choose 32"),

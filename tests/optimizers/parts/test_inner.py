@@ -85,7 +85,7 @@ def test_a_module_of_vectors_only_has_no_empty_group():
         ({"weight_decay": float("nan")}, "decay of nan"),
         ({"eps": 0.0}, "eps of 0.0"),
         ({"name": "adamw", "momentum": 0.9}, "adamw has no momentum of 0.9"),
-        ({"name": "sgd", "momentum": 1.0}, "momentum of 1.0 never forgets"),
+        ({"name": "sgd", "momentum": 1.0}, "momentum of 1.0 is out of range"),
         ({"name": "muon", "momentum": -0.1}, "momentum of -0.1"),
         ({"name": "sgd", "momentum": float("nan")}, "momentum of nan"),
         ({"name": "sgd", "nesterov": True}, "nesterov is for sgd with momentum"),

@@ -44,5 +44,5 @@ def test_a_round_has_its_least_steps():
 def test_a_round_that_has_no_room_or_no_end_is_refused(wrong):
     require_options(SyncSchedule(3, None))
     require_options(SyncSchedule(3, 600.0))
-    with pytest.raises(ValueError, match=r"makes no rounds; choose 0.001 s or more, usually 600"):
+    with pytest.raises(ValueError, match=r"is out of range; choose 0.001 s or more, usually 600"):
         require_options(SyncSchedule(3, wrong))

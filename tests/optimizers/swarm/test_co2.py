@@ -306,16 +306,16 @@ def test_the_defaults_are_those_of_the_released_code_but_for_the_clip():
     ("options", "message"),
     [
         ({"period": 0}, "a period of 0 steps"),
-        ({"period": 1}, "a period of 1 step hides no exchange"),
+        ({"period": 1}, "a period of 1 step is too short to hide an exchange"),
         ({"delay": 3}, "a delay of 3 rounds is not known"),
-        ({"outer_lr": 0.0}, r"an outer_lr of 0.0 makes no sense; choose one in \(0, 10\]"),
+        ({"outer_lr": 0.0}, r"an outer_lr of 0.0 is out of range; choose one in \(0, 10\]"),
         (
             {"outer_momentum": 1.0},
-            r"an outer_momentum of 1.0 never forgets; choose one in \[0, 1\)",
+            r"an outer_momentum of 1.0 is out of range; choose one in \[0, 1\)",
         ),
         (
             {"clip": 0.0},
-            "a clip of 0.0 lets nothing or everything through; choose one above 0, or None",
+            "a clip of 0.0 is out of range; choose one above 0, or None",
         ),
         ({"clip": INFINITE}, "a clip of inf"),
         ({"deadline_s": INFINITE}, "a deadline of inf s"),

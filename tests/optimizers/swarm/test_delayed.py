@@ -312,7 +312,7 @@ def test_a_late_result_delays_the_next_message_and_nothing_is_stepped_over(loopb
 @each_mode
 def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(loopback, mode):
     swarm = loopback(delayed(mode, 3, outer=OuterSGD(1.0)), "abc")
-    swarm.patience = 3
+    swarm.timeout_ticks = 3
     swarm.rests = lambda peer, tick: peer == "c" and 4 <= tick < 24
     swarm.steps(60)
     c = swarm.peers["c"]
@@ -367,12 +367,15 @@ def test_the_outer_rate_and_the_period_are_those_of_the_eager_paper():
     ("options", "message"),
     [
         ({"period": 0}, "a period of 0 steps"),
-        ({"period": 1}, "a period of 1 step hides no exchange; choose 2 or more.* or delay=0"),
+        (
+            {"period": 1},
+            "a period of 1 step is too short to hide an exchange; choose 2 or more.* or delay=0",
+        ),
         ({"delay": 2}, "a delay of 2 rounds is not known; choose 1, or 0"),
         ({"mode": "lazy"}, "mode 'lazy' is not known; choose naive, keep_pending or eager"),
-        ({"mode": "naive", "eager_mix": 0.5}, "eager_mix=0.5 means nothing in mode naive"),
-        ({"eager_mix": 1.5}, r"an eager_mix of 1.5 is no share; choose one in \[0, 1\]"),
-        ({"refresh": 0}, "a refresh every 0 rounds is none; choose 1 or more"),
+        ({"mode": "naive", "eager_mix": 0.5}, "eager_mix=0.5 has no effect in mode naive"),
+        ({"eager_mix": 1.5}, r"an eager_mix of 1.5 is out of range; choose one in \[0, 1\]"),
+        ({"refresh": 0}, "a refresh every 0 rounds is out of range; choose 1 or more"),
         ({"deadline_s": -1.0}, "a deadline of -1.0 s"),
         ({"codec": "topk:64/4096"}, "codec topk:64/4096 is biased.*no feedback"),
         ({"return_codec": "topk:64/4096"}, "return codec topk:64/4096 is biased"),

@@ -193,7 +193,7 @@ def test_a_sleeping_peer_is_not_waited_for_and_catches_up_before_its_next_step(l
 
 def test_without_an_offer_of_everybody_a_round_closes_after_a_while(loopback):
     swarm = loopback(lambda: Probe([one("m", "mean")]), "ab")
-    swarm.patience = 3
+    swarm.timeout_ticks = 3
     swarm.peers["b"].method.every = 100
     swarm.steps(3)
     assert not results(swarm.peers["a"], "m")

@@ -159,7 +159,7 @@ def trouble(swarm):
     swarm.late = lambda peer, number: number % 3 if peer == "c" else 0
     swarm.fails = lambda number: number % 5 == 3
     swarm.rests = lambda peer, tick: peer == "d" and tick % 3 != 0
-    swarm.patience = 3
+    swarm.timeout_ticks = 3
 
 
 @pytest.mark.parametrize("denominator", ["participants", "selectors"])

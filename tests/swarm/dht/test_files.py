@@ -19,7 +19,9 @@ def test_a_key_file_can_be_locked_once_and_again_after_its_release(tmp_path):
     path = tmp_path / "key"
     path.touch()
     lock = IdentityLock(path)
-    with pytest.raises(IdentityInUse, match="key is in use by another running peer; stop that one"):
+    with pytest.raises(
+        IdentityInUse, match="key: another running peer uses this identity; stop that peer"
+    ):
         IdentityLock(path)
     lock.release()
     lock.release()
@@ -116,7 +118,7 @@ def port():
 
 
 def test_a_port_that_another_shares_willingly_is_still_refused(port):
-    with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken"):
+    with pytest.raises(PortTaken, match=f"another program uses port {port}"):
         refuse_taken_ports(["/ip4/127.0.0.1/tcp/0", f"/ip4/127.0.0.1/tcp/{port}"])
     with pytest.raises(PortTaken):
         refuse_taken_ports([f"/ip4/0.0.0.0/tcp/{port}"])

@@ -248,7 +248,7 @@ async def test_only_records_of_this_run_and_of_mine_are_announced(stack, folder)
     a = await opened(stack, folder, 1)
     with pytest.raises(BadRecord, match="cannot announce a record of"):
         await a.announce(RUN, record(2))
-    with pytest.raises(ValueError, match="opened for run run-1, not for run-2"):
+    with pytest.raises(ValueError, match="opened for run run-1; open another one for run run-2"):
         await a.peers("run-2")
     with pytest.raises(ValueError, match="1 to 2048 bytes, got 2049"):
         await a.publish_head(RUN, bytes(2049))
@@ -499,7 +499,7 @@ async def test_one_identity_cannot_run_twice(stack, folder):
     ("addresses", "message"),
     [
         ([UNREACHABLE], "none of the 1 peers in the invite could be reached.*fresh invite"),
-        (["rubbish"], "'rubbish' is no peer's address"),
+        (["rubbish"], "'rubbish' is not the address of a peer"),
         (["/ip4/127.0.0.1/tcp/1"], "no peer's address"),
         (["/ip4/127.0.0.1/tcp/1,/ip4/127.0.0.1/tcp/2" + UNREACHABLE[20:]], "no peer's address"),
         (["/ip4/1.2.3/tcp/1" + UNREACHABLE[20:]], "the libp2p daemon ended.*1.2.3"),
@@ -545,7 +545,7 @@ async def test_a_taken_port_is_explained(stack, folder):
     a = await opened(stack, folder, 1)
     taken = a.addresses[0].partition("/p2p/")[0]
     with pytest.raises(
-        PortTaken, match="is taken by another program; stop that one, or choose another port"
+        PortTaken, match="another program uses port .*; stop that program, or choose another"
     ):
         await DhtDirectory.open(key_file(folder, 2), run=RUN, listen=[taken])
     await a.close()
@@ -556,7 +556,7 @@ async def test_a_taken_port_is_explained(stack, folder):
 @in_loop
 async def test_an_address_that_is_not_this_machine_s_is_explained(stack, folder):
     with pytest.raises(
-        DirectoryUnreachable, match=r"the libp2p daemon ended.*is the port to listen on free"
+        DirectoryUnreachable, match=r"the libp2p daemon ended.*check that the port is free"
     ):
         await DhtDirectory.open(key_file(folder, 1), run=RUN, listen=["/ip4/192.0.2.1/tcp/4001"])
 

@@ -68,12 +68,15 @@ def test_partners_are_equal_stages_between_the_ends_and_of_each_other(layers):
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ((), "of 0 stages embeds and the last predicts, which leaves 0"),
-        ((6,), "of 1 stages embeds and the last predicts, which leaves 0"),
-        ((3, 3), "leaves 0 that could change places; take 4 or 6 or more stages"),
-        ((2, 2, 2), "leaves 1 that could change places"),
+        ((), "only 0 of 0 stages could change places"),
+        ((6,), "only 0 of 1 stages could change places"),
+        ((3, 3), "only 0 of 2 stages could change places.*choose 4 or at least 6"),
+        ((2, 2, 2), "only 1 of 3 stages could change places"),
         ((2, 2, 2, 2, 2), "stage 2 of 5 would be in the first and in the last pair"),
-        ((2, 1, 2, 2), "stages 1 and 2 have 1 and 2 layers; give them equally many, or swap none"),
+        (
+            (2, 1, 2, 2),
+            "stages 1 and 2 have 1 and 2 layers; give them equally many, or do not swap",
+        ),
         ((2, 1, 1, 3, 2, 2), "stages 3 and 4 have 3 and 2 layers"),
     ],
 )

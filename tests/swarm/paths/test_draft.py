@@ -81,7 +81,7 @@ def test_where_a_lane_has_one_path_every_move_keeps_the_balance_of_all_turns(see
 
 def test_a_horizon_has_so_many_microbatches_and_no_more():
     assert instance(sizes=(64, 1, 1), turns=64).microbatches == MAX_MICROBATCHES
-    with pytest.raises(ValueError, match="64 lanes of 65 microbatches with room"):
+    with pytest.raises(ValueError, match="64 lanes of 65 microbatches, and room"):
         instance(sizes=(64, 1, 1), turns=65)
 
 
@@ -175,10 +175,10 @@ def test_what_fits_already_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sizes": (2, 0, 1), "visited": 2}, r"\[2, 0, 1\] servers cannot serve 3 stages"),
-        ({"turns": 0}, "3 lanes of 0 microbatches with room for 2"),
+        ({"sizes": (2, 0, 1), "visited": 2}, r"\[2, 0, 1\] servers for 3 stages; give each stage"),
+        ({"turns": 0}, "3 lanes of 0 microbatches, and room for 2"),
         ({"memory": 0}, "room for 0"),
-        ({"turns": 4096}, "take 1 to 4096 in all"),
+        ({"turns": 4096}, "choose 1 to 4096 microbatches in all"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes, reason):

@@ -68,7 +68,7 @@ def test_all_stages_may_be_visited():
 def test_what_would_leave_out_an_end_or_train_no_stage_between_is_refused(stages, visited):
     with pytest.raises(
         BadSkip,
-        match=f"visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}",
+        match=f"visit {visited} of {stages} stages; choose {min(3, stages)} to {stages}",
     ):
         partial(stages, visited)
 

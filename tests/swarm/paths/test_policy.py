@@ -121,7 +121,7 @@ def test_a_new_list_of_servers_is_in_force_at_once(make):
 
 def test_a_pipeline_without_stages_is_refused():
     for refused in (lambda: SwarmPaths(0, random.Random(0)), lambda: fixed(0), lambda: mixed(0, 1)):
-        with pytest.raises(ValueError, match="at least one stage, got 0"):
+        with pytest.raises(ValueError, match="a pipeline of 0 stages; it needs at least one"):
             refused()
 
 

@@ -378,7 +378,7 @@ def test_a_flood_of_records_and_bans_is_bounded_and_pushes_nobody_out():
 
 @pytest.mark.parametrize("size", [0.0, -1.0, math.inf, math.nan])
 def test_a_task_without_a_size_is_refused(size):
-    with pytest.raises(ValueError, match="positive, finite number of samples"):
+    with pytest.raises(ValueError, match="must be positive and finite"):
         stage({"a": 1.0}).choose(size, 0.0)
 
 

@@ -426,7 +426,7 @@ async def test_a_member_that_gave_up_a_view_never_acts_in_it_again(herd):
     node = herd.nodes[2]
     old = node.view
     assert node.peer.context.my_index(old) is not None
-    node.peer.context.forsake()
+    node.peer.context.give_up()
     assert node.peer.context.my_index(old) is None
     assert not node.peer.membership.is_member
     await until(

@@ -310,10 +310,10 @@ async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_lea
     )
     assert rules.floor(without_it(last)) == (last + 1,)
     node.peer.leave()
-    assert rules.floor(without_it(last)) == rules.least() == (last + 1,), (
+    assert rules.floor(without_it(last)) == rules.min_floor() == (last + 1,), (
         "what was refused stays refused"
     )
-    assert rules.floor(rules.lifted(without_it(last), rules.least())) == ()
+    assert rules.floor(rules.lifted(without_it(last), rules.min_floor())) == ()
 
 
 @in_virtual_time(2)

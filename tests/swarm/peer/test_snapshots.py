@@ -220,9 +220,9 @@ async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_man
         world.peer(name).serve(snapshot(4, b"old"))
     world.peer("d").serve(snapshot(20, b"new"))
     assert await world.joiner.fetch() == snapshot(4, b"old")
-    assert await world.joiner.fetch(least=12) == snapshot(20, b"new")
+    assert await world.joiner.fetch(min_round=12) == snapshot(20, b"new")
     with pytest.raises(SnapshotUnavailable):
-        await world.joiner.fetch(timeout_s=4.0, least=21)
+        await world.joiner.fetch(timeout_s=4.0, min_round=21)
 
 
 @in_a_world
@@ -267,7 +267,8 @@ async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
 @in_a_world
 async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
     with pytest.raises(
-        SnapshotUnavailable, match=r"no snapshot of state within 5 s \(0 members .*; check the link"
+        SnapshotUnavailable,
+        match=r"no snapshot of state within 5 s \(0 members .*; check the network",
     ):
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
@@ -456,9 +457,9 @@ async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
     host, joiner = world.peer("a").serve(snapshot()), Peer(world, "another")
     total = sum(map(len, snapshot().chunks))
     with pytest.raises(SnapshotUnavailable):
-        await joiner.fetch(timeout_s=5.0, most_bytes=total - 1)
+        await joiner.fetch(timeout_s=5.0, max_bytes=total - 1)
     assert joiner.store.size_bytes < 1000, "of the chunks none has come"
-    assert await joiner.fetch(most_bytes=total) == snapshot()
+    assert await joiner.fetch(max_bytes=total) == snapshot()
     assert host.built == 1
 
 

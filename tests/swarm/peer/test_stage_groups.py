@@ -137,11 +137,11 @@ async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_
         "rounds",
     )
     made.kill(0)
-    made.network.tap, made.may_forsake = None, True
+    made.network.tap, made.may_give_up = None, True
     lost = made.newest(0)
     await made.go_on(0, 3, 90.0)
     assert newcomer.applied > lost
-    assert made.forsaken == {(0, number) for number in range(behind + 1, lost + 1)}
+    assert made.given_up == {(0, number) for number in range(behind + 1, lost + 1)}
     assert newcomer.peer.context.counters["forsaken rounds"] == lost - behind
 
 

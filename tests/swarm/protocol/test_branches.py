@@ -262,7 +262,7 @@ def test_a_line_that_is_not_the_one_that_was_announced_is_refused():
     one, other = branched(chain, (1,)), branched(chain, (2, 3))
     third = branched(chain, (4,))
     mine, _ = both(one, other)
-    with pytest.raises(BadView, match="as it said"):
+    with pytest.raises(BadView, match="does not match its announced hashes"):
         other_chain(one, mine, branches.missing_views(third, both(third, one)[0]))
 
 

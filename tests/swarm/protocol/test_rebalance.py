@@ -241,8 +241,8 @@ def test_moments_of_one_period_share_its_number(now_s, period_s, number):
         (lambda: server("a", rate=math.inf), "rate > 0"),
         (lambda: server("a", memory_bytes=-1), "memory"),
         (lambda: server("a", resident_s=-1.0), "residence"),
-        (lambda: snapshot([server("a")], [server("a")]), "one stage only"),
-        (lambda: snapshot([server("a")], needs=[1, 2]), "1 stages, but the needs of 2"),
+        (lambda: snapshot([server("a")], [server("a")]), "listed in two stages"),
+        (lambda: snapshot([server("a")], needs=[1, 2]), "1 stages, but the memory needs of 2"),
         (lambda: RebalanceRule(hysteresis=-0.1), "hysteresis"),
     ],
 )

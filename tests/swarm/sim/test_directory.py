@@ -91,7 +91,7 @@ def test_only_records_of_this_run_and_of_its_own_are_announced():
     for blob in (record(1), record(0, run="other"), b"no record", record(0)[:-1]):
         with pytest.raises(BadRecord):
             at_once(world.directories[0].announce(RUN, blob))
-    with pytest.raises(ValueError, match="opened for run run, not for other"):
+    with pytest.raises(ValueError, match="opened for run run; open another one for run other"):
         at_once(world.directories[0].peers("other"))
     assert world.seen(1) == []
 

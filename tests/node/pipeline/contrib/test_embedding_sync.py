@@ -83,9 +83,9 @@ class KeeperWorld:
     def serve(self, name, provide, version):
         self.served[name], self.versions[name] = provide, version
 
-    async def fetch(self, name, timeout_s, progress, least, stage, most_bytes):
-        self.asked.append((name, stage, least))
-        assert most_bytes == HEAD_BYTES + 4 * 30 * 16
+    async def fetch(self, name, timeout_s, progress, min_round, stage, max_bytes):
+        self.asked.append((name, stage, min_round))
+        assert max_bytes == HEAD_BYTES + 4 * 30 * 16
         found = self.there.get((stage, name))
         if isinstance(found, Exception):
             raise found

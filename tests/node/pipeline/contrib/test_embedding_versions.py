@@ -48,7 +48,7 @@ def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
     assert turns.newest(applied) == max(made)
     assert turns.in_effect(applied) == max(spoken)
     assert turns.oldest(applied) == max(over, default=FIRST_VERSION - 1) + 1
-    assert turns.newest(applied) - turns.oldest(applied) < turns.most
+    assert turns.newest(applied) - turns.oldest(applied) < turns.max_held
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
@@ -99,7 +99,7 @@ def test_a_peer_that_embeds_nothing_forgets_old_versions_although_it_never_spoke
         made.hold(version, table(version))
     made.give_up(7)
     assert sorted(made.codec.held) == [6, 7, 8]
-    assert len(made.codec.held) <= made.turns.most
+    assert len(made.codec.held) <= made.turns.max_held
 
 
 @pytest.mark.parametrize(

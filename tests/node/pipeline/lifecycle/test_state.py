@@ -25,7 +25,7 @@ from farflock.node.pipeline.recovery.policy import MAX_AGE_ROUNDS
 from farflock.node.pipeline.recovery.rebuild import GradientScale
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, most_state_bytes
+from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, max_state_bytes
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.inner import InnerConfig
@@ -64,9 +64,9 @@ class Swarm:
     def gone(self, view, peer):
         return peer in self.departed
 
-    async def fetch(self, name, timeout_s, *, stage, most_bytes):
+    async def fetch(self, name, timeout_s, *, stage, max_bytes):
         self.asked.append((name, stage))
-        if name not in self.served or sum(map(len, self.served[name].chunks)) > most_bytes:
+        if name not in self.served or sum(map(len, self.served[name].chunks)) > max_bytes:
             raise SnapshotUnavailable(f"no snapshot of {name} within {timeout_s:.0f} s")
         return self.served[name]
 
@@ -366,7 +366,7 @@ def test_a_neighbours_state_that_is_larger_than_any_is_not_downloaded():
     swarm, drivers = beside(plan)
     state = state_of(drivers[0])
     swarm.served[f"{STATE}/0"] = snapshot_of(
-        state | {"more": torch.zeros(most_state_bytes(drivers[0].replica.shapes) // 4)}
+        state | {"more": torch.zeros(max_state_bytes(drivers[0].replica.shapes) // 4)}
     )
     found = begun(swarm, plan)
     assert (found.kind, found.tensors) == ("initial", None)

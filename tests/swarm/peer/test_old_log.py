@@ -63,10 +63,10 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
     for node in made.nodes.values():
         state, store = node.rounds.stream(name_of(0)), node.peer.context.store
         assert len(state.log) == LOG_ROUNDS
-        assert list(state.annals) + list(state.log) == list(
+        assert list(state.old_log) + list(state.log) == list(
             range(node.rounds.newest(name_of(0)) + 1)
         )
-        for number, entry in state.annals.items():
+        for number, entry in state.old_log.items():
             pinned = set(store.pinned(Key(name_of(0), number)))
             assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
 
@@ -76,17 +76,17 @@ async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     node, name = made.nodes[3], name_of(0)
     state = node.rounds.stream(name)
-    assert state.annals
+    assert state.old_log
     node.rounds.close(name)
-    assert (len(state.log), len(state.annals), state.annals_bytes) == (0, 0, 0)
+    assert (len(state.log), len(state.old_log), state.old_log_bytes) == (0, 0, 0)
     pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.context.store.pins]
     assert not [pin for pin in pins if isinstance(pin, Key) and pin.stream == name]
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
+async def test_a_stream_that_is_not_witnessed_has_no_old_log(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
-    assert not any(node.rounds.stream(name_of(0)).annals for node in made.nodes.values())
+    assert not any(node.rounds.stream(name_of(0)).old_log for node in made.nodes.values())
     assert made.nodes[3].rounds.oldest_kept(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
@@ -111,8 +111,10 @@ async def test_a_server_that_contributes_nothing_and_fell_behind_hears_that_its_
     assert outcome.status == "lost"
 
 
-@pytest.mark.parametrize(("limit", "most"), [("ANNALS_ROUNDS", 4), ("ANNALS_BYTES", 900)])
-def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeypatch, limit, most):
+@pytest.mark.parametrize(("limit", "most"), [("OLD_LOG_ROUNDS", 4), ("OLD_LOG_BYTES", 900)])
+def test_the_old_log_is_bounded_and_what_has_left_it_is_said_to_be_skipped(
+    monkeypatch, limit, most
+):
     monkeypatch.setattr(round_log, limit, most)
 
     @flock(0, 0, 1, NOTHING, witnessed=True)
@@ -123,7 +125,7 @@ def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeyp
         assert 0 < ears.skipped < 4 * LOG_ROUNDS
         for node in made.nodes.values():
             state = node.rounds.stream(name_of(0))
-            assert 0 < len(state.annals) <= 8
+            assert 0 < len(state.old_log) <= 8
             assert node.peer.context.store.size_bytes < 100_000
 
     main()
@@ -229,8 +231,8 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
             first - 1,
             made.results[0][first - 1][2],
         )
-        assert state.annals_bytes == sum(
-            round_log._size_bytes(state, entry) for entry in state.annals.values()
+        assert state.old_log_bytes == sum(
+            round_log._size_bytes(state, entry) for entry in state.old_log.values()
         )
 
     main()
