@@ -1,18 +1,18 @@
-"""Errors that a person can act on: what failed, why, and what to do, with the command's exit code.
+"""Errors that a user can act on: what failed, why, and what to do, with the command's exit code.
 
-Other modules raise errors of their own whose message is such a sentence. The table below names
-them, so that the command line recognises them without importing those modules.
+Other modules raise their own errors whose message is such a sentence. The table below names them,
+so the command line recognises them without importing those modules.
 """
 
 import errno
 from collections.abc import Iterable
 
-_COMPARED_CHARS = 64  # of a misspelt name, which may come from a stranger
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
+_MAX_COMPARED_CHARS = 64  # of a misspelt name, which may come from a stranger
+INTERRUPTED = 130  # exit code after Ctrl-C, as in shells: 128 + SIGINT
 
 
 class Terminated(BaseException):
-    """A request to end from another program or a closing terminal; not an error."""
+    """A request to stop from another program or a closing terminal; not an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -20,12 +20,13 @@ class Terminated(BaseException):
 
 
 class FarflockError(Exception):
-    """A sentence with cause and remedy. Exit codes: 1 failure, 2 usage, 3 refused by the run."""
+    """One sentence: what happened: why; what to do. Exit codes: 1 failure, 2 usage, 3 refused."""
 
     exit_code = 1
 
     def __init__(self, what: str, why: str, remedy: str) -> None:
-        super().__init__(": ".join(filter(None, (what, "; ".join(filter(None, (why, remedy)))))))
+        cause = ": ".join(filter(None, (what, why)))
+        super().__init__("; ".join(filter(None, (cause, remedy))))
         self.what, self.why, self.remedy = what, why, remedy
 
 
@@ -34,7 +35,7 @@ class Failure(FarflockError):
 
 
 class Usage(FarflockError):
-    """An argument or option that is impossible."""
+    """An argument, an option or a manifest with an impossible value."""
 
     exit_code = 2
 
@@ -46,11 +47,11 @@ class RefusedByRun(FarflockError):
 
 
 EXPLAINED: dict[str, type[FarflockError]] = {
-    "farflock.compression.activation.Incompatible": RefusedByRun,  # the basis here is another
+    "farflock.compression.activation.Incompatible": RefusedByRun,  # this machine's basis differs
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.state.checkpoint.CheckpointError": Failure,
-    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's is found with the manifest
+    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder gets `Usage` instead
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
     "farflock.node.state.history.HistoryUnusable": Failure,
@@ -63,9 +64,9 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.swarm.peer.snapshots.SnapshotUnavailable": Failure,
 }
 
-_FULL = "free some space on that disk and start again; nothing was overwritten"
-_FORBIDDEN = "give this user permission, or choose another --folder or --port"
-_TAKEN = "choose another --port or --dht-port, or 0 for any that is free"
+_FULL = "free some space on that disk and start again; no file was overwritten"
+_FORBIDDEN = "give your user permission, or choose another --folder or --port"
+_TAKEN = "choose another --port or --dht-port, or 0 for any free one"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EFBIG: _FULL,
@@ -74,11 +75,11 @@ _REMEDIES = {
     errno.EPERM: _FORBIDDEN,
     errno.EROFS: _FORBIDDEN,
     errno.EADDRINUSE: _TAKEN,
-    errno.EADDRNOTAVAIL: "name an address of this machine with --host",
-    errno.ENOENT: "check that path",
+    errno.EADDRNOTAVAIL: "give an address of this machine with --host",
+    errno.ENOENT: "check the path",
     errno.ENOTDIR: "a file stands where a folder should be; choose another --folder",
     errno.EEXIST: "a file stands where a folder should be; choose another --folder",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 
 
@@ -95,7 +96,7 @@ def explained(error: BaseException) -> FarflockError | None:
         return Failure(
             "not enough memory",
             str(error) or "an allocation failed",
-            "close programs, or take a smaller model",
+            "close other programs, or use a smaller model",
         )
     if isinstance(error, OSError) and error.errno is not None:
         return _from_system(error)
@@ -103,18 +104,18 @@ def explained(error: BaseException) -> FarflockError | None:
 
 
 def _from_system(error: OSError) -> Failure:
-    remedy = _REMEDIES.get(error.errno or 0, "check that path or address and try again")
+    remedy = _REMEDIES.get(error.errno or 0, "check the path or address, and try again")
     return Failure(
-        str(error.filename or "the system refused"),
+        str(error.filename or "the operating system refused a request"),
         error.strerror or errno.errorcode[error.errno or 0],
         remedy,
     )
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the remedy for a misspelt name, as a clause: the nearest choice, or all in order."""
+    """Return the remedy for a misspelt name, as a clause: the nearest choice, or all of them."""
     import difflib  # only for an error: every command imports this module
 
     names = sorted(choices)
-    close = difflib.get_close_matches(word[:_COMPARED_CHARS], names, n=1)
+    close = difflib.get_close_matches(word[:_MAX_COMPARED_CHARS], names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(names) or 'none'}"

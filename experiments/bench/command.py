@@ -1,4 +1,4 @@
-"""`farflock bench`: the scoreboard, one JSON object per line on standard output.
+"""`farflock bench`: measurements, one JSON object per line on standard output.
 
 A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only when asked for.
 """
@@ -39,7 +39,7 @@ def rate_bits(text: str) -> float:
     bits = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < bits <= MAX_BITS:
         raise ValueError(
-            f"{text!r} is no rate; write a number and kbit, mbit or gbit, such as 100mbit"
+            f"{text!r} is not a rate; write a number and kbit, mbit or gbit, such as 100mbit"
         )
     return bits
 
@@ -91,29 +91,35 @@ class _Scoreboard(click.Command):
     type=click.IntRange(1, 1000),
     default=5,
     show_default=True,
-    help="Alternating runs of each.",
+    help="Runs of each metric, in turns with its baseline.",
 )
 @click.option(
     "--rate",
     "rate",
     callback=_rate,
     metavar="RATE",
-    help="Of every link, for sync and overlap: 100mbit.",
+    help="Bandwidth of each link in sync and overlap, such as 100mbit.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little."
+    "--quick", is_flag=True, help="Use small sizes, to check that it runs; the numbers mean little."
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print no table at the end; the JSON lines are printed in any case.",
 )
 def command(
     names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool
 ) -> None:
-    """Measure codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as codec.int8; without NAME, all.
-    `bench quality` takes hours, is run alone, and has options of its own: see `bench quality --help`.
+    """Measure speed, memory and bytes, each next to a baseline; without NAME, all of them.
 
-    Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the
-    machine, a core; above 1 the numbers are noisy), unit, note.
+    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as
+    codec.int8. `farflock bench quality` takes hours and has its own options: see
+    `farflock bench quality --help`.
+
+    Each line is one JSON object: metric, value, yardstick (the baseline, measured in the same call,
+    in turns), ratio, n, load (of the machine, per core; above 1 the numbers are noisy), unit, note.
     """
     from farflock.experiments.measure.metric import NotMeasured, Options
 
@@ -131,11 +137,13 @@ def command(
     if not as_json:
         out.table(SHOWN, rows)
     if failed:
-        raise Failure(f"{', '.join(failed)} could not be measured", "see above", "the others stand")
+        raise Failure(
+            f"{', '.join(failed)} could not be measured", "see above", "the other results are valid"
+        )
 
 
 def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
-    """Yield a benchmark's metrics, or only the requested one; raise `Usage` if it has none such."""
+    """Yield a benchmark's metrics, or only the requested one; raise `Usage` for an unknown one."""
     run = import_module(BENCHMARKS[benchmark]).run
     seen = []
     for metric in run(options):
@@ -146,7 +154,7 @@ def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
         remedy = (
             nearest(options.only, seen)
             if seen
-            else f"`farflock bench {benchmark}` measures all there are"
+            else f"`farflock bench {benchmark}` measures all of them"
         )
         raise Usage(f"bench {options.only}", f"{benchmark} has no metric of this name", remedy)
 

@@ -1,6 +1,6 @@
 """`farflock bench quality`: the longest benchmark, with its own options; it runs only by name.
 
-Every run is kept: after Ctrl-C the same command goes on where it stopped.
+Every run is kept: after Ctrl-C the same command resumes where it stopped.
 """
 
 import datetime
@@ -34,37 +34,52 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
     type=click.Choice(list(CHOICES)),
     default="100",
     show_default=True,
-    help="DDP's bytes over it.",
+    help="Byte budget: one 100th or one 500th of DDP's bytes, or both.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1, 1_000_000),
-    help="Of the final; 2000 where not said otherwise.",
+    help="Training steps of a run in the final (default: 2000).",
 )
-@click.option("--screen-steps", type=click.IntRange(1, 1_000_000), help="Of the screen; 400.")
-@click.option("--seeds", type=click.IntRange(1, 64), help="How many, of the final; 3.")
-@click.option("--finalists", type=click.IntRange(1, 64), help="How many methods of a budget; 5.")
+@click.option(
+    "--screen-steps",
+    type=click.IntRange(1, 1_000_000),
+    help="Training steps of a run in the screening (default: 400).",
+)
+@click.option("--seeds", type=click.IntRange(1, 64), help="Seeds in the final (default: 3).")
+@click.option(
+    "--finalists", type=click.IntRange(1, 64), help="Methods per budget in the final (default: 5)."
+)
 @click.option(
     "--quick",
     is_flag=True,
-    help="A minute or two: one trial a method, short; the numbers say little.",
+    help="Take a minute or two: one short trial per method; the numbers mean little.",
 )
-@click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core.")
 @click.option(
-    "--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are kept."
+    "--workers", type=click.IntRange(1, 256), help="Parallel processes (default: one per core)."
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder in which runs are kept.",
 )
 @click.option(
     "--runs",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep runs in this file of JSON lines instead; those in it are not run again.",
+    help="Keep runs in this file of JSON lines instead; runs in it are not repeated.",
 )
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the tables into this page.",
 )
-@click.option("--dry-run", is_flag=True, help="Say how long it would take, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="No tables; JSON lines come in any case.")
+@click.option("--dry-run", is_flag=True, help="Print how long it would take; run nothing.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print no tables; the JSON lines are printed in any case.",
+)
 def command(
     names: tuple[str, ...],
     budget: str,
@@ -80,10 +95,11 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """The share of DDP's gain over no communication that methods keep at 1/100 or 1/500 of its bytes.
+    """Measure how much of DDP's quality methods keep at 1/100 or 1/500 of its bytes.
 
-    All methods are screened, the best go into a final over several seeds. With METRIC (quality.share.diloco.100), only that
-    method is. Takes about two hours of two cores a budget; what was run before is not run again.
+    The measure is the share of DDP's gain over no communication. All methods are screened, and the
+    best go into a final over several seeds. With METRIC, such as quality.share.diloco.100, only
+    that method is measured. A budget takes about two hours on two cores; earlier runs are reused.
     """
     from farflock.experiments.measure.threads import one_thread
     from farflock.experiments.quality import arms as quality_arms
@@ -98,10 +114,10 @@ def command(
     budgets = tuple(sorted({int(name.rpartition(".")[2]) for name in only})) or CHOICES[budget]
     if record is not None and (quick or only):
         raise Usage(
-            "--record", "a page keeps whole measurements alone", "leave out --quick and METRIC"
+            "--record", "a page holds only complete measurements", "leave out --quick and METRIC"
         )
     if runs is not None and folder is not None:
-        raise Usage("--runs", "runs are kept in a file or in a folder", "leave out --folder")
+        raise Usage("--runs", "runs are kept either in a file or in a folder", "leave out --folder")
     out = Output(as_json=True)
     shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
     bench = quality.Bench(size, arms, budgets, only)
@@ -153,9 +169,9 @@ def _run(
     left_s = bench.foreseen(shelf, unit_s, workers)
     size = bench.size
     out.line(
-        f"quality: {len(bench.screened())} runs of {size.screen_steps} steps, then finals of {size.steps} steps; about"
-        f" {quality_pace.duration(left_s)} with {workers} workers on cores of their own (the load of each is {load()} now)."
-        " Ctrl-C loses running jobs alone"
+        f"quality: {len(bench.screened())} runs of {size.screen_steps} steps, then finals of"
+        f" {size.steps} steps; about {quality_pace.duration(left_s)} with {workers} workers, each"
+        f" on its own core (the load per core is {load()} now). Ctrl-C loses only the running jobs"
     )
     if dry_run:
         return None

@@ -1,4 +1,4 @@
-"""`farflock reproduce`: paper experiments, scaled to this machine, beside the paper's numbers."""
+"""`farflock reproduce`: paper experiments, scaled to this machine, next to the paper's numbers."""
 
 import hashlib
 import os
@@ -22,36 +22,38 @@ LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 @click.command("reproduce")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
-    "--all", "everything", is_flag=True, help="Every recipe; what was run before is not run again."
+    "--all", "everything", is_flag=True, help="Run every recipe; earlier runs are reused."
 )
 @click.option(
-    "--tier", type=click.Choice(TIERS), default="cpu", show_default=True, help="How large."
+    "--tier",
+    type=click.Choice(TIERS),
+    default="cpu",
+    show_default=True,
+    help="Size of the experiment; see above.",
 )
 @click.option(
     "--list",
     "only_list",
     is_flag=True,
-    help="List the recipes and their last verdicts, as without NAME.",
+    help="List the recipes and their last verdicts (as without NAME).",
 )
 @click.option(
-    "--workers", type=click.IntRange(1, 256), help="Processes at once: one a core, in tier ci one."
+    "--workers",
+    type=click.IntRange(1, 256),
+    help="Parallel processes (default: one per core; in tier ci, one).",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where runs and results are kept.",
+    help="Folder in which runs and results are kept.",
 )
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write all last verdicts into this page.",
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing."
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="Standard output is JSON alone, one object a recipe."
-)
+@click.option("--dry-run", is_flag=True, help="Print what would run and its hash; run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON, one line per recipe.")
 def command(
     names: tuple[str, ...],
     everything: bool,
@@ -63,17 +65,19 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Put papers' claims to the test; without NAME, list the recipes.
+    """Re-run experiments from papers and compare the results; without NAME, list the recipes.
 
-    Tier ci (seconds) checks that a recipe runs, cpu takes up to ten minutes a recipe, gpu wants one large GPU. Each run of an
-    arm is kept: after Ctrl-C the same command goes on where it stopped."""
+    Tier ci takes seconds and only checks that a recipe runs, cpu takes up to ten minutes per
+    recipe, and gpu needs one large GPU. All runs are kept: after Ctrl-C the same command resumes
+    where it stopped.
+    """
     from farflock.experiments.reproduce import recipe
     from farflock.experiments.reproduce.shelf import Shelf
     from farflock.node.state.paths import home
 
     out, shelf = Output(as_json), Shelf(folder or home() / "reproduce")
     if names and everything:
-        raise Usage("reproduce", f"--all has {', '.join(names)} in it", "leave out one of the two")
+        raise Usage("reproduce", f"--all includes {', '.join(names)}", "leave out one of the two")
     chosen = recipe.names() if everything else list(names)
     if only_list or not chosen:
         _list(out, shelf)
@@ -103,7 +107,7 @@ def command(
         raise Failure(
             f"{len(failed)} of {len(loaded)} recipes failed",
             ", ".join(failed),
-            "their reasons stand above",
+            "the reasons are above",
         )
 
 
@@ -162,10 +166,10 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
 
     for one in loaded:
         if one.needs_gpu(tier) and not torch.cuda.is_available():
-            remedy = "run it on a machine with a CUDA GPU, or take --tier cpu"
+            remedy = "run it on a machine with a CUDA GPU, or use --tier cpu"
             raise Usage(
                 f"{one.name}, tier {tier}",
-                "it needs a CUDA device, and torch sees none here",
+                "it needs a CUDA device, and torch finds none here",
                 remedy,
             )
 

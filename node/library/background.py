@@ -1,4 +1,4 @@
-"""A bridge between threads and asyncio: a swarm in a thread of its own beside a user's program.
+"""A bridge between threads and asyncio: a swarm in its own thread, next to a user's program.
 
 A user's training loop is synchronous and owns the main thread; links and agreement need an event
 loop that runs even during a long step. The thread is a daemon that its maker must close
@@ -21,7 +21,7 @@ R = TypeVar("R")
 Enter = Callable[[], AbstractAsyncContextManager[T]]
 
 POLL_S = 0.1
-END_TIMEOUT_S = 30.0  # for leaving a context in good order; then it is cancelled
+END_TIMEOUT_S = 30.0  # for leaving a context; then it is cancelled
 
 
 class Background:
@@ -176,15 +176,17 @@ class BackgroundContext(Generic[T]):
 
 
 def stopped(error: BaseException | None) -> FarflockError:
-    """Return the error that says why nothing can run in the background any more."""
+    """Return the error that says why the background thread can run nothing more."""
     if error is None:
-        return Failure("the optimizer is closed", "it has left its run", "make a new one to go on")
+        return Failure(
+            "the optimizer is closed", "it has left its run", "make a new one to continue"
+        )
     known = explained(error)
     why = str(known) if known is not None else f"{type(error).__name__}: {error}"
     return Failure(
         "the swarm's background thread has failed",
         why,
-        "the cause is above; make a new optimizer to go on",
+        "make a new optimizer to continue",
     )
 
 

@@ -156,7 +156,7 @@ def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
         raise Failure(
             "no invite can be made",
             "this peer has no address that others could reach",
-            "ask another member",
+            "get one from another member",
         )
     return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))
 
@@ -164,7 +164,7 @@ def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
 def _require_same_run(raw: bytes, invite: Invite) -> None:
     if run_id(raw, invite.founder) != invite.run:
         raise RefusedByRun(
-            "these terms are not the run's",
-            "their hash differs from the invite's run",
+            "the members sent the terms of another run",
+            "their hash does not match the invite",
             "ask for a new invite",
         )

@@ -57,12 +57,14 @@ class LocalSwarm:
         self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]
     ) -> None:
         if not 1 <= peers <= MAX_PEERS:
-            raise Usage("local_swarm", f"{peers} peers", f"take 1 to {MAX_PEERS}")
+            raise Usage("local_swarm", f"it cannot have {peers} peers", f"choose 1 to {MAX_PEERS}")
         self.network = SimNetwork(seed, link)
         self.optimizers: dict[int, SwarmOptimizer] = {}
         if options.get("enough", 0) > peers:
             raise Usage(
-                "enough", f"{options['enough']} arrivals of {peers} peers", f"take {peers} or fewer"
+                "enough",
+                f"a round would wait for {options['enough']} contributions from {peers} peers",
+                f"choose {peers} or fewer",
             )
         self._peers, self._terms = peers, {"method": method, "seed": seed, **options}
         self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(peers)]
@@ -79,7 +81,9 @@ class LocalSwarm:
         theirs. Steps wait for each other, so each rank needs its thread. The first error ends all
         and is raised."""
         if self.optimizers:
-            raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
+            raise Usage(
+                "this swarm has already trained", "its run is over", "make a new local_swarm"
+            )
         return in_threads(
             self._peers,
             lambda rank: work(rank, functools.partial(self._optimize, rank)),
@@ -111,9 +115,9 @@ class LocalSwarm:
     def _optimize(self, rank: int, model: nn.Module, **options: Any) -> SwarmOptimizer:  # noqa: ANN401 - see SwarmOptimizer
         if rank in self.optimizers:
             raise Usage(
-                f"rank {rank} has an optimizer",
-                "it is one peer",
-                "take a model and an optimizer for each rank",
+                f"rank {rank} already has an optimizer",
+                "a rank is one peer",
+                "call `optimize` once per rank, each with its own model",
             )
         made = SwarmOptimizer(model, invite=_LocalDoor(self, rank), **{**self._terms, **options})
         self.optimizers[rank] = made
@@ -145,9 +149,9 @@ class LocalSwarm:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
                 await barrier.wait()
         except (TimeoutError, asyncio.BrokenBarrierError):
-            why = f"not all of the {self._peers} ranks made theirs within {JOIN_TIMEOUT_S:.0f} s"
+            why = f"not all {self._peers} ranks called `optimize` within {JOIN_TIMEOUT_S:.0f} s"
             raise Usage(
-                "no optimizer for this rank", why, "call `optimize` once in each rank's thread"
+                "this rank gets no optimizer", why, "call `optimize` once in each rank's thread"
             ) from None
 
     async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
@@ -190,8 +194,8 @@ def local_swarm(
 def _no_invite() -> str:
     raise Usage(
         "no invite can be made",
-        "a local swarm lives in this process alone",
-        "found a run with SwarmOptimizer",
+        "a local swarm exists in this process only",
+        "start a run with SwarmOptimizer",
     )
 
 

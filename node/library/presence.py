@@ -123,11 +123,11 @@ class OptimizerNode:
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, JOIN_TIMEOUT_S)
         except TimeoutError:
-            why = f"its members did not let this peer in within {JOIN_TIMEOUT_S:.0f} s"
+            why = f"its members did not admit this peer within {JOIN_TIMEOUT_S:.0f} s"
             raise RefusedByRun(
                 "the run cannot be joined",
                 why,
-                "check that somebody trains, or ask for a new invite",
+                "check that a member is running, or ask for a new invite",
             ) from None
 
     async def until(self, there: Callable[[], bool], timeout_s: float) -> None:

@@ -123,8 +123,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with present gradients (or `closure`'s), and the exchanges due.
 
-        Return what the closure returns. After Ctrl-C the exchange goes on; the next call waits for
-        it.
+        Return what the closure returns. After Ctrl-C the exchange continues, and the next call
+        waits for it.
         """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
@@ -147,7 +147,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, and the method's under "swarm": with the model's own
-        `state_dict`, all that a lone peer needs to go on as if it had never stopped."""
+        `state_dict`, all that a lone peer needs to continue as if it had never stopped."""
         return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -163,15 +163,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         if alone and swarm is not None:
             if self._here.loop.step:
-                why = f"this optimizer has made {self._here.loop.step} steps"
-                raise Usage("the state cannot be loaded now", why, "load it before the first one")
+                why = f"this optimizer has already made {self._here.loop.step} steps"
+                raise Usage("the state cannot be loaded now", why, "load it before the first step")
             self._life.call(lambda: self._recall(swarm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `Usage` once the run has begun: its terms fix the parameters."""
         if self._ready:
             why = "all peers of a run train the same parameters"
-            raise Usage("no parameters can be added", why, "make a new optimizer, and so a new run")
+            raise Usage(
+                "no parameters can be added", why, "make a new optimizer and start a new run"
+            )
         super().add_param_group(param_group)
 
     # the swarm
@@ -227,7 +229,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         except TimeoutError:
             there = len(self.members)
             raise TimeoutError(
-                f"after {timeout_s:g} s {there} of {count} members are there; check the others"
+                f"{there} of {count} members are there after {timeout_s:g} s;"
+                " check that the others are running and use this run's invite"
             ) from None
 
     def close(self, patient: bool = True) -> None:
@@ -299,7 +302,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             raise Usage(
                 "the state does not fit this run",
                 str(error),
-                "load the one that this program saved",
+                "load a state that this program saved",
             ) from error
         templates = {
             template.key.stream: template for template in driver.method.streams(driver.replica)
@@ -338,21 +341,23 @@ def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> tor
         except ValueError as error:
             raise Usage("inner", str(error), "") from None
     if lr is not None:
-        raise Usage("lr", "the function given as `inner` sets its own rate", "leave lr out")
+        raise Usage(
+            "lr", "the function given as `inner` sets its own learning rate", "leave lr out"
+        )
     made = inner([entry for entry in model.parameters() if entry.requires_grad])
     if not isinstance(made, torch.optim.Optimizer) or isinstance(
         made, torch.optim.LBFGS | SwarmOptimizer
     ):
         raise Usage(
             "inner",
-            f"it made a {type(made).__name__}",
-            "give a function that makes a first-order torch optimizer",
+            f"the function returned a {type(made).__name__}",
+            "give one that returns a first-order torch optimizer",
         )
     theirs = {id(entry) for entry in model.parameters()}
     if any(id(entry) not in theirs for group in made.param_groups for entry in group["params"]):
         raise Usage(
             "inner",
-            "its optimizer trains parameters that are not the model's",
-            "build it from those it is given",
+            "the function's optimizer trains parameters that are not the model's",
+            "build it from the parameters that the function is given",
         )
     return made

@@ -32,6 +32,11 @@ def require_host(host: str, place: str) -> str:
     return host
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can dial the host."""
+    return ipaddress.ip_address(host).is_loopback
+
+
 def _owned() -> str:
     """Return this machine's addresses as a clause; empty if it has none but loopback."""
     found = sorted(

@@ -19,7 +19,7 @@ from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 
-ANSWER_S = 5.0  # for members to show that they are alive
+ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
 POLL_S = 0.1
 
 
@@ -45,8 +45,8 @@ class RunInspection(msgspec.Struct, frozen=True):
 async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
     """Return the verified manifest of an invite's run."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        nobody = _nobody(machine, passing)
-        async with network(nobody, identity_of(nobody.folder), invite.run, invite.addresses) as (
+        visitor = _throwaway(machine, passing)
+        async with network(visitor, identity_of(visitor.folder), invite.run, invite.addresses) as (
             directory,
             links,
         ):
@@ -58,9 +58,9 @@ async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float)
     """Return the manifest and the members of the newest view; raise `Refused` or `TimeoutError` if
     no member answers in time."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        nobody = _nobody(machine, passing)
-        identity = identity_of(nobody.folder)
-        async with network(nobody, identity, invite.run, invite.addresses) as (directory, links):
+        visitor = _throwaway(machine, passing)
+        identity = identity_of(visitor.folder)
+        async with network(visitor, identity, invite.run, invite.addresses) as (directory, links):
             _, manifest, records = await learn_run(directory, links, invite, timeout_s)
             terms, life = (
                 RunTerms(invite.run, manifest.run.seed),
@@ -73,13 +73,13 @@ async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float)
                 return _sight(peer, links, manifest)
 
 
-def _nobody(machine: MachineOptions, folder: str) -> MachineOptions:
+def _throwaway(machine: MachineOptions, folder: str) -> MachineOptions:
     return dataclasses.replace(machine, folder=RunFolder(Path(folder)), client_mode=True)
 
 
 async def _heard(peer: Peer, links: Links) -> None:
-    """Wait until every member has answered, at most `ANSWER_S`."""
-    ends_s = time.monotonic() + ANSWER_S
+    """Wait until every member has answered, at most `ANSWER_TIMEOUT_S`."""
+    ends_s = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < ends_s:
         if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):
             return

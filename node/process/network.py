@@ -1,5 +1,6 @@
-"""A process's entry into a swarm: its identity, directory and links, and what it learns of a run
-before it takes part.
+"""A process's entry into a swarm: its identity, its directory and its links.
+
+It also learns here what a run is before it takes part.
 
 Shared by nodes (node/process/node_process.py) and by the optimizer for users' own training loops
 (node/library/swarm_optimizer.py).
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farflock.node.errors import RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.sections import require_same_protocol
@@ -27,8 +28,8 @@ from farflock.swarm.record import BadRecord, unseal
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 LEARN_TIMEOUT_S = 120.0
-FETCH_S = 20.0
-MANIFEST_BYTES = 256 * 1024
+FETCH_TIMEOUT_S = 20.0
+MAX_TERMS_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
 
@@ -49,6 +50,11 @@ class MachineOptions:
 
 def identity_of(folder: RunFolder) -> Identity:
     """Return the identity in this folder's key file, which is created on the first start."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        known, what = explained(error), f"the node's folder {folder.path} cannot be created"
+        raise Failure(what, str(error.strerror).lower(), known.remedy if known else "") from None
     if not folder.identity.exists():
         Identity.generate().save(folder.identity)
     return Identity.load(folder.identity)
@@ -123,15 +129,20 @@ async def learn_terms(
             require_same_protocol(heads[newest].protocol)
         if heads and members:
             raw = await fetch_chunk(
-                links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S
+                links,
+                invite.run,
+                heads[newest].digest,
+                heads[newest].size,
+                members,
+                FETCH_TIMEOUT_S,
             )
             if raw is not None:
                 return newest, raw, records
         await asyncio.sleep(0.5)
     raise RefusedByRun(
         f"run {invite.run} cannot be joined",
-        "none of its members answered in time",
-        "check that somebody is training, and ask for a fresh invite",
+        f"none of its members answered within {timeout_s:.0f} s",
+        "check that a member is running, and ask for a new invite",
     )
 
 
@@ -146,8 +157,8 @@ def _checked(raw: bytes, invite: Invite) -> Manifest:
     manifest = parse(raw.decode())
     if manifest.run_id(invite.founder) != invite.run:
         raise RefusedByRun(
-            "the manifest is not the run's",
-            "its hash differs from the invite's run id",
+            "the members sent the manifest of another run",
+            "its hash does not match the invite",
             "ask for a new invite",
         )
     return manifest
@@ -159,7 +170,9 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
         head = unseal_head(blob)
     except ValueError:
         return None
-    fits = head.run == invite.run and head.founder == invite.founder and head.size <= MANIFEST_BYTES
+    fits = (
+        head.run == invite.run and head.founder == invite.founder and head.size <= MAX_TERMS_BYTES
+    )
     return head if fits else None
 
 
@@ -187,7 +200,7 @@ class AddressCache:
         write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
 
     def read(self, run: str) -> Invite | None:
-        """Return what was stored about this run; None if there is nothing, or nothing readable."""
+        """Return what is stored about this run; None if that is nothing, or unreadable."""
         try:
             invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
         except (OSError, msgspec.MsgspecError):

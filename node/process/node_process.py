@@ -22,7 +22,7 @@ from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
-from farflock.node.model.corpus import load_corpus
+from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
@@ -91,7 +91,7 @@ class NodeProcess:
         self.show = show
 
     def stop(self) -> None:
-        """End soon, in good order."""
+        """Ask the node to finish its step, save and leave."""
         self.participant.stop()
 
     def awaited(self) -> int:
@@ -100,7 +100,7 @@ class NodeProcess:
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """Return an invite with this node's address and others': it may have none, or end first."""
+        """Return an invite with this node's address and others': it may have none, or stop."""
         return mint(self._invite((*self.directory.addresses[:1], *self._others())))
 
     def _others(self) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class StatusWriter:
             self._fails = False
         except OSError as error:
             if not self._fails:
-                log.warning("%s cannot be written: %s", self._path, error.strerror)
+                log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
             self._fails = True
         return status
 
@@ -252,7 +252,7 @@ async def found(
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
             log.info(
-                "nobody of the run can be reached, so it goes on from step %d: %s",
+                "no other member can be reached, so the run resumes from step %d: %s",
                 saved.step,
                 reason,
             )
@@ -311,13 +311,13 @@ async def join(
 
 def _known_again(machine: MachineOptions, run: str, reason: LifeOver) -> Invite:
     """Return the addresses to rejoin by; raise `Failure` if none are known."""
-    log.info("begins another life in the run: %s", reason)
+    log.info("the node starts again in the run: %s", reason)
     known = AddressCache(machine.folder).read(run)
     if known is None:
         raise Failure(
-            "the run has gone on without this node",
+            "the run has continued without this node",
             str(reason),
-            "join again by an invite of another member",
+            "join again with an invite from another member",
         )
     return known
 
@@ -340,6 +340,7 @@ async def _join(
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         _require_room(manifest, RefusedByRun)
+        require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(manifest, invite.run, identity, directory, links, stage)
@@ -371,6 +372,16 @@ def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
         require_memory(manifest.plan(), error)
 
 
+def require_corpus(manifest: Manifest) -> None:
+    """Refuse a run whose text is not on this machine before its members count this node."""
+    name, digest = manifest.data.corpus, manifest.data.sha256
+    if name == SHIPPED or Path(name).is_file():
+        return
+    why = f"it has SHA-256 {digest[:16]}…, and there is no file {Path(name).absolute()}"
+    remedy = "get that file from the run's founder, and put it there"
+    raise RefusedByRun(f"the run trains on {name!r}, which is not on this machine", why, remedy)
+
+
 @contextlib.contextmanager
 def _answered(peer: Peer) -> Iterator[None]:
     """Turn a `TimeoutError` into an error that says what did not arrive in time."""
@@ -378,13 +389,17 @@ def _answered(peer: Peer) -> Iterator[None]:
         yield
     except TimeoutError:
         if peer.membership.known.is_set():
-            why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
+            why = f"no member sent all of it within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure(
-                "the run's state could not be downloaded", why, "check the link, and try again"
+                "the run's state could not be downloaded",
+                why,
+                "check the network connection, and try again",
             ) from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
         raise RefusedByRun(
-            "the run cannot be joined", why, "check that somebody trains, or ask for a new invite"
+            "the run cannot be joined",
+            why,
+            "check that a member is running, or ask for a new invite",
         ) from None
 
 
@@ -421,7 +436,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
             task.cancel()
         for ended in await asyncio.gather(*helpers, return_exceptions=True):
             if isinstance(ended, Exception):
-                log.error("a task beside the training failed", exc_info=ended)
+                log.error("a background task of the node failed", exc_info=ended)
         status.write("has ended")
         node.history.close()
 

@@ -48,7 +48,7 @@ async def joiners(
 ) -> tuple[int, bool]:
     """Return the same for a joiner. If the role leaves the choice, it is the stage with the fewest
     servers in the members' own list, which drops gone peers before the directory does. A peer that
-    `founded` the run with role auto goes on training. Raise `TimeoutError` if no member answers."""
+    `founded` the run with role auto keeps training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
@@ -78,8 +78,8 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
         return stage, False
     raise Usage(
         "--role",
-        f"{role!r} is none in a run of {stages} stages",
-        f"choose from {', '.join(ROLES)}, N below {stages}",
+        f"{role[:64]!r} is not a role in a run of {stages} stages",
+        f"choose from {', '.join(ROLES)}, where N is below {stages}",
     )
 
 

@@ -1,9 +1,8 @@
-"""Graceful ends of long-running commands: in good order on the first request, at once on the
-second.
+"""Graceful stops of long-running commands: the first request is graceful, the second immediate.
 
 Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a closing terminal are
-requests. A node finishes its step, stops waiting for peers, saves and says goodbye; one that does
-not train yet is cancelled.
+requests. A node finishes its step, stops waiting for peers, saves and says goodbye; a node that
+does not train yet is cancelled.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 LEASH = "FARFLOCK_LEASH"  # if set, end with standard input, that is, with the parent
-STOP_S = 20.0  # after that a node is cancelled without saving
+STOP_TIMEOUT_S = 20.0  # then the node is cancelled without saving
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ class GracefulStop:
             # are expected.
             if self.asked is None or self.gently is not None:
                 raise
-            log.debug("asked to end, it failed: %s", error)
+            log.debug("failed after it was asked to stop: %s", error)
         owner.uncancel()
         return None
 
@@ -67,9 +66,9 @@ class GracefulStop:
             owner.cancel()
         else:
             self.gently()
-            asyncio.get_running_loop().call_later(STOP_S, owner.cancel)
+            asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, owner.cancel)
 
 
 def run_until_asked(ending: GracefulStop, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `work` on its own event loop; return None if it was asked to end before a result."""
+    """Run `work` on its own event loop; return None if it was asked to stop before a result."""
     return asyncio.run(ending.watch(work()))

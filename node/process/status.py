@@ -1,5 +1,6 @@
-"""The status file: what a node is doing and which peers it waits for, for `farflock status` and the
-live view.
+"""The status file: what a node is doing and which peers it waits for.
+
+`farflock status` and the live view read it.
 
 The node writes it once a second (node/process/node_process.py).
 """
@@ -30,12 +31,12 @@ class Waiting(msgspec.Struct, frozen=True):
     left_s: float
 
     def said(self, names: Mapping[str, str]) -> str:
-        """Say who is waited for, in which round, for how long; late rounds do not stop training."""
+        """Return whom the node waits for, in which round and for how long, as a phrase."""
         whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
         left = (
             f"{self.left_s:.0f} s left"
             if self.left_s > 0
-            else f"{-self.left_s:.0f} s late, training goes on"
+            else f"{-self.left_s:.0f} s late; training continues"
         )
         return f"{whom} ({self.stream}, round {self.round}, {left})"
 

@@ -7,11 +7,12 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 def warm(module: str) -> ForkServerContext | SpawnContext:
-    """Return a context whose processes are forked from one that has imported `module` and opened
-    nothing.
+    """Return a context whose processes are forks of one that has imported `module`.
+
+    That one has opened nothing.
 
     A fork of this process may hang, as it may have threads; starting from scratch (as on Windows,
-    which has no fork) imports everything anew, five CPU seconds each."""
+    which has no fork) imports everything again, five CPU seconds each."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
@@ -22,7 +23,7 @@ def warm(module: str) -> ForkServerContext | SpawnContext:
 def end_with_parent() -> None:
     """End this pool worker with its parent; it would wait on the pool's queue forever."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this process is no worker"
+    assert parent is not None, "this process is not a worker"
 
     def wait() -> None:
         parent.join()

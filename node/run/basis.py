@@ -1,5 +1,6 @@
-"""The basis of a run's subspace codec: every peer computes it from the run's seed, bit for bit, and
-the manifest names its digest.
+"""The basis of a run's subspace codec.
+
+Every peer computes it from the run's seed, bit for bit, and the manifest names its digest.
 
 It uses words of a counter-based generator in integer arithmetic, and products whose sums are exact
 (compression/exact_product.py), so unrelated machines agree on U (D, K) and on the frozen embedding
@@ -23,7 +24,7 @@ MAX_RANK = 1024
 NEARLY = 1e-13  # largest error of the columns' products, before rounding to float32
 _COLUMNS, _TABLE = 0x73756201, 0x73756202  # generator streams
 _BELL = math.sqrt(4 * (256**2 - 1) / 12)  # the standard deviation of a sum of four bytes
-_MOST_STEPS = 200
+_MAX_STEPS = 200
 
 
 def largest_rank(width: int) -> int:
@@ -39,7 +40,7 @@ def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
     `largest_rank(width)`."""
     if not 1 <= rank <= largest_rank(width):
         raise ValueError(
-            f"a basis of rank {rank} for a width of {width} is not possible; 1 to {largest_rank(width)} are"
+            f"a basis for a width of {width} has a rank from 1 to {largest_rank(width)}, not {rank}"
         )
     columns_DK = orthonormal(_bells(seed, _COLUMNS, width * rank).view(width, rank)).float()
     fixed_VD = (
@@ -54,14 +55,15 @@ def require_digest(basis: Basis, named: str | None) -> Basis:
     """Return the basis; raise `Incompatible` unless its digest is `named` (None: none is named)."""
     if named is not None and basis.digest.hex() != named:
         raise Incompatible(
-            f"this machine makes the run's basis with digest {basis.digest.hex()[:16]}, the manifest names {named[:16]}:"
-            " its arithmetic, or its version, is another one, and it cannot serve this run; update it, or use another machine"
+            f"this machine computes a basis with digest {basis.digest.hex()[:16]}, and the"
+            f" manifest names {named[:16]}: its arithmetic or its version of farflock differs from"
+            " that of the run's founder; update farflock, or use another machine"
         )
     return basis
 
 
 def basis_bytes(width: int, rank: int, vocabulary: int) -> int:
-    """Return the memory that a basis takes: its matrices, and U once more in float64."""
+    """Return the memory that a basis takes: its matrices, and U again in float64."""
     return 4 * width * (rank + vocabulary) + 8 * width * rank
 
 
@@ -77,7 +79,7 @@ def orthonormal(matrix_DK: Tensor) -> Tensor:
         matrix_DK.double() / bound,
         torch.eye(len(ones_K1), dtype=torch.float64),
     )
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         error_KK = product(matrix_DK.T, matrix_DK) - identity_KK
         if float(error_KK.abs().amax()) <= NEARLY:
             return matrix_DK

@@ -121,7 +121,10 @@ def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...
 def require_untied(config: ModelConfig, stages: int) -> None:
     """Raise `Uncomposable` if a tied model has several stages: two would share a tensor."""
     if config.tied and stages > 1:
-        why = f"the head is the embedding, and they would be on the first and the last of {stages} stages"
+        why = (
+            "the head and the embedding share one tensor, and they would be on the first and the"
+            f" last of {stages} stages"
+        )
         raise Uncomposable("tied model", why, "set model.tied to false")
 
 
@@ -138,19 +141,20 @@ def require_composable(parts: Composition) -> None:
 
 def _one_batch(parts: Composition) -> Breach | None:
     """A step is as many microbatches as its stage's group takes in; nothing else accumulates."""
-    if parts.plan.accumulate == 1:
+    more = parts.plan.accumulate
+    if more == 1:
         return None
-    why = f"train.accumulate is {parts.plan.accumulate}, and a step of a stage is made of pipeline.batch microbatches"
-    return (
-        why,
-        f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant",
-    )
+    why = f"train.accumulate is {more}, and a stage's step takes pipeline.batch microbatches"
+    return why, f"set accumulate to 1; for larger steps, make pipeline.batch {more} times as large"
 
 
 def _one_precision(parts: Composition) -> Breach | None:
     """Recomputed passes must equal the first ones: stages compute in their weights' precision."""
     return (
-        ("train.autocast is on, and stages compute as they are kept", "set it to false")
+        (
+            "train.autocast is on, and stages compute in the precision of their weights",
+            "set it to false",
+        )
         if parts.plan.autocast
         else None
     )
@@ -164,28 +168,34 @@ def _pinned_routes(parts: Composition) -> Breach | None:
     codec = parts.pipeline.codec
     if scope_of(codec) != "edge_sample" or parts.policy.pinned:
         return None
-    why = f"codec {codec} remembers what passed an edge, and policy {parts.pipeline.policy} takes another one each time"
-    return why, f"choose a codec that remembers nothing, such as {_without_memory(codec)}"
+    why = (
+        f"codec {codec} remembers what passed an edge, and policy {parts.pipeline.policy} takes"
+        " another edge each time"
+    )
+    return why, f"choose a codec without memory, such as {_without_memory(codec)}"
 
 
 def _recurring_samples(parts: Composition) -> Breach | None:
     """A codec that sends changes since the last visit sends first visits whole, 16 bits a value."""
-    plan, codec, choice = (
-        parts.plan,
-        parts.pipeline.codec,
-        f"choose {_without_memory(parts.pipeline.codec)}",
-    )
+    plan, codec, tokens = parts.plan, parts.pipeline.codec, parts.plan.schedule.total_tokens
+    choice = f"choose {_without_memory(codec)}"
     if scope_of(codec) != "edge_sample":
         return None
-    most = plan.schedule.total_tokens // (2 * plan.seq)
+    largest = tokens // (2 * plan.seq)
     if plan.samples == 0:
-        why = f"codec {codec} sends whole what it sees first, and without train.samples each sequence is drawn anew"
-        return why, f"set train.samples to what each trainer is to see again and again, or {choice}"
-    if plan.samples > most:
-        why = f"the run's {plan.schedule.total_tokens:,} tokens visit {plan.samples} samples of {plan.seq} less than twice"
-        return why, f"set train.samples to {most} or less, or {choice}" if most else choice
+        why = f"codec {codec} needs sequences that recur, and without train.samples each is new"
+        return why, f"set train.samples to the number that each trainer repeats, or {choice}"
+    if plan.samples > largest:
+        why = (
+            f"the run's {tokens:,} tokens visit {plan.samples} samples of {plan.seq} tokens"
+            " less than twice"
+        )
+        return why, f"set train.samples to {largest} or less, or {choice}" if largest else choice
     if plan.batch > MAX_VISIT:
-        why = f"a request names each sample of its microbatch, {MAX_VISIT} at most, and train.batch is {plan.batch}"
+        why = (
+            f"a request names each sample of its microbatch, at most {MAX_VISIT}, and train.batch"
+            f" is {plan.batch}"
+        )
         return why, f"set train.batch to {MAX_VISIT} or less, or {choice}"
     return None
 
@@ -196,28 +206,36 @@ def _room_for_samples(parts: Composition) -> Breach | None:
     if scope_of(pipeline.codec) != "edge_sample":
         if pipeline.cache_bytes is None:
             return None
-        return f"codec {pipeline.codec} remembers nothing", "leave pipeline.cache_bytes out"
-    least = value_bytes(plan.batch, plan.seq, plan.model.dim)
-    if pipeline.cache_bytes is None or pipeline.cache_bytes >= least:
+        return f"codec {pipeline.codec} has no memory", "leave pipeline.cache_bytes out"
+    needed = value_bytes(plan.batch, plan.seq, plan.model.dim)
+    if pipeline.cache_bytes is None or pipeline.cache_bytes >= needed:
         return None
-    why = f"a microbatch's activation takes {least:,} bytes, and an end of an edge holds {pipeline.cache_bytes:,}"
+    why = (
+        f"a microbatch's activation takes {needed:,} bytes, and each end of an edge has room for"
+        f" {pipeline.cache_bytes:,}"
+    )
     each = value_bytes(1, plan.seq, plan.model.dim)
-    return why, f"set pipeline.cache_bytes to {plan.samples * each:,} for each trainer of a server"
+    return why, f"set pipeline.cache_bytes to {plan.samples * each:,} per trainer of a server"
 
 
 def _shared_basis(parts: Composition) -> Breach | None:
     """Both ends of a subspace codec hold the basis that every peer computes from the run's seed."""
     terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
-    if terms is None or terms.rank <= (most := largest_rank(width)):
+    if terms is None or terms.rank <= (largest := largest_rank(width)):
         return None
-    why = f"codec {parts.pipeline.codec} would send {terms.rank} numbers for {width}, and no such basis is made"
-    return why, f"choose subspace:{most} or less, or int8" if most else "choose int8"
+    why = (
+        f"codec {parts.pipeline.codec} has rank {terms.rank}, and a basis for a width of {width}"
+        f" has at most {largest}"
+    )
+    return why, f"choose subspace:{largest} or less, or int8" if largest else "choose int8"
 
 
 def scope_of(codec: str) -> Scope:
-    """Return what a codec needs of its routes; raise `ValueError` if it is unknown. Subspace
-    codecs, which cannot be built without their basis, are told by name; alternatives are
-    memoryless."""
+    """Return what a codec needs of its routes; raise `ValueError` if it is unknown.
+
+    Subspace codecs, which cannot be built without their basis, are recognised by name;
+    alternatives have no memory.
+    """
     return (
         "shared_params"
         if subspace_terms(codec) is not None
@@ -232,8 +250,8 @@ def _without_memory(codec: str) -> str:
 def _payloads(parts: Composition) -> Breach | None:
     """A call carries an activation, or its gradient, whole."""
     plan, codec = parts.plan, parts.pipeline.codec
-    most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
-    remedy = f"set train.batch to {most} or less" if most else "shorten train.seq"
+    largest = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
+    remedy = f"set train.batch to {largest} or less" if largest else "shorten train.seq"
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         shape = (plan.batch, plan.seq, plan.model.dim)
@@ -242,36 +260,45 @@ def _payloads(parts: Composition) -> Breach | None:
         except ValueError as error:
             return str(error), remedy
         if size > MAX_PAYLOAD_BYTES:
-            return (
-                f"a microbatch's {direction} payload has {size:,} bytes, a call carries {MAX_PAYLOAD_BYTES:,}",
-                remedy,
+            why = (
+                f"a microbatch's {direction} payload has {size:,} bytes, and a call carries at most"
             )
+            return f"{why} {MAX_PAYLOAD_BYTES:,}", remedy
     return None
 
 
 def _free_replicas(parts: Composition) -> Breach | None:
-    """Full replicas may leave the subspace only if all share an average that is nobody's own
-    weights and alone determines what pipelines make of it."""
+    """Full replicas may leave the subspace only if all members share an average that is no
+    member's own weights, and if pipelines derive their weights from that average alone."""
     pipeline, method = parts.pipeline, parts.plan.method
     if pipeline.constrain == "all":
-        why = f"table_every is {pipeline.table_every}, and the frozen embedding stays as it is where all keep to it"
+        why = (
+            f"table_every is {pipeline.table_every}, and the frozen embedding never changes if all"
+            " keep to the subspace"
+        )
         return (
             (why, "set constrain to pipelines, or leave table_every out")
             if pipeline.table_every
             else None
         )
     if subspace_terms(pipeline.codec) is None:
-        why = f"constrain is pipelines, and codec {pipeline.codec} asks nothing of weights"
+        why = f"constrain is pipelines, and codec {pipeline.codec} does not constrain weights"
         return why, "choose a codec subspace:K, or leave constrain out"
     if method not in APART:
-        why = f"with method {method} members share the weights that they train, and those of pipelines would be projected"
-        return why, f"choose {' or '.join(sorted(APART))}, or constrain all"
+        why = (
+            f"with method {method} members share the weights that they train, and those of"
+            " pipelines would be projected"
+        )
+        return why, f"choose {' or '.join(sorted(APART))}, or set constrain to all"
     if pipeline.asynchronous is not None:
-        why = "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
-        return why, "leave pipeline.asynchronous out, or constrain all"
+        why = (
+            "passes at old weights would need the frozen embedding of that time, and its versions"
+            " are kept for a few rounds"
+        )
+        return why, "leave pipeline.asynchronous out, or set constrain to all"
     if not pipeline.table_every:
         return (
-            "table_every is 0, and averages lead the embedding out of the subspace",
+            "table_every is 0, and averages move the embedding out of the subspace",
             "set it to 1 or more",
         )
     return None
@@ -281,7 +308,7 @@ def _free_replicas(parts: Composition) -> Breach | None:
 
 
 def _first_stage(parts: Composition) -> Breach | None:
-    """Elsewhere there are no activations to begin with."""
+    """No other stage can begin: it has no activations."""
     for order in parts.orders:
         if order[:1] != (0,):
             return (
@@ -312,11 +339,12 @@ def _every_stage(parts: Composition) -> Breach | None:
     for stage in range(parts.count):
         visits, share = parts.visits(stage), parts.policy.share(stage)
         if not share or abs(visits - share * parts.looked_at) > 1:
-            why = f"policy {parts.pipeline.policy} visits stage {stage} {visits} times of {parts.looked_at}"
-            return (
-                f"{why}, not {share} of them, so that its rounds would stay behind",
-                "visit each stage as often as the policy says that it does",
+            why = (
+                f"policy {parts.pipeline.policy} visits stage {stage} {visits} times in"
+                f" {parts.looked_at} microbatches, and its share is {share}: the stage's rounds"
+                " would fall behind"
             )
+            return why, "visit each stage as often as the policy's share says"
     return None
 
 
@@ -325,7 +353,7 @@ def _whole_batches(parts: Composition) -> Breach | None:
     for stage in range(parts.count):
         share = parts.policy.share(stage)
         if (parts.batch * share).denominator != 1:
-            why = f"stage {stage} sees {share} of the microbatches, and a batch has {parts.batch} of them"
+            why = f"stage {stage} sees {share} of the microbatches, and a batch has {parts.batch}"
             more = -(-parts.batch // share.denominator) * share.denominator
             return why, f"set pipeline.batch to {more}, or another multiple of {share.denominator}"
     return None
@@ -338,11 +366,11 @@ def _equal_swaps(parts: Composition) -> Breach | None:
     for order in parts.orders:
         for here, there in zip(sorted(order), order, strict=True):
             if kinds[here] != kinds[there]:
-                why = f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])} layers) in the place of"
-                return (
-                    f"{why} stage {here} ({len(spans[here])})",
-                    "swap inner stages of equally many layers, or none",
+                why = (
+                    f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])}"
+                    f" layers) in the place of stage {here} ({len(spans[here])} layers)"
                 )
+                return why, "swap inner stages with the same number of layers, or none"
     return None
 
 
@@ -350,16 +378,19 @@ def _equal_swaps(parts: Composition) -> Breach | None:
 
 
 def _end_copies(parts: Composition) -> Breach | None:
-    """A lost end takes its layers from the stage beside it, and only other tensors from copies."""
+    """A lost end takes its layers from the stage next to it, and only other tensors from copies."""
     sizes = parts.pipeline.layers
     if not parts.pipeline.end_copies or (
         len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]
     ):
         return None
-    why = f"a lost end could not take the layers of the stage beside it: stages have {list(sizes)} layers"
+    why = (
+        f"stages have {list(sizes)} layers, so a lost end could not take the layers of the stage"
+        " next to it"
+    )
     return (
         why,
-        "give each end and the stage beside it equally many layers, or set pipeline.end_copies to 0",
+        "give each end as many layers as the stage next to it, or set pipeline.end_copies to 0",
     )
 
 
@@ -370,22 +401,25 @@ def _one_group(parts: Composition) -> Breach | None:
     """A microbatch counts once a round of its stage's whole group names it."""
     streams = parts.streams
     if not streams:
-        why = f"method {parts.plan.method} exchanges nothing, so that no round names a microbatch"
+        why = f"method {parts.plan.method} exchanges nothing, so no round names a microbatch"
     elif any(exchange.group != All() for exchange in streams):
-        why = f"method {parts.plan.method} syncs parts of a group apart, and all of a stage must agree on what counts"
+        why = (
+            f"method {parts.plan.method} syncs parts of a group separately, and all servers of a"
+            " stage must agree on which microbatches count"
+        )
     else:
         return None
-    return why, "choose ddp, or a method whose rounds are everybody's, such as diloco"
+    return why, "choose ddp, or another method whose rounds include all members, such as diloco"
 
 
 def _rounds_by_steps(parts: Composition) -> Breach | None:
-    """A trainer keeps what no round has named, so rounds must end after microbatches, not time."""
+    """A trainer keeps what no round has named: rounds must end by microbatches, not by time."""
     round_s = getattr(parts.method, "round_s", None)
     if round_s is None:
         return None
     return (
         f"method {parts.plan.method} ends its rounds every {round_s:g} s",
-        "leave round_s out and name a period",
+        "set a period instead of round_s",
     )
 
 
@@ -395,17 +429,17 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
     streams = parts.streams
     if streams[0].stride != 1:
         why, remedy = (
-            f"has {streams[0].stride} streams by turns, of which one alone names microbatches",
+            f"has {streams[0].stride} streams that take turns, and only one names microbatches",
             "one fragment, or ",
         )
     elif any(exchange.enough for exchange in streams):
-        why, remedy = "ends a round whenever somebody's work is there", ""
+        why, remedy = "ends a round as soon as some members' work is there", ""
     elif any(exchange.apply_after for exchange in streams):
-        why, remedy = "trains on while a round is open", "no delay, or "
+        why, remedy = "keeps training while a round is open", "no delay, or "
     else:
         return None
     return (
-        f"method {parts.plan.method} {why}, so that stages' rounds run apart",
+        f"method {parts.plan.method} {why}, so the stages' rounds would drift apart",
         f"choose {remedy}ddp or diloco",
     )
 
@@ -416,17 +450,21 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
 def _kept(parts: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
     trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
-    needed = least_kept(parts.batch, steps, trainer.window)
+    needed = min_kept(parts.batch, steps, trainer.window)
     if needed > MAX_KEYS:
-        why = f"a round of {steps} steps of {parts.batch} microbatches asks a trainer to keep {needed}"
-        return f"{why}, of at most {MAX_KEYS}", "lower pipeline.batch, or the method's period"
+        why = f"a round of {steps} steps of {parts.batch} microbatches needs a trainer to keep"
+        remedy = "lower pipeline.batch, or the method's period"
+        return f"{why} {needed}, and it can keep {MAX_KEYS}", remedy
     if trainer.kept >= needed:
         return None
-    why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps {trainer.kept}"
-    return f"{why}, with {trainer.window} on their way", f"set pipeline.kept to {needed} or more"
+    why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps only"
+    return (
+        f"{why} {trainer.kept}, {trainer.window} of them in flight",
+        f"set pipeline.kept to {needed} or more",
+    )
 
 
-def least_kept(batch: int, steps: int, window: int) -> int:
+def min_kept(batch: int, steps: int, window: int) -> int:
     """Return the microbatches a trainer must keep: two rounds of `steps` steps, and the window."""
     return 2 * batch * steps + window
 
@@ -444,7 +482,7 @@ def steps_of(options: Method | Mapping[str, Any]) -> int:
 
 
 def _versions_in_use(parts: Composition) -> Breach | None:
-    """No version is kept that nothing may be computed with."""
+    """No version is kept that no pass may use."""
     terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
     if terms is None or terms.versions <= staleness + 1:
         return None
@@ -453,13 +491,14 @@ def _versions_in_use(parts: Composition) -> Breach | None:
 
 
 def _shared_versions(parts: Composition) -> Breach | None:
-    """Servers of a stage hold the same versions, or none could take another's place."""
+    """Servers of a stage hold the same versions, so that each can take another's place."""
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
-    why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
+    why = f"with method {parts.plan.method} each member of a stage has its own weights"
     return (
         why,
-        "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out",
+        "choose a method that keeps all members equal, such as ddp or diloco, or leave"
+        " pipeline.asynchronous out",
     )
 
 
@@ -468,9 +507,9 @@ def _predicted_steps(parts: Composition) -> Breach | None:
     terms = parts.pipeline.asynchronous
     if terms is None or not terms.predicts or parts.plan.method in SUMMING:
         return None
-    why = f"correction {terms.correction} goes ahead along the last step of all"
+    why = f"correction {terms.correction} extrapolates the last step that all members took"
     return (
-        f"{why}, and with method {parts.plan.method} each has its own",
+        f"{why}, and with method {parts.plan.method} each takes its own",
         "choose method ddp, or another correction",
     )
 
@@ -479,8 +518,9 @@ def _corrected_momentum(parts: Composition) -> Breach | None:
     """Corrections are computed from the inner optimizer's momentum."""
     inner, terms = parts.plan.inner, parts.pipeline.asynchronous
     correction = "none" if terms is None else terms.correction
+    plain = inner.name == "sgd" and not inner.momentum
     called = inner.name + (
-        " with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum"
+        " with nesterov" if inner.nesterov else " without momentum" if plain else ""
     )
     velocity = inner.name in ("adamw", "nadam") or (inner.name == "sgd" and bool(inner.momentum))
     if "spike" in correction and not (
@@ -500,7 +540,7 @@ def _corrected_momentum(parts: Composition) -> Breach | None:
     else:
         return None
     return (
-        f"correction {correction} cannot be made with {called}",
+        f"correction {correction} cannot be computed with {called}",
         f"{needs}, or choose another correction",
     )
 

@@ -1,5 +1,6 @@
-"""Check that a method fits the inner optimizer, the model and the members before anything starts:
-none of them can tell alone.
+"""Checks before anything starts: whether a method fits the inner optimizer, model and members.
+
+None of these can tell alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,21 +62,24 @@ def require_inner(
     )
     if isinstance(made, Decoupled) and made.sign:
         if list(kept) != [NONE]:
-            why = f"its step is rate · sign(q), and {called} as it is set would make another one of it"
-            raise Usage(f"method {name}", why, "take sgd without momentum, or set sign to false")
+            why = f"its step is rate · sign(q), and {called} with these settings would change that"
+            raise Usage(f"method {name}", why, "use sgd without momentum, or set sign to false")
         if clip_norm is not None:
-            why = f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the root of the number of parameters"
+            why = (
+                f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the square root of"
+                " the number of parameters"
+            )
             raise Usage("train.clip", why, "set it to 0")
     sent = SHARED_MOMENTS.get(name)
     # Muon's matrix products have other bits on other machines
     mixed = name == "ddp" and len(kept) > 1
     if sent is not None and (mixed or any(moments is None or moments - sent for moments in kept)):
         why, remedy = (
-            f"it cannot send the moments of {called} as it is set",
+            f"it cannot send the moments of {called} with these settings",
             "or sgd without momentum",
         )
         remedy = remedy if name == "ddp" else "sgd or muon"
-        raise Usage(f"method {name}", why, f"take adamw or adam without amsgrad, {remedy}")
+        raise Usage(f"method {name}", why, f"use adamw or adam without amsgrad, {remedy}")
     if isinstance(made, AveragesMoments):
         missing = {
             what: off
@@ -86,21 +90,21 @@ def require_inner(
             these = "these" if len(missing) > 1 else "it"
             why = f"it averages {' and '.join(missing)}, and {called} does not keep {these}"
             raise Usage(
-                f"method {name}", why, f"take adamw, or set {' and '.join(missing.values())} to 0"
+                f"method {name}", why, f"use adamw, or set {' and '.join(missing.values())} to 0"
             )
     if (
         isinstance(made, Lean)
         and made.correction
         and all(m is not None and SECOND_MOMENT not in m for m in kept)
     ):
-        why = f"it corrects exp_avg by means of exp_avg_sq, and {called} keeps neither"
-        raise Usage(f"method {name}", why, "take adamw, or set correction to 0")
+        why = f"it corrects exp_avg with exp_avg_sq, and {called} keeps neither"
+        raise Usage(f"method {name}", why, "use adamw, or set correction to 0")
 
 
 def require_layers(made: Method, layers: int) -> None:
     """Raise `Usage` unless `layers` divides into the method's fragments, equally many in each."""
     if isinstance(made, Streaming) and layers % made.fragments:
-        why = f"{made.fragments} fragments do not divide the model's {layers} layers"
+        why = f"the model's {layers} layers cannot be divided into {made.fragments} equal fragments"
         raise Usage(
             "method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}"
         )
@@ -109,9 +113,9 @@ def require_layers(made: Method, layers: int) -> None:
 def require_members(made: Method, members: int, place: str) -> None:
     """Raise `Usage` if a round needs more contributions than `members`, which `place` sets."""
     if isinstance(made, ClosesOnArrivals) and made.enough > members:
-        why = f"{made.enough} arrivals never are there: {place} is {members}"
+        why = f"a round would wait for {made.enough} contributions, and {place} is {members}"
         raise Usage(
-            "method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's"
+            "method.options.enough", why, f"choose {members} or fewer, or 0 for all members"
         )
 
 

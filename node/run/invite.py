@@ -1,5 +1,6 @@
-"""Invites: one word that holds a run's id, its founder, some addresses and an expiry; any member
-can mint one.
+"""Invites: one word that holds a run's id, its founder, some addresses and an expiry.
+
+Any member can mint one.
 
 `farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the
 first 4 bytes of SHA-256 over `farflock-invite` and that msgpack. The checksum guards against typing
@@ -38,7 +39,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def mint(invite: Invite) -> str:
-    """Return the invite as text; raise `ValueError` (msgspec's) if nobody could read it."""
+    """Return the invite as text; raise `ValueError` (msgspec's) if no peer could read it."""
     fields = msgspec.structs.astuple(invite)
     msgspec.convert(fields, Invite)
     body = msgspec.msgpack.encode((VERSION, *fields))
@@ -50,11 +51,11 @@ def parse(text: str, now_s: float) -> Invite:
     version, fields = _versioned(_body(text.strip()))
     if version != VERSION:
         remedy = (
-            "update farflock" if version > VERSION else "ask for an invite of a current version"
+            "update farflock" if version > VERSION else "ask a member to update and send a new one"
         )
         raise Usage(
-            "the invite is of another version",
-            f"it has version {version}, this program reads {VERSION}",
+            "the invite has another version",
+            f"it is version {version}, and this program reads version {VERSION}",
             remedy,
         )
     try:
@@ -64,8 +65,8 @@ def parse(text: str, now_s: float) -> Invite:
     if invite.expires < now_s:
         age_h = (now_s - invite.expires) / 3600
         raise Usage(
-            "the invite has expired",
-            f"{age_h:.1f} hours ago",
+            f"the invite expired {age_h:.1f} hours ago",
+            "",
             "ask any member of the run for a new one",
         )
     return invite
@@ -75,24 +76,24 @@ def _body(text: str) -> bytes:
     """Return the bytes that the checksum covers."""
     if not text.startswith(PREFIX):
         raise Usage(
-            "that is no invite",
+            "this is not an invite",
             f"it does not begin with {PREFIX!r}",
-            "copy the whole word that `run` printed",
+            "copy the whole word that `farflock run` printed",
         )
     if len(text) > MAX_CHARS:
         raise Usage(
-            "that is no invite",
-            f"it has {len(text)} characters, above {MAX_CHARS}",
-            "copy the invite alone",
+            "this is not an invite",
+            f"it has {len(text):,} characters, and an invite at most {MAX_CHARS:,}",
+            "copy only the invite",
         )
     packed = text.removeprefix(PREFIX)
     try:
         raw = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
-        raise _damaged("it was cut, or holds characters that no invite has") from None
+        raise _damaged("it is cut short, or has characters that no invite has") from None
     body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
     if not body or checksum != _checksum(body):
-        raise _damaged("its checksum differs, so it was cut or mistyped")
+        raise _damaged("its checksum does not match, so it was cut or mistyped")
     return body
 
 

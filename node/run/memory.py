@@ -17,12 +17,14 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES_ALONE, VALUES = 21, 31
-RULE = "stage that fits nobody"
-REPLICA_RULE = "replica that fits nobody"
+RULE = "stage too large for any machine"
+REPLICA_RULE = "replica too large for any machine"
 
 
 def needed_bytes(plan: RunPlan) -> int:
-    """Estimate from above the bytes that training this run's model takes beside the program itself.
+    """Estimate from above the bytes that training this run's model takes.
+
+    The program itself comes on top.
 
     Per weight `VALUES` numbers, or `VALUES_ALONE` if nothing is exchanged: the weight, its gradient
     and moments, the method's state, an update in flight, and the copies that checkpoints are
@@ -45,8 +47,8 @@ def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
     needed, free = needed_bytes(plan), int(psutil.virtual_memory().available)
     if needed > free:
         why = (
-            f"training its {plan.model.parameters():,} parameters takes about {needed / 1e6:,.0f} MB of memory, and"
-            f" {free / 1e6:,.0f} MB are free here"
+            f"training its {plan.model.parameters():,} parameters takes about"
+            f" {needed / 1e6:,.0f} MB of memory, and {free / 1e6:,.0f} MB are free here"
         )
         raise error(
             "the run's model is too large for this machine",
@@ -71,7 +73,9 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
 
 
 def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
-    """Estimate from above the bytes that serving this stage takes beside the program itself.
+    """Estimate from above the bytes that serving this stage takes.
+
+    The program itself comes on top.
 
     Counted as for whole models (`needed_bytes`), plus pending gradients, what passes keep of the
     microbatches computed at once, payloads that wait, a codec's basis, and its sample memory."""
@@ -107,8 +111,9 @@ def require_stage_memory(
         return
     span, count = pipeline.stages[stage], len(pipeline.stages)
     why = (
-        f"serving stage {stage} of {count}, {len(span)} layers with {stage_parameters(plan.model, span):,} parameters,"
-        f" takes about {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
+        f"serving stage {stage} of {count}, {len(span)} layers with"
+        f" {stage_parameters(plan.model, span):,} parameters, takes about"
+        f" {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
     )
     others = [
         index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest
@@ -129,8 +134,9 @@ def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: i
     if needed <= largest:
         return
     why = (
-        f"a full replica holds all {len(pipeline.stages)} stages, {plan.model.parameters():,} parameters, and takes about"
-        f" {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
+        f"a full replica holds all {len(pipeline.stages)} stages with"
+        f" {plan.model.parameters():,} parameters and takes about {needed / 1e6:,.0f} MB of memory,"
+        f" and {largest / 1e6:,.0f} MB are free"
     )
     fitting = [
         index

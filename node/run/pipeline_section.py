@@ -1,7 +1,7 @@
 """[pipeline] in a manifest: the cut of a run's model into stages, and the terms between them.
 
-A run without this table trains whole models. What is left out has a default, spelt out when
-resolved.
+A run without this table trains whole models. What a founder leaves out has a default, which is
+spelt out when the manifest is resolved.
 """
 
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import (
     Composition,
     Uncomposable,
-    least_kept,
+    min_kept,
     require_composable,
     require_split,
     require_untied,
@@ -87,13 +87,13 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     up to `staleness` rounds late. A trainer has up to `window` microbatches in flight and keeps
     `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`.
     Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
-    stage that has none. After every `end_copies` rounds, unless 0, servers of the stages beside the
-    first and the last copy the embedding, or the norm and the head, which nothing else could
+    stage that has none. After every `end_copies` rounds, unless 0, servers of the stages next to
+    the first and the last copy the embedding, or the norm and the head, which nothing else could
     restore.
 
     `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines`
-    alone, while full replicas train freely beside them. Then the frozen part of the embedding is
-    taken anew from the average after every `table_every` rounds of the first stage
+    alone, while full replicas train freely alongside. Then the frozen part of the embedding is
+    taken from the average again after every `table_every` rounds of the first stage
     (docs/decisions/019), and all servers download it."""
 
     stages: Annotated[
@@ -132,7 +132,7 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["stages"] = _sizes(stages, table["model"])
     window = pipeline.get("window", _TRAINER.window)
     if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
-        needed = least_kept(batch, steps_of(table["method"]["options"]), window)
+        needed = min_kept(batch, steps_of(table["method"]["options"]), window)
         pipeline["kept"] = _TRAINER.kept if needed > MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest
@@ -191,8 +191,10 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
 
 
 def _require_known(codec: object) -> None:
-    """Raise `Usage` if one of several codecs is unknown: a joiner of another release does without
-    it, but a founder has mistyped it."""
+    """Raise `Usage` if one of several codecs is unknown.
+
+    A joiner with another release does without it, but a founder has mistyped it.
+    """
     try:
         names = alternatives(codec) if isinstance(codec, str) else ()
         for name in names if len(names) > 1 else ():
@@ -247,7 +249,9 @@ def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> Non
     """Raise `Usage` for unknown names, for numbers that leave nothing possible, and for parts that
     do not fit together (`Uncomposable`, with the rule's name)."""
     if terms.window > terms.kept:
-        why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
+        why = (
+            f"{terms.window} microbatches in flight are more than the {terms.kept} of pipeline.kept"
+        )
         raise Usage(
             "pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept"
         )
@@ -256,7 +260,7 @@ def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> Non
     except ValueError as error:
         raise Usage("pipeline.codec", str(error), "") from None
     if 0 < terms.rebalance_s < EMERGENCY_S:
-        why = f"servers look at each other's work every {EMERGENCY_S:.0f} s"
+        why = f"servers compare their work every {EMERGENCY_S:.0f} s"
         raise Usage(
             f"pipeline.rebalance_s: {terms.rebalance_s}",
             why,
@@ -295,11 +299,14 @@ def _require_named(terms: PipelineSection) -> None:
     """Require a basis's digest in the manifest exactly if the codec has a basis."""
     shares = subspace_terms(terms.codec) is not None
     if shares and terms.basis is None:
-        why = f"codec {terms.codec} needs a basis that all peers hold alike, and pipeline.basis does not name its digest"
+        why = (
+            f"all peers must hold the same basis for codec {terms.codec}, and pipeline.basis does"
+            " not name its digest"
+        )
         raise Uncomposable(
             "shared basis",
             why,
-            "found the run with this version, which fills it in, or choose int8",
+            "start the run with this version, which fills it in, or choose int8",
         )
     if not shares and terms.basis is not None:
         raise Uncomposable(

@@ -107,8 +107,10 @@ def _path(text: str) -> Path:
 def _stop(word: str, text: str) -> Stop:
     found = _STOP.fullmatch(word)
     if found is None:
-        why = f"{word[:64]!r} in the path {text[:64]!r} is no stage with a server"
-        raise BadPlan("stage's server", why, "write a path as 0:1 2:0 3:1, stages with places")
+        why = f"{word[:64]!r} in the path {text[:64]!r} is not a stage with a server"
+        raise BadPlan(
+            "stage's server", why, "write a path as 0:1 2:0 3:1, each a stage and a place"
+        )
     stage, place, peer = int(found[1]), found[2], found[3]
     if place is not None:
         return Stop(stage, place_name(stage, int(place)))
@@ -116,7 +118,7 @@ def _stop(word: str, text: str) -> Stop:
         public_key(peer)
     except BadIdentity as error:
         raise BadPlan(
-            "stage's server", str(error), f"name a place, such as {stage}:0, or a peer's whole id"
+            "stage's server", str(error), f"give a place, such as {stage}:0, or a whole peer id"
         ) from None
     return Stop(stage, peer)
 
@@ -145,11 +147,11 @@ def require_plan(plan: PathPlan, servers: Sequence[int], layers: Sequence[int], 
     """Raise `BadPlan` unless a run can follow the plan: `servers` and `layers` per stage, and
     stages that step after their share of `batch` microbatches."""
     if len(servers) != len(layers):
-        why = f"the plan is for the servers of {len(servers)} stages, and there are {len(layers)}"
+        why = f"the plan has servers for {len(servers)} stages, and the model has {len(layers)}"
         raise BadPlan("stage's server", why, "plan again for these stages")
     if (size := sum(len(_line(path)) for path in plan.paths)) > MAX_TEXT:
-        why = f"the paths have {size} characters, and the manifest room for {MAX_TEXT}"
-        raise BadPlan("horizon", why, "give fewer paths or lanes, or fewer turns to plan")
+        why = f"the paths have {size:,} characters, and a manifest has room for {MAX_TEXT:,}"
+        raise BadPlan("horizon", why, "give fewer paths or lanes, or plan fewer turns")
     _require_members(servers)
     _require_places(plan, servers)
     known, terms = _servers_of(plan, servers), PlanTerms(kinds_of(layers), len(plan.paths[0]))
@@ -161,7 +163,10 @@ def require_plan(plan: PathPlan, servers: Sequence[int], layers: Sequence[int], 
 
 def _require_members(servers: Sequence[int]) -> None:
     if sum(servers) >= MAX_MEMBERS:
-        why = f"{sum(servers)} servers and a trainer are more than the {MAX_MEMBERS} members that a run may have"
+        why = (
+            f"{sum(servers)} servers and a trainer are more than the {MAX_MEMBERS} members that a"
+            " run can have"
+        )
         raise BadPlan("stage's server", why, "plan for fewer servers")
 
 
@@ -169,9 +174,12 @@ def _require_places(plan: PathPlan, servers: Sequence[int]) -> None:
     for stop in itertools.chain.from_iterable(plan.paths):
         _, colon, place = stop.peer.partition(":")
         if colon and stop.stage < len(servers) and int(place) >= servers[stop.stage]:
-            why = f"a path goes to place {place} of stage {stop.stage}, of which there are {servers[stop.stage]}"
+            why = (
+                f"a path goes to place {place} of stage {stop.stage}, whose number"
+                f" of servers is {servers[stop.stage]}"
+            )
             raise BadPlan(
-                "stage's server", why, "number places from 0 on, or enlarge pipeline.plan.servers"
+                "stage's server", why, "number places from 0, or enlarge pipeline.plan.servers"
             )
 
 
@@ -196,11 +204,11 @@ def _require_apart(plan: PathPlan) -> None:
         for lane, path in enumerate(paths):
             before = first.setdefault(path[0].peer, lane)
             if before != lane:
-                why = f"lanes {before} and {lane} both set out to {_text(path[0])} with path {turn}"
+                why = f"lanes {before} and {lane} both begin path {turn} at {_text(path[0])}"
                 raise BadPlan(
                     "collision",
                     why,
-                    "let each begin at another server, or plan fewer lanes: trainers share them",
+                    "let each begin at its own server, or plan fewer lanes: trainers share them",
                 )
 
 
@@ -209,13 +217,19 @@ def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
         raise BadPlan(
-            "stage balance", f"no path visits stage {min(never)}", "let each stage be on some paths"
+            "stage balance", f"no path visits stage {min(never)}", "put each stage on some paths"
         )
     for lane, visits in enumerate(shares):
         if visits != shares[0]:
             stage = min(stage for stage in visits | shares[0] if visits[stage] != shares[0][stage])
-            why = f"lane {lane} visits stage {stage} {visits[stage]} times, lane 0 {shares[0][stage]} times"
-            remedy = "let lanes visit a stage equally often: how many trainers follow which is not known beforehand"
+            why = (
+                f"lane {lane} visits stage {stage} {visits[stage]} times, and lane 0"
+                f" {shares[0][stage]} times"
+            )
+            remedy = (
+                "let all lanes visit a stage equally often: nothing says how many trainers will"
+                " follow each lane"
+            )
             raise BadPlan("stage balance", why, remedy)
     for lane, paths in enumerate(plan.lanes):
         _require_steady(lane, paths, shares[0], batch)
@@ -228,12 +242,14 @@ def _require_steady(lane: int, paths: Sequence[Path], visits: Counter[int], batc
         for stage, many in visits.items():
             share = Fraction(many, len(paths))
             if abs(seen[stage] - share * number) > max(share * batch / 2, Fraction(1)):
-                why = f"lane {lane} visits stage {stage} {seen[stage]} times on its first {number} paths"
-                why += f", {many} on all {len(paths)}"
+                why = (
+                    f"lane {lane} visits stage {stage} {seen[stage]} times on its first {number}"
+                    f" paths, and {many} times on all {len(paths)}"
+                )
                 raise BadPlan(
                     "stage balance",
                     why,
-                    "mix the paths, so that stages fill their batches together",
+                    "mix the paths, so that all stages fill their batches at the same time",
                 )
 
 
@@ -253,15 +269,18 @@ def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dic
         hosts = msgspec.convert(dict(given), HostTerms)
     except msgspec.ValidationError as error:
         raise Usage(
-            "pipeline.plan", str(error), "name lanes, or visited, forward_s and line_s of the hosts"
+            "pipeline.plan", str(error), "give lanes, or visited, forward_s and line_s of the hosts"
         ) from None
     sizes = [[len(places) for places in table] for table in (hosts.forward_s, hosts.line_s)]
     if sizes[0] != sizes[1] or len(sizes[0]) != len(layers):
-        why = f"forward_s is about {sizes[0]} hosts, line_s about {sizes[1]}, and there are {len(layers)} stages"
+        why = (
+            f"forward_s is given for {sizes[0]} hosts, line_s for {sizes[1]}, and there are"
+            f" {len(layers)} stages"
+        )
         raise Usage(
             "pipeline.plan",
             why,
-            "give both a row for each stage and a number for each of its hosts",
+            "give both a row per stage, with a number for each of its hosts",
         )
     _require_members(sizes[0])  # before planning, which takes a minute for hundreds
     return {"servers": sizes[0], "lanes": texts_of(planned(hosts, layers, seed))}

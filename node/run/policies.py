@@ -49,21 +49,22 @@ def policy_of(
     if what == SKIP:
         if not (visited.isascii() and visited.isdecimal() and len(visited) < 5):
             raise BadSkip(
-                f"{name!r} does not say how many stages a path visits; write {SKIP}:{max(len(layers) - 1, 3)}"
+                f"{name!r} does not say how many stages a path visits;"
+                f" write {SKIP}:{max(len(layers) - 1, 3)}"
             )
         return PartialPaths(
             _wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial"
         )
     if (name == PLANNED) != (paths is not None):
         why = (
-            "there are no paths to follow"
+            f"policy {PLANNED} has no paths to follow"
             if paths is None
-            else f"policy {name!r} follows none of the paths"
+            else f"policy {name!r} does not use the planned paths"
         )
         raise BadPlan(
             "horizon",
             why,
-            f"give paths in [pipeline.plan] with policy {PLANNED}, and with no other",
+            f"give paths in [pipeline.plan] if the policy is {PLANNED}, and only then",
         )
     if paths is not None:
         return PlannedPaths(paths, len(layers))

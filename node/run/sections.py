@@ -66,7 +66,7 @@ class MethodSection(Section, frozen=True):
 class ExchangeSection(Section, frozen=True):
     """[exchange]: what is sent and how long peers wait for it; None if the method has no such
     option. Membership changes at most every `view_s` seconds, members without a majority for
-    `branch_after_s` go on as a branch, and the founder trains once `start_peers` members are
+    `branch_after_s` continue as a branch, and the founder trains once `start_peers` members are
     there."""
 
     codec: PlainText | None = None

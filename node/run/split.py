@@ -13,14 +13,16 @@ def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
     """Return the layers of each stage, given its size; the first stage also embeds, the last also
     has the norm and the head. Raise `BadSplit` if the sizes do not fit the model."""
     if not sizes or min(sizes) < 1:
-        raise BadSplit(f"stages of {list(sizes)} layers: each needs one or more")
+        raise BadSplit(f"stages of {list(sizes)} layers: each stage needs one layer or more")
     if sum(sizes) != config.layers:
         raise BadSplit(
-            f"stages of {list(sizes)} layers are {sum(sizes)} in all, the model has {config.layers}"
+            f"stages of {list(sizes)} layers have {sum(sizes)} in total,"
+            f" the model has {config.layers}"
         )
     if config.tied and len(sizes) > 1:
         raise BadSplit(
-            "a model whose head is its embedding cannot be split into stages; set tied to false"
+            "a model whose head is its embedding cannot be split into stages;"
+            " set model.tied to false"
         )
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
@@ -29,7 +31,9 @@ def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
 def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
     """Return `stages` nearly equal stages, larger ones in the middle: ends embed and predict."""
     if not 1 <= stages <= config.layers:
-        raise BadSplit(f"{config.layers} layers make 1 to {config.layers} stages, not {stages}")
+        raise BadSplit(
+            f"{config.layers} layers can be cut into 1 to {config.layers} stages, not {stages}"
+        )
     small, rest = divmod(config.layers, stages)
     first = (stages - rest) // 2
     return split(config, [small + (first <= index < first + rest) for index in range(stages)])

@@ -76,7 +76,8 @@ class TrainerTerms:
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:
             raise ValueError(
-                f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in"
+                f"a window of {self.window} microbatches with {self.kept} kept in total;"
+                " choose a window from 1 to that number"
             )
 
 
@@ -90,7 +91,8 @@ class RebalanceTerms:
     def __post_init__(self) -> None:
         if self.every_s and not self.every_s >= EMERGENCY_S:
             raise ValueError(
-                f"rebalancing every {self.every_s} s; choose {EMERGENCY_S} s or more, usually 300, or 0"
+                f"rebalancing every {self.every_s} s is too often;"
+                f" choose {EMERGENCY_S} s or more, usually 300, or 0"
             )
 
 
@@ -107,11 +109,13 @@ class Asynchronous:
     def __post_init__(self) -> None:
         if not 1 <= self.versions <= MAX_VERSIONS:
             raise ValueError(
-                f"{self.versions} versions of a stage; choose 1 (none but the newest) to {MAX_VERSIONS}"
+                f"a stage cannot keep {self.versions} versions;"
+                f" choose 1 (only the newest) to {MAX_VERSIONS}"
             )
         if self.correction not in get_args(Correction):
             raise ValueError(
-                f"correction {self.correction!r} is not known; choose from {', '.join(get_args(Correction))}"
+                f"correction {self.correction!r} is not known;"
+                f" choose from {', '.join(get_args(Correction))}"
             )
         if self.gone not in get_args(WhenGone):
             raise ValueError(
@@ -160,8 +164,8 @@ class PipelinePlan:
     visit steps once its group has taken in `batch_tokens`, others once they have their share.
     `policy` names a path policy, `codec` an activation codec, or several, of which the first is
     taken that all servers of an edge read; `basis` is the digest of the codec's shared basis, if
-    the manifest names one. After every `end_copies` rounds, if any, the stages beside the ends copy
-    what the ends hold besides layers. With a codec that remembers samples, each end of an edge
+    the manifest names one. After every `end_copies` rounds, if any, the stages next to the ends
+    copy what the ends hold besides layers. With a codec that remembers samples, each end of an edge
     holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
     codec's subspace too; if only pipelines do, the frozen embedding has a new version after every
     `table_every` rounds of the first stage."""

@@ -27,6 +27,7 @@ from farflock.node.run.sections import (
     constructor_options,
     convert,
     fill_method,
+    require_codecs,
     require_method,
     tables,
 )
@@ -73,6 +74,7 @@ class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def build(self) -> Method:
         """Return the method; raise `Usage` if it refuses its options."""
+        require_codecs(self.exchange)
         try:
             return build_method(self.method.name, **constructor_options(self.method, self.exchange))
         except ValueError as error:
@@ -89,7 +91,7 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
     values of frozen ones. Raise `Usage` if no parameter is trained."""
     trained = [entry for entry in model.parameters() if entry.requires_grad]
     if not trained:
-        raise Usage("the model", "it has no parameter that is trained", "unfreeze some")
+        raise Usage("the model", "all its parameters are frozen", "unfreeze some")
     digest = hashlib.sha256()
     for name, entry in model.named_parameters():
         digest.update(
@@ -128,14 +130,16 @@ def joined(raw: bytes, wished: TomlTable) -> UserTerms:
     try:
         table = tables(raw, "the run's terms")
         if USER_MODEL not in table:
-            why = "its nodes train a model of Farflock's"
+            why = "its members train one of Farflock's models"
             raise RefusedByRun(
-                "that run is none of your own model", why, "join it with `farflock join INVITE`"
+                "that run does not train your own model", why, "join it with `farflock join INVITE`"
             )
         terms = _checked(table)
     except Usage as error:
         raise RefusedByRun(
-            "this version cannot take part in that run", str(error), "tell its founder, or update"
+            "this version cannot take part in that run",
+            str(error),
+            "update farflock, or tell the run's founder",
         ) from None
     _require_equal(wished, msgspec.to_builtins(terms))
     return terms
@@ -144,25 +148,28 @@ def joined(raw: bytes, wished: TomlTable) -> UserTerms:
 def _checked(table: TomlTable) -> UserTerms:
     terms = convert(table, UserTerms)
     require_method(terms.method)
-    require_members(terms.build(), MAX_MEMBERS, "the greatest number of members")
+    require_members(terms.build(), MAX_MEMBERS, "the largest number of members")
     return terms
 
 
 def _require_equal(wished: TomlTable, theirs: TomlTable) -> None:
     mine, run = wished[USER_MODEL], theirs[USER_MODEL]
     if mine["sha256"] != run["sha256"]:
-        sizes = f"{mine['tensors']} tensors of {mine['numbers']} numbers here, {run['tensors']} of {run['numbers']} there"
+        sizes = (
+            f"it has {mine['tensors']} tensors with {mine['numbers']:,} values,"
+            f" the run's model {run['tensors']} with {run['numbers']:,}"
+        )
         if (mine["tensors"], mine["numbers"]) == (run["tensors"], run["numbers"]):
-            sizes = "names, shapes, types or frozen values differ"
+            sizes = "names, shapes, types or frozen values of its parameters differ"
         raise RefusedByRun(
-            "this model is not the run's", sizes, "build it as the run's founder did"
+            "this model differs from the run's", sizes, "build it as the run's founder did"
         )
     known = dict(_flat(theirs, ""))
     for place, value in _flat(wished, ""):
         if known.get(place) != value:
-            there = f"{known[place]!r}" if place in known else "nothing"
+            there = f"{known[place]!r}" if place in known else "not set"
             why = f"it is {value!r} here and {there} in the run"
-            raise RefusedByRun(place, why, "leave it out to take the run's, or name the same")
+            raise RefusedByRun(place, why, "leave it out to use the run's value, or give the same")
 
 
 def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

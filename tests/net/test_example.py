@@ -119,7 +119,7 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
         assert optimizer.last_round == ("delta", 0, "alone", 1)
         with pytest.raises(
             RefusedByRun,
-            match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there",
+            match="this model differs from the run's: it has 2 tensors with 4 values, the run's model 2 with 3",
         ):
             SwarmOptimizer(nn.Linear(3, 1), invite=optimizer.invite)
         with pytest.raises(

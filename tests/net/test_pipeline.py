@@ -349,7 +349,7 @@ def test_a_role_that_there_is_not_is_refused_and_who_leaves_in_order_comes_back_
     lost = run.join("lost", "--role", "stage:9")
     code, said = lost.ends()
     assert code == 2
-    assert "'stage:9' is none in a run of 2 stages" in said["error"], said
+    assert "'stage:9' is not a role in a run of 2 stages" in said["error"], said
 
     before = server.reaches(lambda status: sum(status["rounds"].values()) >= 5)
     left = checkpoint.load(Path(server.leaves(number)["checkpoint"]))

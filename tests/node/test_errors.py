@@ -39,7 +39,7 @@ def test_an_error_is_one_sentence_with_cause_and_remedy_and_an_exit_code(kind, c
         (("a", "", ""), "a"),
         (("a", "b", ""), "a: b"),
         (("", "b", ""), "b"),
-        (("a", "", "c"), "a: c"),
+        (("a", "", "c"), "a; c"),
     ],
 )
 def test_a_missing_part_leaves_no_punctuation_behind(parts, sentence):
@@ -68,7 +68,7 @@ def test_every_error_in_the_table_exists_and_keeps_its_own_words(name):
         (errno.EMFILE, "ulimit"),
         (errno.EFBIG, "free some space"),
         (errno.ENOTDIR, "a file stands where a folder should be"),
-        (errno.EIO, "check that path or address"),
+        (errno.EIO, "check the path or address"),
     ],
 )
 def test_what_the_system_says_gets_a_remedy(number, words):
@@ -83,7 +83,7 @@ def test_a_real_missing_file_and_a_real_taken_port_are_explained(tmp_path):
         (tmp_path / "missing").read_bytes()
     assert (
         str(explained(missing.value))
-        == f"{tmp_path / 'missing'}: No such file or directory; check that path"
+        == f"{tmp_path / 'missing'}: No such file or directory; check the path"
     )
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

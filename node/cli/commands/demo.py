@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Watch a swarm of real processes train a language model on this machine.
 
-    One peer is killed and a new one joins while the others go on training. At the end, the result
+    One peer is killed and a new one joins while the others keep training. At the end, the result
     is compared with ordinary data-parallel training (DDP) and with peers that do not communicate.
 
     With --pipeline, six processes serve the model in three stages, two per stage; one server is

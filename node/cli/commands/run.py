@@ -51,6 +51,7 @@ def command(
         out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
         return 0
     from farflock.node.cli.commands.training import train
+    from farflock.node.process.host import is_loopback
     from farflock.node.process.node_process import found
     from farflock.node.state.paths import write_whole
 
@@ -60,6 +61,8 @@ def command(
             node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
+        if is_loopback(node.machine.host):
+            out.line("only this machine can join; start with --host ADDRESS to let others in\n")
 
     return train(
         out, "farflock run", lambda started: found(machine_of(machine), described, started), greet

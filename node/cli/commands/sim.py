@@ -70,7 +70,7 @@ EVALUATED = 128  # held-out sequences
     type=click.FloatRange(0),
     default=20.0,
     show_default=True,
-    help="Latency between two peers in ms, one way.",
+    help="Latency of each peer's line in ms, one way; a frame crosses two lines.",
 )
 @click.option(
     "--step",
@@ -163,17 +163,11 @@ def command(
       farflock sim --chaos --seeds 50
     """
     out = Output(as_json)
-    if leg_tokens and not folder:
-        raise click.UsageError(
-            "--leg saves the simulation at intervals and needs a --folder to save it in"
-        )
-    if chaos and (manifest or assignments):
-        raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
+    _require_folder(folder, leg_tokens)
+    _require_one_kind(chaos, bool(manifest or assignments), name)
     if chaos:
         _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
-    if name:
-        raise click.UsageError("--method is for --chaos; for one run, write --set method.name=NAME")
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
     from farflock.node.simulate.simulation import World
@@ -189,10 +183,7 @@ def command(
         if not _dry(out, described, staged, dry_run):
             sim_pipeline.simulate(out, described, staged)
         return
-    if replicas:
-        raise click.UsageError(
-            "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
-        )
+    _require_no_replicas(replicas)
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = World(
@@ -208,6 +199,28 @@ def command(
     )
     if not _dry(out, described, world, dry_run):
         _simulate(out, described, world, folder)
+
+
+def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
+    if leg_tokens and not folder:
+        raise click.UsageError(
+            "--leg saves the simulation at intervals and needs a --folder to save it in"
+        )
+
+
+def _require_one_kind(chaos: bool, described: bool, method: str | None) -> None:
+    """Refuse options of disasters together with those of one run."""
+    if chaos and described:
+        raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
+    if method and not chaos:
+        raise click.UsageError("--method is for --chaos; for one run, write --set method.name=NAME")
+
+
+def _require_no_replicas(replicas: int) -> None:
+    if replicas:
+        raise click.UsageError(
+            "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
+        )
 
 
 def _link(rate: float, latency: float, loss: float) -> "LinkModel":

@@ -40,7 +40,7 @@ def world_of(
     from farflock.swarm.roles import EVERY
 
     pipeline = described.pipeline_plan()
-    assert pipeline is not None, "the manifest has a [pipeline]"
+    assert pipeline is not None, "the manifest has no [pipeline]"
     stages = len(pipeline.stages)
     others = peers - replicas
     if others < 0:
@@ -85,7 +85,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
         ByteTokenizer(),
     )
     pipeline = described.pipeline_plan()
-    assert pipeline is not None, "the manifest has a [pipeline]"
+    assert pipeline is not None, "the manifest has no [pipeline]"
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
         simulation = PipelineSimulation(

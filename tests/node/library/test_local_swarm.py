@@ -187,9 +187,9 @@ def test_a_swarm_trains_once_and_a_rank_has_one_optimizer():
 
     with farflock.local_swarm(1) as swarm:
         swarm.train(work)
-        with pytest.raises(Usage, match="another local_swarm"):
+        with pytest.raises(Usage, match="make a new local_swarm"):
             swarm.train(work)
-        with pytest.raises(Usage, match="this process alone"):
+        with pytest.raises(Usage, match="this process only"):
             _ = swarm.optimizers[0].invite
 
 

@@ -33,12 +33,16 @@ IMPOSSIBLE = [
     (["method.name=[1]"], "method.name: '[1]' is not known", "choose from"),
     (["method.name=''"], "method.name: '' is not known", "choose from"),
     (["model.preset={}"], "model.preset: '{}' is not known", "choose from"),
-    (["model={dim=64}"], "model.layers: it is missing", "give it a value"),
-    (["method=3"], "method: it stands outside any table", "model"),
+    (
+        ["model={dim=64}"],
+        "model: layers, heads, kv_heads, ffn_dim, context are missing",
+        "give each of them a value",
+    ),
+    (["method=3"], "method: a key outside any table is not allowed", "model"),
     (["method.options.period=0"], "a period of 0 steps makes no rounds", "1 or more"),
     (
         ["method.options.period=99999999999999999999"],
-        "method.options.period: the whole number",
+        "method.options.period: the number",
         "smaller",
     ),
     (["method.options.gamma=1.5"], "gamma=1.5 lies outside (0, 1.500)", "lower gamma or alpha"),
@@ -54,7 +58,11 @@ IMPOSSIBLE = [
         "return codec sign is biased",
         "bf16 or fp32",
     ),
-    (["method.name=async", "method.options.enough=2"], "2 arrivals never are there", "1 or fewer"),
+    (
+        ["method.name=async", "method.options.enough=2"],
+        "wait for 2 contributions, and exchange.start_peers is 1",
+        "1 or fewer",
+    ),
     (["method.name=async", "method.options.enough=-1"], "enough=-1 arrivals are none", "1 or more"),
     (
         ["method.name=async", "method.options.c=0.1"],
@@ -63,12 +71,12 @@ IMPOSSIBLE = [
     ),
     (
         ["method.name=streaming", "method.options.fragments=5"],
-        "5 fragments do not divide the model's 2",
+        "the model's 2 layers cannot be divided into 5",
         "choose 2",
     ),
     (
         ["method.name=streaming", "model.layers=6", "method.options.fragments=4"],
-        "divide the model's 6",
+        "the model's 6 layers cannot be divided",
         "choose 3",
     ),
     (["method.name=streaming", "method.options.fragments=0"], "0 fragments do not fit", "1 to 5"),
@@ -105,7 +113,7 @@ IMPOSSIBLE = [
     ),
     (
         ["method.name=lean", "train.optimizer=sgd"],
-        "corrects exp_avg by means of exp_avg_sq",
+        "corrects exp_avg with exp_avg_sq",
         "correction to 0",
     ),
     (["method.name=best-10"], "method.name: 'best-10' is not known", "did you mean 'best-100'"),
@@ -143,13 +151,13 @@ IMPOSSIBLE = [
     (["method.name=sparta", "method.options.selector=rnadom"], "'rnadom' is not known", "'random'"),
     (
         ["method.name=local", "exchange.codec=int8"],
-        "exchange.codec: local has no such thing",
+        "exchange.codec: method local has no such option",
         "leave it out",
     ),
     (["pipeline.stages=2"], "'tied model'", "set model.tied to false"),
     (
         ["pipeline.stages=3", "model.tied=false"],
-        "'all layers': 2 layers make 1 to 2 stages",
+        "'all layers': 2 layers can be cut into 1 to 2 stages",
         "choose 2",
     ),
     (["pipeline.stages=2", "model.tied=false"], "'one group': method noloco", "choose ddp"),
@@ -402,28 +410,28 @@ class NoDoor:
         ({"method": "dilocko"}, "'dilocko' is not known", "'diloco'"),
         (
             {"method": "streaming", "fragments": 4},
-            "4 fragments do not divide the model's 6",
+            "the model's 6 layers cannot be divided into 4",
             "choose 3",
         ),
         (
             {"method": "streaming", "fragments": 7},
-            "7 fragments do not divide the model's 6",
+            "the model's 6 layers cannot be divided into 7",
             "choose 6",
         ),
         ({"method": "noloco", "gamma": 2.0}, "gamma=2.0 lies outside", "lower gamma"),
         ({"method": "diloco", "codec": "sign"}, "biased", "feedback=0.9"),
         ({"method": "diloco", "period": 0}, "a period of 0", "1 or more"),
         ({"method": "diloco", "period": float("nan")}, "period: nan", "finite"),
-        ({"method": "edit", "temperature": None}, "None cannot be written", "leave it out for 1.0"),
-        ({"method": "async", "enough": 65}, "65 arrivals", "64 or fewer"),
-        ({"method": "demo"}, "and AdamW as it is set", "sgd without momentum"),
+        ({"method": "edit", "temperature": None}, "cannot hold None", "leave it out to get 1.0"),
+        ({"method": "async", "enough": 65}, "wait for 65 contributions", "64 or fewer"),
+        ({"method": "demo"}, "and AdamW with these settings", "sgd without momentum"),
         (
             {"method": "flexdemo", "sign": False, "inner": adamw},
             "cannot send the moments of AdamW",
             "without amsgrad",
         ),
         ({"method": "ddp", "inner": "muon"}, "cannot send the moments of Muon", "adamw"),
-        ({"method": "desloc", "inner": "sgd"}, "SGD does not keep these", "take adamw"),
+        ({"method": "desloc", "inner": "sgd"}, "SGD does not keep these", "use adamw"),
     ],
 )
 def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, offers, monkeypatch):
@@ -437,7 +445,7 @@ def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, off
 
 
 def test_a_local_swarm_of_two_never_has_three_arrivals():
-    with pytest.raises(Usage, match="3 arrivals of 2 peers; take 2 or fewer"):
+    with pytest.raises(Usage, match="wait for 3 contributions from 2 peers; choose 2 or fewer"):
         farflock.local_swarm(2, "async", enough=3)
 
 

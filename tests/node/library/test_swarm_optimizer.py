@@ -337,10 +337,19 @@ def test_what_cannot_work_is_one_sentence(alone, options, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("invite", "says"), [("hello", "no invite"), ("farflock:AAAA", "damaged")])
+@pytest.mark.parametrize(
+    ("invite", "says"), [("hello", "not an invite"), ("farflock:AAAA", "damaged")]
+)
 def test_a_word_that_is_no_invite_is_refused_before_anything_starts(invite, says):
     with pytest.raises(Usage, match=says):
         SwarmOptimizer(net(), invite=invite)
+    assert not [thread for thread in threading.enumerate() if thread.name == "farflock"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_a_host_that_nobody_could_dial_is_refused_before_anything_starts(host):
+    with pytest.raises(Usage, match=f"^host: .*{host}"):
+        SwarmOptimizer(net(), host=host)
     assert not [thread for thread in threading.enumerate() if thread.name == "farflock"]
 
 
@@ -430,5 +439,5 @@ def test_ranks_with_other_models_are_told_apart():
     def work(rank, optimize):
         optimize(nn.Linear(3, 1 + rank))
 
-    with pytest.raises(RefusedByRun, match="this model is not the run's"):
+    with pytest.raises(RefusedByRun, match="this model differs from the run's"):
         two(work, "diloco")

@@ -3,7 +3,7 @@
 import pytest
 
 from farflock.node.errors import Usage
-from farflock.node.process.host import require_host
+from farflock.node.process.host import is_loopback, require_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.7"])
@@ -25,6 +25,11 @@ def test_any_other_host_is_refused_with_the_reason(host, sentence):
     with pytest.raises(Usage) as error:
         require_host(host, "--host")
     assert str(error.value).startswith(sentence)
+
+
+def test_a_loopback_address_is_known():
+    assert is_loopback("127.0.0.1")
+    assert not is_loopback("192.0.2.7")
 
 
 def test_for_every_address_the_machines_own_ones_are_offered(monkeypatch):

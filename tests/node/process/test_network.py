@@ -4,7 +4,9 @@ import resource
 
 import pytest
 
-from farflock.node.process.network import DESCRIPTORS, raise_descriptor_limit
+from farflock.node.errors import Failure
+from farflock.node.process.network import DESCRIPTORS, identity_of, raise_descriptor_limit
+from farflock.node.state.paths import RunFolder
 
 
 @pytest.fixture
@@ -30,3 +32,9 @@ def test_a_limit_that_is_high_enough_is_left_alone(limits):
     limits(DESCRIPTORS + 1)
     raise_descriptor_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == DESCRIPTORS + 1
+
+
+def test_a_folder_that_cannot_be_created_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Failure, match=r"folder .*file/node cannot be created: not a directory;"):
+        identity_of(RunFolder(tmp_path / "file" / "node"))

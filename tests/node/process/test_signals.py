@@ -115,7 +115,7 @@ def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
 
 
 def test_who_does_not_end_in_time_is_broken_off(monkeypatch):
-    monkeypatch.setattr(module, "STOP_S", 0.05)
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.05)
 
     async def work():
         ending.gently = lambda: None

@@ -11,7 +11,7 @@ from farflock.node.run.composition import (
     RULES,
     Composition,
     Uncomposable,
-    least_kept,
+    min_kept,
     require_composable,
     require_split,
     scope_of,
@@ -161,52 +161,57 @@ def skipping(*orders):
 SEEN = {"codec": "aqsgd4", "policy": "fixed", "samples": 20}
 
 BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
-    ("one batch", {"accumulate": 3}, "train.accumulate is 3", "3 times as many"),
+    ("one batch", {"accumulate": 3}, "train.accumulate is 3", "3 times as large"),
     ("one precision", {"autocast": True}, "train.autocast", "false"),
-    ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another one each time", "int4"),
+    ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another edge each time", "int4"),
     ("pinned routes", {"codec": "aqsgd8,int8", "policy": "noloco"}, "policy noloco", "int8"),
     (
         "recurring samples",
         {"codec": "aqsgd8", "policy": "fixed"},
-        "each sequence is drawn anew",
+        "without train.samples each is new",
         "or choose int8",
     ),
     (
         "recurring samples",
         {**SEEN, "samples": 63},
-        "1,000 tokens visit 63 samples of 8 less than twice",
+        "1,000 tokens visit 63 samples of 8 tokens less than twice",
         "to 62 or less",
     ),
     ("recurring samples", {**SEEN, "seq": 501, "samples": 1}, "less than twice", "choose int4"),
     (
         "recurring samples",
         {**SEEN, "batch_size": 257},
-        "names each sample of its microbatch, 256",
+        "names each sample of its microbatch, at most 256",
         "to 256 or less",
     ),
     (
         "room for samples",
         {**SEEN, "cache_bytes": 511},
-        "takes 512 bytes, and an end of an edge holds 511",
-        "to 5,120 for",
+        "takes 512 bytes, and each end of an edge has room for 511",
+        "to 5,120 per trainer",
     ),
     (
         "room for samples",
         {"cache_bytes": 512},
-        "codec int8 remembers nothing",
+        "codec int8 has no memory",
         "leave pipeline.cache_bytes out",
     ),
-    ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
+    (
+        "shared basis",
+        {"codec": "subspace:9"},
+        "rank 9, and a basis for a width of 16 has at most 8",
+        "subspace:8 or less",
+    ),
     (
         "shared basis",
         {"codec": "subspace:9999+int8,raw"},
-        "9999 numbers for 16",
+        "rank 9999, and a basis for a width of 16 has at most 8",
         "subspace:8 or less",
     ),
     (
         "free replicas",
         FREE | {"codec": "int8"},
-        "codec int8 asks nothing of weights",
+        "codec int8 does not constrain weights",
         "codec subspace:K",
     ),
     (
@@ -219,12 +224,12 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "free replicas",
         FREE | {"name": "demo", "options": {}},
         "with method demo members share",
-        "constrain all",
+        "set constrain to all",
     ),
     (
         "free replicas",
         FREE | {"late": Asynchronous(2)},
-        "passes at former weights",
+        "passes at old weights",
         "leave pipeline.asynchronous out",
     ),
     ("free replicas", FREE | {"table_every": 0}, "table_every is 0", "set it to 1 or more"),
@@ -247,14 +252,14 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     (
         "every stage",
         {"policy": Ordered((0, 1, 3), (0, 2, 3))},
-        "stage 1 32 times of 64, not 1",
-        "as often as the policy",
+        "stage 1 32 times in 64 microbatches, and its share is 1",
+        "as often as the policy's share says",
     ),
     (
         "every stage",
         {"policy": skipping((0, 1, 3))},
-        "stage 2 0 times of 64, not 0",
-        "as often as the policy",
+        "stage 2 0 times in 64 microbatches, and its share is 0",
+        "as often as the policy's share says",
     ),
     (
         "whole batches",
@@ -278,7 +283,7 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "swap of unequal stages",
         {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))},
         "(3 layers)",
-        "equally many",
+        "same number of layers",
     ),
     (
         "end copies",
@@ -286,27 +291,32 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
         "stages have [1, 2, 2, 1] layers",
         "pipeline.end_copies to 0",
     ),
-    ("end copies", {"end_copies": 1, "sizes": (6,)}, "stages have [6] layers", "equally many"),
-    ("one group", {"name": "noloco"}, "noloco syncs parts of a group apart", "ddp"),
+    (
+        "end copies",
+        {"end_copies": 1, "sizes": (6,)},
+        "stages have [6] layers",
+        "as many layers as the stage next to it",
+    ),
+    ("one group", {"name": "noloco"}, "noloco syncs parts of a group separately", "ddp"),
     ("one group", {"name": "local"}, "local exchanges nothing", "diloco"),
-    ("rounds in step", {"name": "async"}, "whenever somebody's work is there", "choose ddp"),
-    ("rounds in step", {"name": "co2"}, "trains on while a round is open", "no delay, or ddp"),
+    ("rounds in step", {"name": "async"}, "as soon as some members' work is there", "choose ddp"),
+    ("rounds in step", {"name": "co2"}, "keeps training while a round is open", "no delay, or ddp"),
     (
         "rounds in step",
         {"name": "streaming", "options": {"fragments": 3}},
-        "has 3 streams by turns",
+        "has 3 streams that take turns",
         "one fragment, or ddp",
     ),
     (
         "rounds by steps",
         {"name": "diloco", "options": {"round_s": 60.0}},
         "every 60 s",
-        "name a period",
+        "set a period",
     ),
     (
         "kept microbatches",
         {"kept": 39},
-        "1 steps of 16 microbatches, and a trainer keeps 39, with 8",
+        "1 steps of 16 microbatches, and a trainer keeps only 39, 8 of them",
         "to 40 or more",
     ),
     (
@@ -324,19 +334,19 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     (
         "shared versions",
         {"name": "demo", "late": Asynchronous(2)},
-        "weights of their own with method demo",
+        "with method demo each member of a stage has its own weights",
         "ddp or diloco",
     ),
     (
         "predicted steps",
         {"name": "diloco", "options": {"period": 4}, "late": Asynchronous(2, "prediction")},
-        "with method diloco each has its own",
+        "with method diloco each takes its own",
         "method ddp",
     ),
     (
         "corrected momentum",
         {"late": Asynchronous(2, "spike")},
-        "spike cannot be made with adamw",
+        "spike cannot be computed with adamw",
         "train.momentum to 0.9",
     ),
     (
@@ -360,19 +370,19 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     (
         "corrected momentum",
         {"late": Asynchronous(2, "nesterov")},
-        "cannot be made with adamw",
+        "cannot be computed with adamw",
         "optimizer to nadam",
     ),
     (
         "corrected momentum",
         {"late": Asynchronous(2, "nesterov"), "inner": HEAVY},
-        "made with sgd",
+        "computed with sgd",
         "train.nesterov",
     ),
     (
         "kept microbatches",
         {"batch": 9000, "kept": 16_384},
-        "of at most 16384",
+        "and it can keep 16384",
         "lower pipeline.batch",
     ),
 ]
@@ -415,7 +425,7 @@ def of_microbatches(sequences):
 
 def test_as_many_microbatches_as_it_asks_for_are_enough():
     for batch, period in ((1, 1), (16, 3), (5, 40)):
-        needed = least_kept(batch, period, 8)
+        needed = min_kept(batch, period, 8)
         options = {"name": "diloco", "options": {"period": period}, "batch": batch}
         require_composable(parts(kept=needed, **options))
         assert refusal(parts(kept=needed - 1, **options)).rule == "kept microbatches"

@@ -189,7 +189,7 @@ WRONG = [
     ([["0:0 1:0 4:0"]], '"stage\'s server": a path goes to 4:0', "plan again"),
     (
         [["0:0 1:1 3:0", "0:0 2:0 3:0"]],
-        "goes to place 1 of stage 1, of which there are 1",
+        "goes to place 1 of stage 1, whose number of servers is 1",
         "number places from 0",
     ),
     (
@@ -199,17 +199,17 @@ WRONG = [
     ),
     (
         [["0:0 1:0 3:0", "0:0 2:x 3:0"]],
-        "'2:x' in the path '0:0 2:x 3:0' is no stage with a server",
+        "'2:x' in the path '0:0 2:x 3:0' is not a stage with a server",
         "write a path as",
     ),
     (
         [["0:0 1:0 3:0"]],
         "'stage balance': no path visits stage 2",
-        "let each stage be on some paths",
+        "put each stage on some paths",
     ),
     (
         [["0:0 1:0 3:0"], ["0:1 2:0 3:0"]],
-        "'stage balance': lane 1 visits stage 1 0 times, lane 0 1 times",
+        "'stage balance': lane 1 visits stage 1 0 times, and lane 0 1 times",
         "equally",
     ),
     (
@@ -219,17 +219,17 @@ WRONG = [
     ),
     (
         [[f"0:0 {1 + (at > 9)}:0 3:0" for at in range(20)]],
-        "visits stage 1 9 times on its first 9 paths, 10 on all 20",
+        "visits stage 1 9 times on its first 9 paths, and 10 times on all 20",
         "mix the paths",
     ),
     (
         [["0:0 1:0 3:0", "0:0 2:0 3:0"]] * 2,
-        "'collision': lanes 0 and 1 both set out to 0:0 with path 0",
+        "'collision': lanes 0 and 1 both begin path 0 at 0:0",
         "fewer lanes",
     ),
     ([["0:0 1:0 3:0", "0:0 2:0 3:0"], ["0:1 1:0 3:0"]], "'horizon'", "as many paths"),
     ([[]], "pipeline.plan.lanes", "length >= 1"),
-    ([["0:0 1:0 3:0", 7]], "pipeline.plan.lanes", "str"),
+    ([["0:0 1:0 3:0", 7]], "pipeline.plan.lanes", "must be text"),
 ]
 
 
@@ -270,24 +270,26 @@ def test_batches_are_whole_shares():
 def test_a_plan_goes_with_its_policy_and_no_other():
     with pytest.raises(
         Usage,
-        match=r"pipeline\.plan: there are no paths to follow; give paths in \[pipeline\.plan\]",
+        match=r"pipeline\.plan: policy planned has no paths to follow; give paths in \[pipeline\.plan\]",
     ):
         resolved(None)
-    with pytest.raises(Usage, match=r"pipeline\.plan: policy 'swarm' follows none of the paths"):
+    with pytest.raises(
+        Usage, match=r"pipeline\.plan: policy 'swarm' does not use the planned paths"
+    ):
         resolved({"lanes": GOOD}, policy="swarm")
 
 
 def test_a_plan_has_as_many_servers_as_a_run_may_have_and_fits_a_manifest():
     with pytest.raises(Uncomposable, match="64 servers and a trainer are more than the 64 members"):
         resolved({"servers": [16] * 4, "lanes": GOOD})
-    with pytest.raises(Uncomposable, match="for the servers of 3 stages, and there are 4"):
+    with pytest.raises(Uncomposable, match="has servers for 3 stages, and the model has 4"):
         resolved({"servers": [2] * 3, "lanes": GOOD})
     lane = [f"0:{PEER} {1 + at % 2}:0 3:{PEER[::-1]}" for at in range(2)]
     with pytest.raises(Uncomposable, match="is not the id"):
         resolved({"lanes": [lane]})
     long = [[f"0:{at} {1 + turn % 2}:0 3:0" for turn in range(256)] for at in range(20)]
     with pytest.raises(
-        Uncomposable, match=f"'horizon': the paths have .* and the manifest room for {MAX_TEXT}"
+        Uncomposable, match=f"'horizon': the paths have .* and a manifest has room for {MAX_TEXT:,}"
     ):
         resolved({"lanes": long})
 
@@ -306,7 +308,7 @@ def test_too_many_hosts_are_refused_before_a_plan_is_made_for_them(monkeypatch):
         ({"visited": 0}, ">= 1"),
         (
             {"line_s": [[0.1]] * 4},
-            "forward_s is about [2, 2, 2, 2] hosts, line_s about [1, 1, 1, 1]",
+            "forward_s is given for [2, 2, 2, 2] hosts, line_s for [1, 1, 1, 1]",
         ),
         ({"forward_s": [[0.1, 0.1]] * 3, "line_s": [[0.1, 0.1]] * 3}, "there are 4 stages"),
         ({"forward_s": [[0.1, -1.0]] * 4}, ">= 0"),

@@ -64,9 +64,9 @@ def test_planned_paths_go_with_their_policy_and_no_other():
     paths = plan_of_texts([["0:0 1:0 3:0", "0:0 2:0 3:0"]])
     assert isinstance(policy_of(PLANNED, LAYERS, 1, "me", paths), PlannedPaths)
     assert shares_of(PLANNED, LAYERS, paths) == (1, Fraction(1, 2), Fraction(1, 2), 1)
-    with pytest.raises(BadPlan, match="there are no paths to follow"):
+    with pytest.raises(BadPlan, match="policy planned has no paths to follow"):
         policy_of(PLANNED, LAYERS, 1, "me")
-    with pytest.raises(BadPlan, match="policy 'swarm' follows none of the paths"):
+    with pytest.raises(BadPlan, match="policy 'swarm' does not use the planned paths"):
         policy_of("swarm", LAYERS, 1, "me", paths)
 
 

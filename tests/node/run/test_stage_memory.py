@@ -88,7 +88,7 @@ def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that
     require_stage_memory(plan, pipeline, 1, small, large)
     with pytest.raises(Uncomposable) as refused:
         require_stage_memory(plan, pipeline, 1, small, large - 1)
-    assert refused.value.rule == "stage that fits nobody"
+    assert refused.value.rule == "stage too large for any machine"
     assert f"takes about {large / 1e6:,.0f} MB of memory" in refused.value.why
     assert refused.value.remedy.startswith("serve stage 0, or cut the model into more stages")
     with pytest.raises(Uncomposable, match="; cut the model into more stages"):
@@ -103,9 +103,9 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
     require_replica_memory(plan, pipeline, needed)
     with pytest.raises(Uncomposable) as refused:
         require_replica_memory(plan, pipeline, stages[0], needed - 1)
-    assert refused.value.rule == "replica that fits nobody"
+    assert refused.value.rule == "replica too large for any machine"
     assert (
-        f"{plan.model.parameters():,} parameters, and takes about {needed / 1e6:,.0f} MB"
+        f"{plan.model.parameters():,} parameters and takes about {needed / 1e6:,.0f} MB"
         in refused.value.why
     )
     assert refused.value.remedy.startswith("serve one stage (--role stage, or stage:0)")

@@ -60,18 +60,18 @@ def test_a_joiner_may_name_what_the_founder_named_or_nothing():
     ("named", "says"),
     [
         ({"period": 8}, "method.options.period: it is 8 here and 7 in the run"),
-        ({"perod": 7}, "method.options.perod: it is 7 here and nothing in the run"),
+        ({"perod": 7}, "method.options.perod: it is 7 here and not set in the run"),
         ({"method": "noloco"}, "method.name: it is 'noloco' here and 'diloco' in the run"),
         ({"codec": "fp16"}, "exchange.codec: it is 'fp16' here and 'int8' in the run"),
         ({"seed": 4}, "run.seed: it is 4 here and 3 in the run"),
         ({"outer": {"lr": 0.1}}, "method.options.outer.lr: it is 0.1 here"),
         (
             {"model": net(4)},
-            "this model is not the run's: 4 tensors of 17 numbers here, 4 of 13 there",
+            "this model differs from the run's: it has 4 tensors with 17 values, the run's model 4 with 13",
         ),
         (
             {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1, bias=False))},
-            "5 tensors of 12",
+            "5 tensors with 12 values",
         ),
     ],
 )

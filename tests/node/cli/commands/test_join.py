@@ -28,7 +28,7 @@ def test_a_dry_run_of_a_run_that_nobody_answers_for_says_so_and_makes_nothing(fa
     [
         ("hello", "does not begin with 'farflock:'"),
         (invite(60)[:-3], "cut or mistyped"),
-        (invite(-7200), "expired: 2."),
+        (invite(-7200), "expired 2."),
     ],
 )
 def test_a_wrong_invite_is_a_usage_error_of_one_sentence(farflock, text, named):

@@ -192,7 +192,8 @@ def test_disasters_take_no_manifest(farflock, manifest):
 
 
 @pytest.mark.parametrize(
-    ("option", "named"), [(("--set", "train.lr=-1"), "train.lr: -1"), (("--loss", "2"), "--loss")]
+    ("option", "named"),
+    [(("--set", "train.lr=-1"), "train.lr must be a number > 0"), (("--loss", "2"), "--loss")],
 )
 def test_wrong_values_are_usage_errors(farflock, option, named):
     code, _, err = farflock("sim", *option)

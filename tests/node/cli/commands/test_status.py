@@ -144,4 +144,4 @@ def test_a_run_seen_from_outside_is_told_in_lines(manifest):
 
 def test_a_folder_in_which_no_node_has_run_is_called_that(farflock, tmp_path):
     _, _, err = farflock("status", "--folder", tmp_path)
-    assert f"no node has run in {tmp_path}: start one with `farflock join INVITE`" in err
+    assert f"no node has run in {tmp_path}; start one with `farflock join INVITE`" in err

@@ -159,10 +159,10 @@ def test_an_even_split_gives_the_middle_more():
 @pytest.mark.parametrize(
     ("config", "sizes", "reason"),
     [
-        (CONFIG, [], "each needs one or more"),
-        (CONFIG, [5, 0], "each needs one or more"),
-        (CONFIG, [2, 2], "are 4 in all, the model has 5"),
-        (PRESETS["demo"], [2, 2], "set tied to false"),
+        (CONFIG, [], "each stage needs one layer or more"),
+        (CONFIG, [5, 0], "each stage needs one layer or more"),
+        (CONFIG, [2, 2], "have 4 in total, the model has 5"),
+        (PRESETS["demo"], [2, 2], "set model.tied to false"),
     ],
 )
 def test_what_is_no_split_is_refused(config, sizes, reason):
@@ -172,7 +172,7 @@ def test_what_is_no_split_is_refused(config, sizes, reason):
 
 @pytest.mark.parametrize("stages", [0, 6])
 def test_more_stages_than_layers_are_refused(stages):
-    with pytest.raises(BadSplit, match="5 layers make 1 to 5 stages"):
+    with pytest.raises(BadSplit, match="5 layers can be cut into 1 to 5 stages"):
         even(CONFIG, stages)
 
 
