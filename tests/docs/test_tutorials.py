@@ -126,12 +126,15 @@ def test_every_tutorial_has_commands_and_ends_what_it_began():
 
 
 def test_a_command_that_prints_something_else_is_found_out(tmp_path):
-    text = "`a.txt`:\n\n```text\none\n```\n\n```console\n$ cat a.txt\nt...o\n$ sleep 0 &\n$ wait\n```\n"
+    text = (
+        "`a.txt`:\n\n```text\none\n```\n\n"
+        "```console\n$ cat a.txt\nt...o\n$ sleep 0 &\n$ wait\n```\n"
+    )
     printed = run(text, tmp_path)
     assert printed[1].strip() == "one"
     assert not re.search(pattern("t...o"), printed[1])
 
 
 def test_a_command_that_fails_is_found_out(tmp_path):
-    with pytest.raises(AssertionError, match="no such command|No such command"):
+    with pytest.raises(AssertionError, match=r"[Nn]o (such )?command"):
         run("```console\n$ farflock fly\n```\n", tmp_path)
