@@ -345,8 +345,8 @@ class _StageExchanges:
         """Return one exchange for each stream of a stage."""
         if index not in self._templates:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
-            stage_method = method(self._plan.method, **self._plan.options)
             with torch.device("meta"):
+                stage_method = method(self._plan.method, **self._plan.options)
                 self._templates[index] = stage_method.streams(ShapeReplica(shapes))
         return self._templates[index]
 
