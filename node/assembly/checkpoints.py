@@ -30,7 +30,7 @@ class SavedNode(Resumable, Protocol):
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """The writer of a node's checkpoints: every `every_s` seconds and at the end; keeps `KEPT`."""
+    """Writes a node's checkpoints, every `every_s` seconds and at the end, and keeps `KEPT`."""
 
     node: SavedNode
     folder: RunFolder
@@ -41,13 +41,13 @@ class CheckpointManager:
     _written_s: float = field(default_factory=time.monotonic)
 
     async def pause(self) -> None:
-        """Write a checkpoint if it is time, between steps. A full disk must not end training."""
+        """Write a checkpoint between two steps if one is due. A full disk does not end training."""
         if time.monotonic() - self._written_s < self.every_s:
             return
         try:
             await self.save()
         except checkpoint.CheckpointError as error:
-            log.warning("this checkpoint is left out: %s", error)
+            log.warning("could not write a checkpoint, training goes on: %s", error)
             self._written_s = time.monotonic()
 
     async def save(self) -> Path:
@@ -84,19 +84,21 @@ def folder_of(folder: RunFolder, role: str) -> Path:
 
 
 def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:
-    """Return the newest whole checkpoint of this run and role; None if there is none.
+    """Return the newest intact checkpoint of this run and role; None if there is none.
 
-    Raise `CheckpointError` if all are corrupt or the newest is another run's: a new start would
-    write among them, and in time over them."""
+    Raise `CheckpointError` if all are corrupt or the newest belongs to another run: a new start
+    would write among them, and in time prune them."""
     checkpoints = folder_of(folder, role)
     newest = checkpoint.latest(checkpoints)
     if newest is not None and newest.meta.get("run") != run:
+        other = str(newest.meta.get("run"))[:8]
         raise CheckpointError(
-            f"{newest.folder} is of another run ({str(newest.meta.get('run'))[:8]}, not {run[:8]});"
-            " choose another --folder, or move the checkpoints away"
+            f"{newest.folder} belongs to another run ({other}, not {run[:8]}); "
+            "choose another --folder, or move the checkpoints away"
         )
     if newest is None and checkpoint.steps(checkpoints):
         raise CheckpointCorrupt(
-            f"no checkpoint in {checkpoints} is whole; restore one, or move them away to begin anew"
+            f"no checkpoint in {checkpoints} is intact; "
+            "restore one from a copy, or move them away to start again"
         )
     return newest

@@ -1,5 +1,4 @@
-"""One node's part in a run, put together over one peer: model, method, driver, exchange client,
-loop.
+"""One node's part in a run, assembled over one peer: model, method, driver, client and loop.
 
 Processes and simulations assemble nodes alike; links, directory and compute are passed in.
 """
@@ -28,8 +27,10 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 
 @dataclass(slots=True)
 class ReplicaNode:
-    """A node that is ready to start or to join a run; for its process, `status` and the live view
-    it has the attributes of a stage or a trainer (node/pipeline/node.py)."""
+    """A node that is ready to start or to join a run.
+
+    Its process, `status` and the live view read the same attributes as of a stage server or a
+    trainer (node/pipeline/node.py)."""
 
     peer: Peer
     model: Llama
@@ -37,7 +38,7 @@ class ReplicaNode:
     loop: Loop
     training_task: Newcomer
     role: str = "replica"
-    # The end of the run, once it runs, if the method is exact.
+    # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
 
     @property

@@ -3,8 +3,8 @@
 A checkpoint holds the replica with its gradients and inner moments, the method's shared state (the
 one a joiner receives) and its personal state, every pending exchange with its result if known, and
 the cursors: step, round, tokens. On resume an exchange without a result is reported `failed` once:
-the method keeps the work and sends it again. That is right only if no peer went on meanwhile. In a
-swarm that did, a node restores its cursors and moments (`load_moments`) and adopts the state.
+the method keeps the work and sends it again. That is correct only if the whole swarm stopped. In a
+swarm that went on, a node restores its cursors and moments (`load_moments`) and adopts the state.
 """
 
 from collections.abc import Mapping
@@ -155,13 +155,13 @@ def cursors_of(saved: Checkpoint) -> Cursors:
         return msgspec.convert(saved.meta["node"], Cursors)
     except (KeyError, msgspec.ValidationError) as error:
         raise CheckpointCorrupt(
-            f"{saved.folder} does not say where its node stopped ({error}); use another"
+            f"{saved.folder} does not say where its node stopped ({error}); use another checkpoint"
         ) from None
 
 
 def _misfit(saved: Checkpoint, error: Exception) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{saved.folder} does not fit this run ({error}); move it away to begin anew"
+        f"{saved.folder} does not fit this run ({error}); move it away to start without it"
     )
 
 
@@ -247,12 +247,9 @@ def _result(
     number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State
 ) -> Result:
     answer = opened.answer
-    if answer is None:  # its outcome cannot be known any more
-        last = (
-            opened.round
-            if isinstance(exchange.group, RandomGroups)
-            else cursors.place.rounds[opened.stream]
-        )
+    if answer is None:  # its outcome can no longer be learned
+        in_pairs = isinstance(exchange.group, RandomGroups)  # which count their own rounds
+        last = opened.round if in_pairs else cursors.place.rounds[opened.stream]
         return Result("failed", last + exchange.stride)
     gathered = {}
     for index, peer in enumerate(answer.participants):

@@ -2,5 +2,5 @@
 
 May import node/errors.py, optimizers and compression.
 
-Start reading at llama.py; a method sees a model through replica.py alone.
+Start reading at llama.py; a method sees a model only through replica.py.
 """

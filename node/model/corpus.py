@@ -43,7 +43,7 @@ class About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A training text and a disjoint held-out text; `sha256` is that of the text before the cut."""
+    """A training text and a separate held-out text; `sha256` is that of the text before the cut."""
 
     name: str
     train: str
@@ -63,15 +63,12 @@ def load_corpus(name: str, sha256: str | None = None) -> Corpus:
         corpus = from_file(Path(name))
     else:
         raise BadCorpus(
-            f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; name one of them"
+            f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; "
+            "name one of them"
         )
     if sha256 is not None:
-        _require_hash(
-            corpus.sha256,
-            sha256,
-            f"the corpus {name}",
-            "get the text (or the version) of the run's founder",
-        )
+        remedy = "get the run's text from its founder, or the same version of Farflock"
+        _require_hash(corpus.sha256, sha256, f"the corpus {name}", remedy)
     return corpus
 
 
@@ -85,12 +82,8 @@ def shakespeare(folder: Traversable) -> Corpus:
         raise BadCorpus(
             f"the shipped corpus in {folder} cannot be read ({error}); reinstall farflock"
         ) from None
-    _require_hash(
-        hashlib.sha256(text).hexdigest(),
-        about.sha256,
-        f"the shipped corpus in {folder}",
-        "reinstall farflock",
-    )
+    digest, what = hashlib.sha256(text).hexdigest(), f"the shipped corpus in {folder}"
+    _require_hash(digest, about.sha256, what, "reinstall farflock")
     return _cut_plays(text, about)
 
 
@@ -100,7 +93,8 @@ def from_file(path: Path) -> Corpus:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:
             raise BadCorpus(
-                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; turn it into a token file first"
+                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; "
+                "turn it into a token file first"
             )
         raw = path.read_bytes()
         text = raw.decode()
@@ -114,8 +108,9 @@ def from_file(path: Path) -> Corpus:
     train, held_out = text[:cut], text[cut:]
     if not train or len(held_out.encode()) < MIN_HELD_OUT_BYTES:
         raise BadCorpus(
-            f"{path} has {size_bytes} bytes, too few to train on and to hold out {MIN_HELD_OUT_BYTES} "
-            f"by whole lines; give a text of some {40 * MIN_HELD_OUT_BYTES} bytes or more"
+            f"{path} has {size_bytes} bytes, too few to train on and to hold out "
+            f"{MIN_HELD_OUT_BYTES} in whole lines; "
+            f"use a text of at least {40 * MIN_HELD_OUT_BYTES} bytes"
         )
     return Corpus(
         path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest()
@@ -136,7 +131,8 @@ def _cut_plays(text: bytes, about: About) -> Corpus:
         start += play.size_bytes
     if start != len(text):
         raise BadCorpus(
-            f"the shipped plays are listed with {start} bytes, the text has {len(text)}; reinstall farflock"
+            f"the shipped plays are listed with {start} bytes, but the text has {len(text)}; "
+            "reinstall farflock"
         )
     titles = tuple(play.title for play in about.plays if play.held_out)
     return Corpus(

@@ -3,9 +3,8 @@
 A peer's order of data must not depend on the other peers, and must resume from two integers. So a
 counter-based generator (Philox) draws a batch's windows, not one that has to be run forward.
 
-Windows are drawn anew for each batch. With `recurring`, that many are drawn once and come again in
-epochs, each in another order: for fine-tuning, and for codecs that remember samples
-(compression/aqsgd.py).
+Each batch draws new windows. With `recurring`, that many are drawn once and recur in epochs, each
+in another order: for fine-tuning, and for codecs that remember samples (compression/aqsgd.py).
 """
 
 import functools
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from farflock.node.model.tokenizer import TokenIds, Tokenizer, tokenizer_hash
 
-MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them anew
+MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them again
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
 
 
@@ -60,15 +59,18 @@ class Batches:
     def __post_init__(self) -> None:
         if not 0 <= self.recurring <= MAX_RECURRING:
             raise BadData(
-                f"{self.recurring} samples that come again are not possible; use 0 to {MAX_RECURRING}"
+                f"the number of recurring samples is {self.recurring}; "
+                f"it must be between 0 and {MAX_RECURRING}"
             )
         if self.batch_size < 1 or self.seq < 1:
             raise BadData(
-                f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; use 1 or more of each"
+                f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; "
+                "use 1 or more of each"
             )
         if len(self.tokens) <= self.seq:
             raise BadData(
-                f"{len(self.tokens)} tokens hold no sequence of {self.seq} and its next; use a longer text"
+                f"{len(self.tokens)} tokens are too few for a sequence of {self.seq} and its next "
+                "token; use a longer text"
             )
 
     def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
@@ -80,9 +82,8 @@ class Batches:
         """Return the first positions of the batch's sequences."""
         count = np.uint64(len(self.tokens) - self.seq)
         if self.recurring:
-            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[
-                list(self.samples(step, round))
-            ]
+            chosen = list(self.samples(step, round))
+            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[chosen]
             return (draws % count).astype(np.int64)
         self._require_cursor(step, round)
         philox = np.random.Philox(
@@ -104,7 +105,7 @@ class Batches:
     def _require_cursor(self, step: int, round: int) -> None:
         if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
             raise BadData(
-                f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits"
+                f"step {step} of round {round} is out of range; use numbers from 0 to 2^63 - 1"
             )
 
 
@@ -116,7 +117,8 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
     fitting = (len(held_out) - 1) // seq
     if fitting < 1 or sequences < 1:
         raise BadData(
-            f"{len(held_out)} held-out tokens give no {sequences} sequences of {seq}; hold out more text"
+            f"{len(held_out)} held-out tokens are too few for {sequences} sequences of {seq}; "
+            "hold out more text"
         )
     count = min(fitting, sequences)
     starts = np.arange(count, dtype=np.int64) * fitting // count * seq
@@ -133,7 +135,7 @@ def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
 
 
 def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
-    """Write a token file and the header beside it; never overwrite an existing file."""
+    """Write a token file and its header; never overwrite an existing file."""
     header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
     with path.open("xb") as file:
         file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
@@ -151,15 +153,16 @@ def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
         ) from None
     except msgspec.MsgspecError as error:
         raise BadData(
-            f"{_header_path(path)} is no header of a token file ({error}); write it again"
+            f"{_header_path(path)} is not the header of a token file ({error}); write it again"
         ) from None
     if header.tokenizer != tokenizer_hash(tokenizer):
         raise BadData(
-            f"{path} was cut by tokenizer {header.tokenizer[:16]}…, not by this run's; tokenize it again"
+            f"{path} was made with tokenizer {header.tokenizer[:16]}…, not with this run's; "
+            "tokenize it again"
         )
     if header.count < 1 or size_bytes != 2 * header.count:
         raise BadData(
-            f"{path} has {size_bytes} bytes, its header wants {2 * header.count}; copy it again"
+            f"{path} has {size_bytes} bytes, but its header says {2 * header.count}; copy it again"
         )
     return np.memmap(path, dtype="<u2", mode="r")
 

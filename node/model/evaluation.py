@@ -27,7 +27,7 @@ class LossEstimate:
 def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
     """Return the cross-entropy of `held_out` under the add-one token frequencies of `train`."""
     if not len(held_out):
-        raise ValueError("no held-out tokens: the unigram baseline needs some to be measured on")
+        raise ValueError("no held-out tokens to measure the unigram baseline on; hold out a text")
     seen = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
     asked = np.bincount(held_out, minlength=vocab_size).astype(np.float64)
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())

@@ -57,11 +57,12 @@ def export(
         partial.mkdir(exist_ok=True)
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        for name in files:  # only once all of it is on the disk
+        for name in files:  # only once everything is on the disk
             (partial / name).replace(folder / name)
     except OSError as error:
         raise ExportRefused(
-            f"cannot write to {folder} ({error.strerror}); choose a folder with space and permission"
+            f"cannot write to {folder} ({error.strerror}); "
+            "choose a folder with space and permission"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -144,8 +145,10 @@ def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [llama, farflock]\n---\n\n"
-        f"# {title}\n\nA Llama-style language model, trained with Farflock on machines far apart.\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        "tags: [llama, farflock]\n---\n\n"
+        f"# {title}\n\n"
+        "A Llama-style language model, trained with Farflock on machines far apart.\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained(".")\n'
@@ -161,7 +164,7 @@ def _require_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None
             name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)
         )
         raise ExportRefused(
-            f"{len(wrong)} tensors do not fit the configuration, the first being {wrong[0]} "
+            f"{len(wrong)} tensors do not fit the configuration, the first of them {wrong[0]} "
             f"(found {found.get(wrong[0])}, expected {wanted.get(wrong[0])}); "
             "export with the run's own configuration"
         )

@@ -1,7 +1,6 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, optional grouped queries and tied
-embeddings.
+"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped queries, tied embeddings.
 
-It is our own so that the core needs no transformers, splits at layer boundaries, and draws its
+It is our own so that the core does not need transformers, splits at layer boundaries, and draws its
 weights from its own generators. Names and arithmetic are those of Hugging Face's
 `LlamaForCausalLM`, so exports load there.
 
@@ -50,11 +49,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 )
         if self.dim % (2 * self.heads):
             raise ValueError(
-                f"a width of {self.dim} gives {self.heads} heads no even share; make dim a multiple of {2 * self.heads}"
+                f"dim {self.dim} cannot be divided into {self.heads} heads of an even width; "
+                f"make dim a multiple of {2 * self.heads}"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly; choose a divisor"
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly; "
+                f"make kv_heads a divisor of {self.heads}"
             )
         if not (math.isfinite(self.rope_theta) and self.rope_theta >= 1):
             raise ValueError(
@@ -152,9 +153,8 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = _Embedding(config.vocab_size, config.dim) if span.start == 0 else None
         self.layers = nn.ModuleDict({str(index): Block(config) for index in span})
-        self.norm = (
-            nn.RMSNorm(config.dim, eps=config.norm_eps) if span.stop == config.layers else None
-        )
+        is_last = span.stop == config.layers
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if is_last else None
 
 
 class Llama(nn.Module):
@@ -170,18 +170,14 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.span = range(config.layers) if span is None else span
-        if not (
-            self.span
-            and self.span.step == 1
-            and self.span.start >= 0
-            and self.span.stop <= config.layers
-        ):
+        is_consecutive = len(self.span) > 0 and self.span.step == 1
+        if not (is_consecutive and self.span.start >= 0 and self.span.stop <= config.layers):
             raise ValueError(
                 f"a stage holds consecutive layers of 0 to {config.layers - 1}, got {self.span}"
             )
         if config.tied and len(self.span) < config.layers:
             raise ValueError(
-                "a model whose head is its embedding cannot be split into stages; set tied to false"
+                "a model with tied embeddings cannot be split into stages; set tied to false"
             )
         self.model = Trunk(config, self.span)
         headed = self.span.stop == config.layers and not config.tied
@@ -198,7 +194,8 @@ class Llama(nn.Module):
         length = x.shape[1]
         if length > self.config.context:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than the model's context {self.config.context}"
+                f"a sequence of {length} tokens is longer than the model's context "
+                f"{self.config.context}; shorten it"
             )
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
@@ -213,9 +210,7 @@ class Llama(nn.Module):
 
     def _logits(self, x_BLD: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        assert head is not None, (
-            "the last stage has a head of its own, or the whole model's embedding"
-        )
+        assert head is not None, "the last stage has neither a head nor the embedding"
         return F.linear(x_BLD, head.weight)
 
 
@@ -247,9 +242,8 @@ def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
 def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles, float32 (context, K); K repeats K/2 angles."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.arange(config.context, dtype=torch.float32)[:, None] * (
-        1.0 / config.rope_theta**powers
-    )
+    frequencies = 1.0 / config.rope_theta**powers
+    angles = torch.arange(config.context, dtype=torch.float32)[:, None] * frequencies
     both = torch.cat((angles, angles), dim=-1)
     return both.cos(), both.sin()
 

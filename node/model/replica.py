@@ -39,17 +39,14 @@ class Slots:
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
-        stored = (
-            parameter.grad if what == "grad" else self._inner.state.get(parameter, {}).get(what)
-        )
-        if stored is None:
-            begun = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
-            return (
-                torch.full((), float(begun))
-                if what in SCALARS
-                else torch.zeros_like(parameter.detach())
-            )
-        return torch.as_tensor(stored).detach()
+        moments = self._inner.state.get(parameter, {})
+        stored = parameter.grad if what == "grad" else moments.get(what)
+        if stored is not None:
+            return torch.as_tensor(stored).detach()
+        if what not in SCALARS:
+            return torch.zeros_like(parameter.detach())
+        begins_at_1 = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
+        return torch.full((), float(begins_at_1))
 
     def ensure(self, name: str, what: What) -> Tensor | None:
         """Return the tensor to write to, made if missing; None for a moment the optimizer lacks."""
@@ -62,9 +59,9 @@ class Slots:
             return parameter.grad
         state = self._inner.state[parameter]
         if state.get(what) is None:
-            first = self._first_moments(parameter) | (
-                {TREND: torch.zeros_like(parameter)} if what == TREND else {}
-            )
+            first = self._first_moments(parameter)
+            if what == TREND:
+                first[TREND] = torch.zeros_like(parameter)
             state.update({name: zero for name, zero in first.items() if state.get(name) is None})
         stored: Tensor | None = state.get(what)
         return stored
@@ -79,7 +76,7 @@ class Slots:
         self._inner.zero_grad(set_to_none=False)
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return all moments that the optimizer starts with: it creates none that is left out."""
+        """Return all moments that the optimizer starts with: it would not create a missing one."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
@@ -90,11 +87,9 @@ class Slots:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-            return first | (
-                {"mu_product": torch.ones_like(step)}
-                if isinstance(inner, torch.optim.NAdam)
-                else {}
-            )
+            if isinstance(inner, torch.optim.NAdam):
+                first["mu_product"] = torch.ones_like(step)
+            return first
         # torch before 2.9 has no Muon
         with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
         if isinstance(inner, with_momentum) and options["momentum"]:
@@ -145,7 +140,8 @@ def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> 
     if target is None:
         if bool(new.any()):
             raise ValueError(
-                f"the inner optimizer keeps no {what} for {name}; use the optimizer that the state is from"
+                f"the inner optimizer keeps no {what} for {name}; "
+                "use the optimizer that the state is from"
             )
     elif new.shape != target.shape:
         raise ValueError(

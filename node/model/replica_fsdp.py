@@ -98,7 +98,8 @@ class FsdpReplica:
         return {}
 
     def _obey(self, order: _Order, tensors: Tensors) -> dict[str, Tensor] | None:
-        """Do this rank's part of an order; full tensors are on the leader. None after a release."""
+        """Do this rank's part of a call; only the leader has full tensors. Return None for a
+        release."""
         match order.act:
             case "read":
                 return dict(self._gathered(order))
@@ -139,16 +140,16 @@ class FsdpReplica:
                 blend(target, full.to(target.device), mix)
 
     def _check(self, tensors: Tensors, what: What) -> None:
-        """Refuse bad tensors before the announcement: followers must not wait for half an order."""
+        """Refuse bad tensors before the announcement: a failed call must not leave followers
+        waiting."""
         for name, new in tensors.items():
             require_place(name, what, self._slots.ensure(name, what), new)
 
     def _announce(self, order: _Order) -> None:
         places = {name: place for place, name in enumerate(self.names)}
         fields = [order.act, [places[name] for name in order.names], order.what, order.number]
-        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8).to(
-            self._device
-        )
+        encoded = bytearray(json.dumps(fields).encode())
+        text = torch.frombuffer(encoded, dtype=torch.uint8).to(self._device)
         dist.broadcast(torch.tensor(text.numel(), device=self._device), LEADER)
         dist.broadcast(text, LEADER)
 

@@ -41,7 +41,8 @@ def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict
     for prefix in sorted({name.removesuffix(_bare(name)) for name in found} or {""}):
         if lacking := sorted(name for name in wanted if prefix + name not in found):
             raise Misfit(
-                f"layers {span.start} to {span.stop - 1} lack {len(lacking)} tensors, {prefix}{lacking[0]} among them"
+                f"layers {span.start} to {span.stop - 1} lack {len(lacking)} tensors, such as "
+                f"{prefix}{lacking[0]}"
             )
     return found
 
@@ -53,7 +54,8 @@ def joined(pieces: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, tensor in piece.items():
             if name in whole and not torch.equal(whole[name], tensor):
                 raise Misfit(
-                    f"{name} is in two pieces that differ; they are not of one moment, take one of them"
+                    f"{name} differs between two pieces, which were saved at different times; "
+                    "use one of them"
                 )
             whole[name] = tensor
     return whole

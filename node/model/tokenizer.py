@@ -50,6 +50,5 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer}
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Return SHA-256 of the definition as canonical JSON (sorted keys)."""
-    return hashlib.sha256(
-        msgspec.json.encode(tokenizer.definition(), order="deterministic")
-    ).hexdigest()
+    definition = msgspec.json.encode(tokenizer.definition(), order="deterministic")
+    return hashlib.sha256(definition).hexdigest()

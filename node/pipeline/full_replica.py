@@ -1,14 +1,14 @@
 """The microbatches of a full replica, which takes them through all stages locally.
 
 It draws them as a trainer does and hands each gradient to its own stage servers, which count it
-beside other trainers' gradients. Nothing is sent, asked for or left pending: a gradient is in this
+like other trainers' gradients. Nothing is sent, asked for or left pending: a gradient is in this
 peer's sums or nowhere. So microbatches that no round has named are lost with this peer, like a dead
 trainer's, and are not asked for again. A microbatch still counts once at each stage, because its
 key travels with the sum that contains it (node/train/microbatch_ids.py).
 
-A replica is throttled like a trainer. While a stage has a full batch but an open round keeps it
-from stepping, only as many batches may be ready for it as a trainer may be late; more would be too
-old when the step comes. It also keeps only so many microbatches that no round has named."""
+A replica is throttled like a trainer. While an open round keeps a stage with a full batch from its
+step, only as many microbatches may be ready for it as a trainer may have in flight: more would be
+too old when the step comes. The number of microbatches that no round has named is bounded too."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from farflock.node.reporting import Report
 from farflock.swarm.paths.policy import Microbatch
 from farflock.swarm.peer.peer import OpenWait, Peer
 
-TICK_S = 0.05
+TICK_S = 0.05  # between two looks while throttled
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class LocalStage:
 class FullTrainer:
     """One life of a full replica's own training, through `parts`, the stages in order.
 
-    Microbatches come from `source`. At most `ahead` of them wait for a step of a stage that has a
-    full batch, and at most `kept` wait to be named by a round."""
+    Microbatches come from `source`. At most `ahead` of them wait for the step of a stage that has a
+    full batch, and at most `kept` wait until a round names them."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FullTrainer:
         self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
         self.source, self._ahead, self._max_kept = source, ahead, kept
         self._computing = computing
-        # No server is asked, so a microbatch that a round may have named is still "open" here.
+        # no server is asked, so a microbatch that a round may have named is still "open" here
         self.commits = CommitTracker(peer.me, stage_directory, report, doubtful=("open",))
         self.stopping = False
         self.spoilt = 0  # microbatches dropped because a gradient was not finite
@@ -84,12 +84,9 @@ class FullTrainer:
         """True if the next microbatch may begin now."""
         if self.kept >= self._max_kept or not self._peer.membership.is_member:
             return False
-        ready = [
-            part
-            for part in self._parts
-            if part.server.accounts.untaken(self._peer.me) >= self._ahead
-        ]
-        # A stage without a full batch may be waiting for this peer alone, so go on for it.
+        me = self._peer.me
+        ready = [part for part in self._parts if part.server.accounts.untaken(me) >= self._ahead]
+        # a stage without a full batch may be waiting for this peer alone, so go on for it
         return not any(part.batch.is_full() for part in ready)
 
     async def _train(self, microbatch: Microbatch) -> None:
@@ -101,10 +98,10 @@ class FullTrainer:
             self.spoilt += 1  # it would spoil the sum of the whole group
             return
         self.commits.begin(number, order, started_s)
+        key = self._peer.me, number
         for server, part, of in zip(servers, staged, rounds, strict=True):
-            await server.contribute(
-                (self._peer.me, number), part, loss if server.stage.is_last else None, of
-            )
+            known_loss = loss if server.stage.is_last else None
+            await server.contribute(key, part, known_loss, of)
         self.commits.trained(number, loss / self.source.edges.tokens)
 
     def compute(

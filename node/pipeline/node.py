@@ -42,7 +42,7 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.tasks import cancel
 
 ENDLESS = 2**62  # tokens
-END_S = 30.0  # longest wait for a stage's other servers and open rounds at the end of the run
+END_S = 30.0  # maximum wait for a stage's other servers and open rounds at the end of the run
 
 
 class PipelineNode:
@@ -66,28 +66,27 @@ class PipelineNode:
         self.edges = edges_of(plan, pipeline)
         self.exchanges = StageExchanges(plan, pipeline)
         self._began_s = 0.0
-        stages = range(len(pipeline.stages))
+        stages, serves_all = range(len(pipeline.stages)), stage == EVERY
         self._streams = {index: self.exchanges.stream(index) for index in stages}
         self.embedding = self._frozen_embedding()
-        assembly = Assembly(plan, pipeline, peer, means, self.edges, stage == EVERY, self.embedding)
+        assembly = Assembly(plan, pipeline, peer, means, self.edges, serves_all, self.embedding)
+        served = [index for index in stages if serves_all or stage == index]
         self.servings = tuple(
             assembly.serving(
                 index, self.exchanges.templates(index)[0], self._exchange_client(index)
             )
-            for index in stages
-            if stage in (index, EVERY)
+            for index in served
         )
         if self.servings:
-            # A member may be called before `run`: path policies ban servers that fail, not slow
-            # ones.
+            # before `run`: path policies ban servers that fail, but not slow ones
             peer.calls.handler = self._handler()
             if not isinstance(peer.calls.handler, Closed):
                 peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
             if (before := self.saved.get(serving.index)) is not None:
-                # Checkpoints are named and pruned by step, so the count goes on.
+                # checkpoints are named and pruned by step, so the count continues
                 serving.loop.step = serving.training_task.joined_at = before.step
-        self._others = [index for index in stages if stage not in (index, EVERY)]
+        self._others = [index for index in stages if index not in served]
         self.stage_directory = StageDirectory(
             peer, self._streams, whole=pipeline.constrain == "all"
         )
@@ -110,8 +109,9 @@ class PipelineNode:
     ) -> None:
         """Join through the members whose `records` are given, and get each served stage's state.
 
-        The state is downloaded from a peer that has it, or begun anew. A full replica does this for
-        all stages at once: a stage that waited for the others would fall behind."""
+        The state is downloaded from a peer that has it; otherwise the stage starts over. A full
+        replica does this for all stages at once: a stage that waited for the others would fall
+        behind."""
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
         comes = _Together(downloaded)
@@ -170,10 +170,9 @@ class PipelineNode:
     @property
     def trained_tokens(self) -> int:
         """Tokens that this node's servers merged or its trainer committed, whichever are more."""
-        passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self.edges.tokens * max(
-            passes, self.trainer.commits.finished if self.trainer is not None else 0
-        )
+        merged = max((serving.server.served["merged"] for serving in self.servings), default=0)
+        committed = self.trainer.commits.finished if self.trainer is not None else 0
+        return self.edges.tokens * max(merged, committed)
 
     @property
     def last_loss(self) -> float | None:
@@ -217,9 +216,8 @@ class PipelineNode:
         serve = [serving.server.run() for serving in self.servings]  # until all else ends
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
             needs_bytes = self.means.needs_bytes or (0,) * len(self.pipeline.stages)
-            serve.append(
-                Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run()
-            )
+            balance = self.pipeline.balance
+            serve.append(Rebalancer(self.peer, balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
             known = self.means.compute, self.plan, self.pipeline, names
@@ -247,8 +245,10 @@ class PipelineNode:
         """Return this server's load for rebalancing. A server that also trains reports no free
         memory, so that it is never moved."""
         assert self.serving is not None
-        server, room = self.serving.server, self.means.memory_bytes if self.trainer is None else 0
-        return Load(number, float(server.waiting), server.rate, room, self._now() - self._began_s)
+        server = self.serving.server
+        free_bytes = self.means.memory_bytes if self.trainer is None else 0
+        age_s = self._now() - self._began_s
+        return Load(number, float(server.waiting), server.rate, free_bytes, age_s)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -257,9 +257,10 @@ class PipelineNode:
         """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
 
         A loop alone goes by estimates of its own stage and would end before the round that the
-        others wait for. A server that left early could keep a state that nobody else has."""
+        others wait for. A server that left early could keep a state that no other server has."""
         while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
+        # bounded, since a server that died may never say that it is done
         ends_s = self._now() + END_S
         while not self.stopping and self._now() < ends_s:
             over = [serving.batch.is_over() for serving in self.servings]
@@ -295,7 +296,8 @@ class PipelineNode:
     def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
             return Closed(
-                "this peer trains a model that is free: ask one that serves a stage of a pipeline"
+                "this full replica is not constrained to the codec's subspace; "
+                "ask a server of one stage"
             )
         servers = {serving.index: serving.server for serving in self.servings}
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
@@ -326,30 +328,28 @@ class PipelineNode:
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
-    """Return the maximum number of microbatches in flight: as many batches as a gradient may be
-    late. With more, the last stage gets so far ahead of the first that later passes are too old for
-    it."""
+    """Return the maximum number of microbatches in flight: those of as many batches as a gradient
+    may be late. With more, the last stage would get so far ahead of the first that later passes are
+    too old for it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
 class StageExchanges:
-    """The exchanges of each stage's streams, made from shapes alone: with real tensors a node would
+    """The exchanges of each stage's streams, made from shapes only: with real tensors a node would
     need memory for the whole model."""
 
     def __init__(self, plan: RunPlan, pipeline: PipelinePlan) -> None:
         self._plan, self._pipeline = plan, pipeline
-        self.specimens: dict[int, list[Exchange]] = {}
+        self.made: dict[int, list[Exchange]] = {}
 
     def templates(self, index: int) -> list[Exchange]:
         """Return one exchange for each stream of a stage."""
-        if index not in self.specimens:
+        if index not in self.made:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
-                exchanges = method(self._plan.method, **self._plan.options).streams(
-                    ShapeReplica(shapes)
-                )
-            self.specimens[index] = exchanges
-        return self.specimens[index]
+                stage_method = method(self._plan.method, **self._plan.options)
+                self.made[index] = stage_method.streams(ShapeReplica(shapes))
+        return self.made[index]
 
     def stream(self, index: int) -> StreamName:
         """Return the first stream of a stage, whose rounds carry the microbatch ids."""
@@ -372,8 +372,8 @@ class _Together:
 
         def coming(here: int, total: int) -> None:
             self._parts[place] = here, total
-            self._downloaded(
-                sum(part[0] for part in self._parts), sum(part[1] for part in self._parts)
-            )
+            here_bytes = sum(part[0] for part in self._parts)
+            total_bytes = sum(part[1] for part in self._parts)
+            self._downloaded(here_bytes, total_bytes)
 
         return coming

@@ -1,5 +1,4 @@
-"""Seeded disasters: a small swarm of the product's own nodes in virtual time, hit by faults and
-checked throughout.
+"""Seeded disasters: a small swarm of real nodes in virtual time, hit by faults and checked.
 
 One seed decides everything: the number of peers, the method and codec, the faults and the moment of
 an exchange at which each strikes. The checks are in node/simulate/invariants.py. A violation prints
@@ -30,26 +29,22 @@ from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 FAULTS = 4  # per seed
 ENOUGH_SEEDS = 100  # for every kind of fault to meet every phase of an exchange
-GAP_S = 2.0  # at most, between a fault's end and the wait for the next one's phase
-RECOVERY_S = 30.0  # after the start and the last fault: all must be in by then and make progress
+GAP_S = 2.0  # maximum time between a fault's end and the wait for the next one's phase
+RECOVERY_S = 30.0  # after the start and the last fault: by then all are members and make progress
 PROGRESS_STEPS = 4  # by every peer
 RECOVERED_ROUNDS = 3  # applied by every peer after the last fault
 LOOK_S = 1.0  # between checks of what peers hold and wait for
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
 STOPPED = 1e9  # slowdown of a stopped peer
 CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # no other fault: one death alone may fail no round
-KINDS = (
-    "kill",
-    "restart",
-    "partition",
-    "stop",
-    "slow",
-    "loss",
-    "duplicate",
-    "reorder",
-    "corrupt",
-    "delay",
-)
+_RATE = {  # the network's rate of each fault that hits single frames
+    "loss": "loss",
+    "duplicate": "duplicate",
+    "reorder": "reorder",
+    "corrupt": "corrupt",
+    "delay": "reorder",
+}
+KINDS = ("kill", "restart", "partition", "stop", "slow", *_RATE)
 CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
 
 
@@ -67,7 +62,7 @@ class SeedReport:
 
 @dataclass(slots=True)
 class Chaos:
-    """One seeded disaster. The method is given, and the number of peers may be."""
+    """One seeded disaster with a given method and, optionally, a given number of peers."""
 
     seed: int
     arm: ChaosCase
@@ -166,9 +161,8 @@ class Chaos:
         return True
 
     async def kill(self, victim: int) -> bool:
-        if sum(
-            life.loop is not None for life in self.population.lives.values()
-        ) <= 3 or not self._quorums_stay(victim):
+        in_run = sum(life.loop is not None for life in self.population.lives.values())
+        if in_run <= 3 or not self._quorums_stay(victim):
             return False  # a majority must stay: losing it is another test
         self.network.kill(self.population.identities[victim].peer)
         await self.population.end(victim)
@@ -186,10 +180,8 @@ class Chaos:
             chain = peer.context.chain if peer is not None else None
             if peer is None or chain is None:
                 continue
-            for view in (
-                chain.newest,
-                chain.at(peer.rounds.floor()) if peer.rounds.names else None,
-            ):
+            next_view = chain.at(peer.rounds.floor()) if peer.rounds.names else None
+            for view in (chain.newest, next_view):
                 members = view.members if view is not None else ()
                 there = {
                     place
@@ -221,9 +213,8 @@ class Chaos:
         """Disturb a share of all frames for a while; return whether any frame was hit."""
         share, before = self._random.uniform(0.02, 0.2), self.network.fired[_RATE[kind]]
         self.tap.lying = share if kind == "corrupt" else 0.0
-        self.network.faults = Faults(
-            **{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0
-        )
+        delay_s = 0.2 if kind == "reorder" else 1.0
+        self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=delay_s)
         await asyncio.sleep(self._random.uniform(2, 6))
         self.network.faults, self.tap.lying = Faults(), 0.0
         return self.network.fired[_RATE[kind]] > before
@@ -243,7 +234,7 @@ class Chaos:
     # checks
 
     async def _look_around(self) -> None:
-        """Check every peer now and then."""
+        """Check every peer every `LOOK_S`."""
         while True:
             await asyncio.sleep(LOOK_S)
             for life in self.population.lives.values():
@@ -251,7 +242,9 @@ class Chaos:
                     self.watch.look(life.peer)
 
     async def progress(self, rounds: int, after: str) -> float:
-        """Wait until all are in, train, and have applied `rounds` rounds; return the time taken."""
+        """Wait until all peers are members, train, and have applied `rounds` rounds.
+
+        Return the time taken; a peer that is not there after `RECOVERY_S` is a violation."""
         begun_s = asyncio.get_running_loop().time()
         steps = {
             index: life.loop.step if life.loop is not None else 0
@@ -272,19 +265,19 @@ class Chaos:
             each = counts[self.population.identities[index].peer]
             applied = each.total() if len(each) == self.streams else 0
             if life.peer is None or life.loop is None:
-                found.append(f"peer {index} has not come into the run")
+                found.append(f"peer {index} has not joined the run")
             elif not life.peer.membership.is_member:
                 found.append(f"peer {index} has not become a member")
-            elif life.loop.step - steps[index] < PROGRESS_STEPS or (
-                self.streams and applied < rounds
-            ):
+            else:
                 made = life.loop.step - steps[index]
-                found.append(f"peer {index} has made {made} steps and applied {dict(each)} rounds")
+                lacks_rounds = self.streams > 0 and applied < rounds
+                if made < PROGRESS_STEPS or lacks_rounds:
+                    found.append(f"peer {index} has made {made} steps and {dict(each)} rounds")
         return found
 
     def _check_ended(self, index: int, life: PeerLife) -> None:
         if not life.task.cancelled() and (error := life.task.exception()) is not None:
-            self.watch.violate(f"peer {index} ended by itself: {error!r}")
+            self.watch.violate(f"peer {index} ended with an error: {error!r}")
 
     def _check_memory(self) -> None:
         for life in self.population.lives.values():
@@ -304,29 +297,19 @@ class Chaos:
             self._check_ended(index, life)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
-            self.watch.violate(
-                f"{len(left)} tasks outlive their peers: {sorted(task.get_name() for task in left)[:3]}"
-            )
+            names = sorted(task.get_name() for task in left)[:3]
+            self.watch.violate(f"{len(left)} tasks outlive their peers, such as {names}")
         sent_bytes: collections.Counter[PeerId] = collections.Counter()
         for line in self.population.lines:
             sent_bytes[line.me] += line.sent_bytes
         if sent_bytes != self.tap.sent_bytes:
             self.watch.violate(
-                f"peers count {sent_bytes} bytes sent, the network saw {self.tap.sent_bytes}"
+                f"peers count {sent_bytes} sent bytes, but the network saw {self.tap.sent_bytes}"
             )
         if self.network.missing_bytes() or self.network.bytes["overflowed"]:
             self.watch.violate(
                 f"{self.network.missing_bytes()} bytes are missing: {self.network.bytes}"
             )
-
-
-_RATE = {
-    "loss": "loss",
-    "duplicate": "duplicate",
-    "reorder": "reorder",
-    "corrupt": "corrupt",
-    "delay": "reorder",
-}
 
 
 def run_seed(seed: int, name: str | None = None) -> SeedReport:

@@ -1,8 +1,7 @@
-"""The methods under disasters: all of the catalogue, with short rounds, on a replica of few
-counters.
+"""The methods under disasters: the whole catalogue, with short rounds, on a replica of counters.
 
-It is cheap to train and easy to check: a gradient tells whose step it was, and a handful of steps
-holds rounds of every stream.
+It is cheap to train and easy to check: a gradient shows whose step it was, and a handful of steps
+contains rounds of every stream.
 """
 
 import math
@@ -69,12 +68,10 @@ class ChaosCase:
         streams = self.streams()
         if any(isinstance(entry.group, RandomGroups) for entry in streams):
             return PAIR_PHASES
-        reduced = any(entry.kind == "mean" for entry in streams)
-        return tuple(
-            sorted(
-                {phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}
-            )
-        )
+        found = set(PHASES.values()) if streams else set()
+        if not any(entry.kind == "mean" for entry in streams):
+            found.discard("reduced")
+        return tuple(sorted(found))
 
 
 def _declared(methods: Mapping[str, type[Any]]) -> tuple[ChaosCase, ...]:
@@ -90,11 +87,8 @@ ARMS = _declared(METHODS)
 def cases_of(name: str | None = None) -> tuple[ChaosCase, ...]:
     """Return all cases, or those of one method; raise `Usage` if it is unknown."""
     if name is not None and name not in METHODS:
-        raise Usage(
-            f"{name[:64]!r} cannot be tried",
-            "no method is called so",
-            f"choose from {', '.join(METHODS)}",
-        )
+        choices = ", ".join(METHODS)
+        raise Usage(f"{name[:64]!r}", "there is no method of this name", f"choose from {choices}")
     return tuple(arm for arm in ARMS if name in (None, arm.method))
 
 
@@ -179,4 +173,4 @@ class CountingTask:
         return 0.0
 
     def set_rate(self, tokens: int) -> None:
-        """Do nothing: gradients are whole counts, which no rate scales."""
+        """Do nothing: gradients are counts, which no rate scales."""

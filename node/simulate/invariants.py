@@ -31,7 +31,7 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome
 DEADLINE_S = 6.0  # of an exchange
 TOKENS_PER_STEP = 10
 STORE_BYTES = 2048  # limit of unneeded chunks: a few rounds' worth, so that peers must drop some
-MAX_STORE_BYTES = STORE_BYTES + 6144  # plus chunks of open exchanges and of the log
+MAX_STORE_BYTES = STORE_BYTES + 6144  # with the chunks of open exchanges and of the log
 MAX_TASKS = 60  # per peer
 MAX_ITEMS = 160  # per table, list or queue: such a store holds about 120 of the smallest chunks
 OVERDUE_S = DEADLINE_S  # by which a wait may outlast its deadline once the network has healed
@@ -67,7 +67,7 @@ class InvariantChecker:
         self._peers = peers
         self._sent: dict[RoundId, dict[LifeId, _Sent]] = {}
         self._hashes: dict[RoundIds, dict[bytes, str]] = {}
-        # close methods: of the first peer that applied these rounds
+        # for close methods: the state of the first peer that applied these rounds
         self._states: dict[RoundIds, State] = {}
         # as the first participant decoded them
         self._means: dict[tuple[RoundId, tuple[str, ...]], Tensors] = {}
@@ -118,9 +118,7 @@ class InvariantChecker:
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
             lives = self._sent.setdefault((exchange.key.stream, exchange.key.round), {})
             if life in lives:
-                self.violate(
-                    f"peer {index} offered {exchange.key} twice: a round key was used again"
-                )
+                self.violate(f"peer {index} offered {exchange.key} twice: the key was used again")
             lives[life] = _Sent(_decoded(exchange), exchange.weight, claim.tokens)
             self._check_feedback(index, life, driver, exchange)
             return encode(exchange, claim)
@@ -164,7 +162,7 @@ class InvariantChecker:
         self._times.append((now_s, life[0], stream))
         self.statuses[fields["status"]] += 1
         if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:
-            self.violate(f"round {number} of {stream} failed although only a peer had died")
+            self.violate(f"round {number} of {stream} failed although only one peer had died")
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
     def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
@@ -179,9 +177,8 @@ class InvariantChecker:
         if self._equality == "close":
             near = _near(state, self._states.setdefault(rounds, state))
         if not near:
-            self.violate(
-                f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}"
-            )
+            peers = sorted(hashes.values())
+            self.violate(f"states differ after round {key[1]} of {key[0]}: {peers}")
 
     def look(self, peer: Peer) -> None:
         """Check that what a peer holds is bounded and that its waits have deadlines and names."""
@@ -189,28 +186,27 @@ class InvariantChecker:
         for wait in peer.waits():
             if not wait.left_s <= DEADLINE_S:
                 self.violate(
-                    f"{name} waits for {wait.what} for {wait.left_s:.1f} s, beyond the deadline of an exchange"
+                    f"{name} waits for {wait.what} for {wait.left_s:.1f} s, "
+                    "beyond the deadline of an exchange"
                 )
             if peer.me in wait.whom:
                 self.violate(f"{name} waits for itself in {wait.what}")
         size_bytes = peer.context.store.size_bytes
         if size_bytes > MAX_STORE_BYTES:
             self.violate(
-                f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
+                f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, above "
+                f"{MAX_STORE_BYTES}"
             )
-        if len(peer._tasks) > MAX_TASKS:
-            self.violate(
-                f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed"
-            )
+        tasks = len(peer._tasks)
+        if tasks > MAX_TASKS:
+            self.violate(f"{name} has {tasks} tasks at {now_s:.1f} s, above {MAX_TASKS}")
 
     def check_memory(self, peer: Peer) -> None:
         """Check that nothing a peer holds has grown long; slow, as it looks everywhere."""
         count, way = longest(peer)
         if count > MAX_ITEMS:
             name, now_s = peer.me[-6:], peer.context.now()
-            self.violate(
-                f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed"
-            )
+            self.violate(f"{name} holds {count} items in {way} at {now_s:.1f} s, above {MAX_ITEMS}")
 
     # checks
 
@@ -224,18 +220,19 @@ class InvariantChecker:
             by_peer.setdefault(peer, []).append(entry)
         missing = [peer for peer in result.participants if peer not in by_peer]
         if missing:
-            self.violate(f"round {number} of {stream} counts {missing}, who sent nothing to it")
+            self.violate(f"round {number} of {stream} counts {missing}, which sent nothing to it")
             return
         self._check_pair(key, result.participants)
         if any(len(by_peer[peer]) != 1 for peer in result.participants):
-            return  # two lives of one peer offered, and the view decides which counts
+            return  # two lives of one peer made offers, and the view decides which counts
         entries = [by_peer[peer][0] for peer in result.participants]
         known = self._means.setdefault((key, result.participants), result.mean)
         if known is result.mean:
             self._check_mean(index, stream, number, result, entries)
         elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
             self.violate(
-                f"peer {index} has another mean in round {number} of {stream} than others who took part"
+                f"peer {index} has another mean in round {number} of {stream} than other "
+                "participants"
             )
         self._check_gathered(index, key, result, sent)
         if not self._pairs_only:
@@ -247,7 +244,8 @@ class InvariantChecker:
             known = self._pairs.setdefault((key, peer), participants)
             if known != participants:
                 self.violate(
-                    f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}"
+                    f"round {key[1]} of {key[0]}: {peer} counts in the pair {known} and in "
+                    f"{participants}"
                 )
 
     def _check_mean(
@@ -263,20 +261,23 @@ class InvariantChecker:
             error = float((mean.double() - expected).abs().max())
             if error > TOLERANCE + largest / 100:
                 self.violate(
-                    f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}"
+                    f"peer {index}: the mean of {name} in round {number} of {stream} "
+                    f"is off by {error:.4f}"
                 )
 
     def _check_gathered(
         self, index: int, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]
     ) -> None:
-        """Require what was gathered of a participant to be what one of its lives sent, exactly."""
+        """Require tensors gathered from a participant to equal those that one of its lives sent."""
         for who, tensors in (result.gathered or {}).items():
             lives = [entry.values for life, entry in sent.items() if life[0] == who]
-            if not any(
+            matches = (
                 all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives
-            ):
+            )
+            if not any(matches):
                 self.violate(
-                    f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}"
+                    f"peer {index} has gathered tensors of {who} that it never sent in round "
+                    f"{key[1]} of {key[0]}"
                 )
 
     def _check_tokens(self, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
@@ -291,20 +292,19 @@ class InvariantChecker:
                 )
             return
         self._closes[key] = now
-        mine = {
-            life: entry.tokens for life, entry in sent.items() if life[0] in result.participants
-        }
+        taken = result.participants
+        mine = {life: entry.tokens for life, entry in sent.items() if life[0] in taken}
         before = self._closes.get((stream, number - (result.next_round - number)))
         if before is not None and before[1] + sum(mine.values()) != result.tokens:
             self.violate(
-                f"round {number} of {stream} has {result.tokens} tokens after {before[1]} and {list(mine.values())}"
+                f"round {number} of {stream} has {result.tokens} tokens after {before[1]} "
+                f"and {list(mine.values())}"
             )
         self._counted.update(mine)
         for life in mine:
-            if self._counted[life] > self._trained[life]:
-                self.violate(
-                    f"{self._counted[life]} tokens of {life} are counted, it has trained {self._trained[life]}"
-                )
+            counted, trained = self._counted[life], self._trained[life]
+            if counted > trained:
+                self.violate(f"{counted} tokens of {life} count, but it has trained {trained}")
 
     def _check_feedback(
         self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange
@@ -345,7 +345,7 @@ class InvariantChecker:
             if age_s > pending.exchange.deadline_s + OVERDUE_S:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
             if age_s > OVERDUE_S and (key.stream, key.round) not in named:
-                self.violate(f"{peer.me[-6:]} waits for {key} since {age_s:.1f} s and names nobody")
+                self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s, unnamed")
 
 
 def _near(one: State, other: State) -> bool:
@@ -355,7 +355,7 @@ def _near(one: State, other: State) -> bool:
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:
-    """Return what others decode of an exchange's tensors, each encoded alone."""
+    """Return an exchange's tensors as others decode them, each encoded separately."""
     if exchange.codec == "fp32":
         return {name: tensor.clone() for name, tensor in exchange.tensors.items()}
     spec = codec(exchange.codec)

@@ -1,7 +1,7 @@
 """An audit of what a peer holds: the longest table, list or queue anywhere inside it.
 
-Bounds are many named constants, each in its own file; a container that was forgotten has none. So
-this walks all that a peer consists of, and trusts no name.
+Each bound is a named constant in its own file, and a forgotten container has none. So the audit
+walks every object that a peer holds, whatever its name.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""`check_method`: test a method against the laws of optimizers/testing/check.py with a node's own
-driver, replica and codecs.
-"""
+"""`check_method`: test a method inside a node against the laws (optimizers/testing/check.py)."""
 
 import hashlib
 import math
@@ -21,7 +19,7 @@ from farflock.optimizers.testing import check
 
 
 class CheckedDriver(Driver):
-    """A node's driver, in a swarm where nobody waits."""
+    """A node's driver in a swarm where no peer waits."""
 
     def apply_next(self, progress: Progress) -> tuple[Exchange, Result, list[Exchange]] | None:
         """Apply the next result due, as if all deadlines were over; return it with its exchange and
@@ -32,7 +30,7 @@ class CheckedDriver(Driver):
         return action.exchange, action.result, self.apply(action, progress)
 
     def renewed(self, method: Method, replica: Replica) -> "CheckedDriver":
-        """Return a driver of another method instance that goes on with the pending exchanges."""
+        """Return a driver of another method instance that continues the pending exchanges."""
         driver = CheckedDriver(method, replica)
         driver.load_state(self.table)
         return driver

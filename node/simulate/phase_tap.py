@@ -9,7 +9,7 @@ from farflock.node.simulate.chaos_methods import PHASES
 from farflock.swarm.frame import Frame, message_kind, pack, unpack
 from farflock.swarm.links import PeerId
 
-MOMENT_S = 6.0  # longest wait of a fault for its phase
+MOMENT_S = 6.0  # maximum wait of a fault for its phase
 
 
 class PhaseTap:

@@ -1,8 +1,7 @@
-"""A pipeline on a simulated network: the product's own trainers and stage servers, real passes,
-virtual time, one seed.
+"""A pipeline on a simulated network: the product's own nodes, real passes, virtual time, one seed.
 
 Roles are given. Churn kills peers at seeded moments, and each comes back a while later as another
-life that serves the same stage. A life that the others have left behind ends and begins anew.
+life that serves the same stage. A life that the others have left behind ends, and another begins.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ class PeerRole:
 
 @dataclass(frozen=True, slots=True)
 class PipelineWorld:
-    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between
+    """The simulated surroundings. The first peer starts the run. `churn_s` is the mean time between
     kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
 
     parts: tuple[PeerRole, ...]
@@ -84,18 +83,12 @@ class PipelineSimulation:
         tokens: TokenIds,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
     ) -> None:
-        self._plan, self._pipeline, self._world, self._tokens, self._made = (
-            plan,
-            pipeline,
-            world,
-            tokens,
-            made,
-        )
+        self._plan, self._pipeline, self._world = plan, pipeline, world
+        self._tokens, self._made = tokens, made
         self.random = random.Random(f"{plan.run_seed}/pipeline")
         self.network = SimNetwork(plan.run_seed, world.link)
-        self._table = MemoryTable(
-            str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time
-        )
+        clock = asyncio.get_running_loop().time
+        self._table = MemoryTable(str(plan.run_seed), plan.run_seed, clock)
         self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
         self._stages = [part.stage for part in world.parts]  # a server may move
         self._lives: dict[int, asyncio.Task[None]] = {}
@@ -231,8 +224,8 @@ class PipelineSimulation:
         return len(members) == len(self._world.parts) and all(members)
 
     def kill(self, number: int, away_s: float | None) -> None:
-        """End a life without a goodbye; the next one begins after `away_s`. None: never, and the
-        run does not wait for this peer."""
+        """End a life without a goodbye; the next one begins after `away_s`. With None it never
+        does, and the run does not wait for this peer."""
         self.tale.kills += 1
         if away_s is None:
             self.done.add(number)

@@ -51,7 +51,7 @@ class Population:
         self._births = 0
 
     def begin(self, index: int) -> None:
-        """Start a peer's next life; the first life of all founds the run."""
+        """Start a peer's next life; the first life of all peers starts the run."""
         self._births += 1
         life = PeerLife(asyncio.create_task(asyncio.sleep(0)))
         self.lives[index] = life

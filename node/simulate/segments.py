@@ -1,7 +1,7 @@
-"""The legs of a long simulated run on disk: every node's checkpoint, and the run's own records.
+"""The segments (legs) of a long simulated run on disk: all nodes' checkpoints and the run's totals.
 
 A leg counts once its `story.json` exists, which is written last and atomically. A leg is never
-changed; a run started again in the same folder goes on after the newest complete one.
+changed; a run started again in the same folder continues after the newest complete one.
 """
 
 import hashlib
@@ -57,17 +57,17 @@ class SegmentStore:
                 page = msgspec.json.decode((leg / "story.json").read_bytes(), type=_Page)
                 if page.terms != self._terms:
                     raise Usage(
-                        f"{leg} is another run's",
-                        "its manifest or its world differs",
+                        f"{leg} belongs to another run",
+                        "its manifest or its network differs",
                         "name another folder, or none",
                     )
                 return page.story, self._load(leg, page.peers)
             except (OSError, msgspec.MsgspecError, CheckpointError):
-                continue  # cut short: the previous leg is complete
+                continue  # cut short: the leg before it is complete
         return SegmentState(), {}
 
     def save(self, story: SegmentState, nodes: Mapping[int, Resumable]) -> dict[int, Checkpoint]:
-        """Write the leg that has just ended; return it as read back, for the run to go on from."""
+        """Write the leg that has just ended; return it as read back, to continue from it."""
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # remains of a leg cut short
         for number, node in nodes.items():
@@ -89,6 +89,6 @@ class SegmentStore:
         missing = [number for number, saved in found.items() if saved is None]
         if missing:
             raise CheckpointError(
-                f"{leg} lacks the checkpoints of peers {missing}; the leg before it is used"
+                f"{leg} lacks the checkpoints of peers {missing}; use the leg before it"
             )
         return {number: saved for number, saved in found.items() if saved is not None}

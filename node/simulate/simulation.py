@@ -2,8 +2,8 @@
 
 The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers at seeded
 moments; each killed peer begins a new life a while later. A long run may be cut into legs: at the
-end of one all peers stop and are saved (node/simulate/segments.py), and the next one begins from
-there in a world of its own.
+end of a leg all peers stop and are saved (node/simulate/segments.py), and the next leg continues
+from there on a new simulated network.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ class Simulation:
                 self._progress(founder.loop.driver.tokens / self._world.total_tokens)
 
     async def _live(self, index: int) -> None:
-        """Run one life of one peer: found or join, train, linger."""
+        """Run one life of one peer: start or join the run, train, linger."""
         known = index in self._begun
         self._story.births += 1
         self._begun.add(index)
@@ -181,9 +181,8 @@ class Simulation:
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
-        node = replica_node(
-            self._plan, peer, self._tokens, compute=inline, train=train, report=report
-        )
+        plan, tokens = self._plan, self._tokens
+        node = replica_node(plan, peer, tokens, compute=inline, train=train, report=report)
         return node
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
@@ -216,7 +215,7 @@ class Simulation:
         return others
 
     async def _churn(self) -> None:
-        """Kill a seeded peer now and then; it comes back as a new life."""
+        """Kill random peers at seeded moments; each comes back as a new life."""
         assert self._world.churn_s is not None
         while True:
             await asyncio.sleep(self._random.expovariate(1 / self._world.churn_s))
@@ -273,14 +272,14 @@ def simulate(
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
 ) -> SimulationResult:
-    """Run a simulation to its end. With a `folder` each leg is saved there, and saved legs are not
-    run again; the outcome is bit for bit an uninterrupted run's. Raise `Usage` for another run's
-    folder."""
-    shelf = (
-        SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}")
-        if folder
-        else None
-    )
+    """Run a simulation to its end.
+
+    With a `folder` each leg is saved there, and saved legs are not run again; the outcome is bit
+    for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
+    shelf: SegmentStore | None = None
+    if folder:
+        data_hash = hashlib.sha256(tokens.tobytes()).hexdigest()
+        shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}")
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:

@@ -1,4 +1,4 @@
-"""Crash-safe checkpoints: whatever interrupts a write, the folder holds only whole ones.
+"""Crash-safe checkpoints: whatever interrupts a write, the folder holds only complete ones.
 
 A checkpoint is a folder `step-N` with one safetensors file per part (inner, outer, …), further
 small files (config.json), and `manifest.json` with the SHA-256 of each. It is written under a
@@ -85,8 +85,8 @@ def save(
     `CheckpointError`.
 
     A readable checkpoint of that step is never overwritten; a corrupt one is renamed. `meta` holds
-    plain JSON values (NaN would become null). Needs about the largest part's bytes of memory beside
-    the tensors.
+    plain JSON values (NaN would become null). It needs about as much memory as the largest part, in
+    addition to the tensors.
     """
     target = folder / f"step-{step}"
     partial = folder / f".step-{step}.partial"
@@ -162,11 +162,8 @@ def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
     for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
-        if (
-            not _NAME.fullmatch(name)
-            or name == _MANIFEST
-            or (name in files and name.endswith(_SUFFIX))
-        ):
+        is_reserved = name == _MANIFEST or (name in files and name.endswith(_SUFFIX))
+        if is_reserved or not _NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'"
             )
@@ -190,7 +187,7 @@ def _make_room(target: Path) -> None:
     number = 1
     while (aside := target.with_name(f"{target.name}.corrupt-{number}")).exists():
         number += 1
-    log.warning("%s is corrupt and now called %s", target, aside.name)
+    log.warning("%s is corrupt; renaming it to %s", target, aside.name)
     os.replace(target, aside)
 
 
@@ -260,8 +257,8 @@ def _read_manifest(folder: Path) -> _Manifest:
         raise CheckpointCorrupt(_corrupt(path, f"cannot be parsed ({error})")) from None
     if manifest.format != _FORMAT:
         raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.format}, this version reads {_FORMAT}; "
-            "use the version that wrote it"
+            f"{folder} has checkpoint format {manifest.format}, but this version of Farflock "
+            f"reads format {_FORMAT}; use the version that wrote it"
         )
     for name in manifest.files:
         if not _NAME.fullmatch(name):
@@ -288,7 +285,7 @@ def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
     try:
         tensors = safetensors.load(content)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointCorrupt(_corrupt(path, f"is no safetensors file ({error})")) from None
+        raise CheckpointCorrupt(_corrupt(path, f"is not a safetensors file ({error})")) from None
     for name, tensor in tensors.items():
         if not _finite(tensor):
             raise CheckpointCorrupt(_corrupt(path, f"holds NaN or infinite values in {name[:200]}"))
@@ -318,7 +315,7 @@ def _unreadable(folder: Path, error: OSError) -> CheckpointError:
 
 def _remedy(target: Path, error: OSError) -> str:
     if error.errno in _FULL:
-        return f"no room on the disk for {target}; free some space, the checkpoints before it are whole"
+        return f"no room on the disk for {target}; free some space (earlier checkpoints are intact)"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to write {target}; make its folder writable or choose another one"
     return f"{target} could not be written ({error.strerror or error}); check the disk"

@@ -2,7 +2,7 @@
 
 The live view, `status` and the page read them from other processes while a run writes, and a killed
 run leaves them readable: sqlite in WAL mode with NORMAL durability, one write per line. All are
-bounded: line files take turns, and means over `ROLL` steps replace old numbers.
+bounded: line files are rotated, and means over `ROLL` steps replace old numbers.
 """
 
 import errno
@@ -31,8 +31,13 @@ _BUSY_S = 5.0
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS metrics (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL, value REAL,
-    span INTEGER NOT NULL DEFAULT 1, count INTEGER NOT NULL DEFAULT 1
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    time_s REAL NOT NULL,
+    value REAL,
+    span INTEGER NOT NULL DEFAULT 1,
+    count INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX IF NOT EXISTS metrics_by_name ON metrics (name, step);
 PRAGMA user_version = {_SCHEMA_VERSION};
@@ -50,8 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class HistoryUnusable(Exception):
-    """The history cannot be opened, read or written; the message is one sentence with the
-    remedy."""
+    """The history cannot be opened, read or written; the message names the remedy."""
 
 
 class History:
@@ -143,9 +147,9 @@ class History:
             raise _unusable(self._folder, error) from error
 
     def _roll_up(self) -> None:
-        """Replace rows older than the newest `KEPT` of their span by means of `ROLL`, and old means
-        likewise: the table grows with the logarithm of the steps. Part of the caller's
-        transaction."""
+        """Replace rows older than the newest `KEPT` of their span by means of `ROLL` rows, and old
+        means in the same way, so that the table grows with the logarithm of the steps. It is part
+        of the caller's transaction."""
         newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
         for name, span, last in self._database.execute(newest).fetchall():
             wide = span * ROLL
@@ -182,7 +186,8 @@ class History:
         if points < 1:
             raise ValueError(f"a series has at least one point, got {points}")
         rows = self._query(
-            "WITH ends AS (SELECT MIN(step) AS low, MAX(step) AS high FROM metrics WHERE name = :name) "
+            "WITH ends AS ("
+            "SELECT MIN(step) AS low, MAX(step) AS high FROM metrics WHERE name = :name) "
             f"SELECT MIN(step), {_MEAN} FROM metrics, ends "
             "WHERE name = :name GROUP BY (step - low) * :points / (high - low + 1) ORDER BY 1",
             {"name": name, "points": points},
@@ -247,7 +252,8 @@ def _require_version(folder: Path, database: sqlite3.Connection) -> None:
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version > _SCHEMA_VERSION:
         raise HistoryUnusable(
-            f"{folder / DATABASE} has version {version}, this program knows {_SCHEMA_VERSION}; use the newer program"
+            f"{folder / DATABASE} has version {version}, but this version of Farflock reads "
+            f"{_SCHEMA_VERSION}; use the newer version"
         )
 
 
@@ -289,5 +295,6 @@ def _number(value: float | None) -> float:
 def _unusable(folder: Path, error: Exception) -> HistoryUnusable:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return HistoryUnusable(
-        f"the history in {folder} is unusable ({reason}); check permissions and space, or move {DATABASE} away"
+        f"the history in {folder} is unusable ({reason}); "
+        f"check permissions and space, or move {DATABASE} away"
     )

@@ -1,4 +1,4 @@
-"""The places of files: the user's data folder, and in it (or at `--folder`) the folder of one node.
+"""Paths of files: the user's data folder, and in it (or at `--folder`) the folder of one node.
 
 A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.jsonl` and
 `receipts.jsonl` (node/state/history.py), and `checkpoints/step-N/` (node/state/checkpoint.py). Only
@@ -15,12 +15,9 @@ HOME_VARIABLE = "FARFLOCK_HOME"
 
 def home() -> Path:
     """Return the folder of all of Farflock's files: FARFLOCK_HOME, else the user's data folder."""
-    named = os.environ.get(HOME_VARIABLE)
-    return (
-        Path(named).expanduser()
-        if named
-        else platformdirs.user_data_path("farflock", appauthor=False)
-    )
+    if named := os.environ.get(HOME_VARIABLE):
+        return Path(named).expanduser()
+    return platformdirs.user_data_path("farflock", appauthor=False)
 
 
 def write_whole(path: Path, content: bytes) -> None:

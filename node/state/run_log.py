@@ -28,7 +28,7 @@ class RunRecorder:
             self._fails = False
         except HistoryUnusable as error:
             if not self._fails:
-                log.warning("what happens is not written down: %s", error)
+                log.warning("could not write the run's history, training goes on: %s", error)
             self._fails = True
 
     def _note(self, kind: str, fields: dict[str, object]) -> None:

@@ -1,8 +1,8 @@
 """A model from a checkpoint, where `generate`, `export` and evaluations start.
 
-config.json lies beside the weights, so a checkpoint describes itself. A model trained in stages has
+config.json is next to the weights, so a checkpoint describes itself. A model trained in stages has
 one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has them all; those of
-several servers, copied into one folder, make up the model too.
+several servers, copied into one folder, also make up the model.
 """
 
 import re
@@ -45,8 +45,8 @@ class SavedModel:
 
 
 def open_model(folder: Path) -> SavedModel:
-    """Return the model of the checkpoint `folder`, of the newest whole one in it, or of the newest
-    of each stage; raise `CheckpointError` if there is none."""
+    """Return the model of the checkpoint `folder`, of the newest intact one in it, or of the newest
+    one of each stage; raise `CheckpointError` if there is none."""
     stages = _stages_in(folder)
     if stages:
         return _put_together(stages)
@@ -56,13 +56,14 @@ def open_model(folder: Path) -> SavedModel:
         model.load_state_dict(_weights(checkpoint))
     except RuntimeError:
         raise CheckpointCorrupt(
-            f"the weights in {checkpoint.folder} do not fit its config.json; use another checkpoint of the run"
+            f"the weights in {checkpoint.folder} do not fit its config.json; "
+            "use another checkpoint of the run"
         ) from None
     return SavedModel(checkpoint.folder, model.eval(), checkpoint.meta)
 
 
 def _stages_in(folder: Path) -> list[Path]:
-    """Return the folders with stages' checkpoints; none beside checkpoints of whole models."""
+    """Return the folders of stages' checkpoints; none if whole models' checkpoints are there."""
     for place in (folder, folder / "checkpoints"):
         found = sorted(
             path for path in place.glob("stage-*") if _STAGE.fullmatch(path.name) and steps(path)
@@ -76,20 +77,20 @@ def _put_together(stages: list[Path]) -> SavedModel:
     """Return the model from each stage's newest checkpoint, even if their rounds differ."""
     pieces = [_find(stage) for stage in stages]
     place, config = stages[0].parent, _config(pieces[0])
-    if len({str(piece.meta.get("run")) for piece in pieces}) > 1 or any(
-        _config(piece) != config for piece in pieces
-    ):
+    runs = {str(piece.meta.get("run")) for piece in pieces}
+    if len(runs) > 1 or any(_config(piece) != config for piece in pieces):
         raise CheckpointError(
-            f"the stages in {place} are of several runs; put those of one run into a folder"
+            f"the stages in {place} belong to several runs; put those of one run into a folder"
         )
     model = Llama(config)
     try:
         weights = joined(_weights(piece) for piece in pieces)
         lacking = sorted(set(model.state_dict()) - set(weights))
         if lacking:
+            found = ", ".join(stage.name for stage in stages)
             raise CheckpointError(
-                f"{', '.join(stage.name for stage in stages)} in {place} lack {len(lacking)} of the model's tensors,"
-                f" {lacking[0]} among them; copy the folders of the other stages there, from whoever serves them"
+                f"{found} in {place} lack {len(lacking)} of the model's tensors, such as "
+                f"{lacking[0]}; copy the other stages' folders there from the peers that serve them"
             )
         model.load_state_dict(weights)
     except (Misfit, RuntimeError) as error:
@@ -114,7 +115,7 @@ def _find(folder: Path) -> Checkpoint:
             newest = latest(place)
             if newest is None:
                 raise CheckpointCorrupt(
-                    f"no checkpoint in {place} is whole; use a copy, or the swarm's snapshot"
+                    f"no checkpoint in {place} is intact; use a copy, or the swarm's snapshot"
                 )
             return newest
     return load(folder)
@@ -129,10 +130,12 @@ def _config(checkpoint: Checkpoint) -> ModelConfig:
         ) from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CheckpointCorrupt(
-            f"{checkpoint.folder}/config.json is no model's ({error}); use another one"
+            f"{checkpoint.folder}/config.json does not describe a model ({error}); "
+            "use another checkpoint"
         ) from None
     if config.parameters() > MAX_PARAMETERS:
         raise CheckpointError(
-            f"{checkpoint.folder} describes {config.parameters():,} parameters; it must be damaged"
+            f"{checkpoint.folder} describes {config.parameters():,} parameters; "
+            "it must be damaged, use another checkpoint"
         )
     return config

@@ -33,14 +33,15 @@ class Apply:
     @property
     def summary(self) -> dict[str, object]:
         """The fields of a node's `round` event."""
-        key, result, who = self.exchange.key, self.result, list(self.result.participants)
-        fields = {
+        key, result = self.exchange.key, self.result
+        return {
             "stream": key.stream,
             "round": key.round,
             "status": result.status,
-            "peers": len(who),
+            "peers": len(result.participants),
+            "participants": list(result.participants),
+            "tokens": result.tokens,
         }
-        return {**fields, "participants": who, "tokens": result.tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The statements of an exchange beside its tensors: tokens trained, the hash of the state from which
-    an exact method starts the round (else empty), and a stage's notes."""
+    """The statements that go with an exchange's tensors: the tokens trained, the hash of the state
+    from which an exact method starts the round (else empty), and a stage's notes."""
 
     tokens: int
     state: bytes = b""
@@ -163,28 +164,25 @@ class Driver:
         return self._note(self.method.due(self.replica, progress), progress)
 
     def claim(self, exchange: Exchange) -> Claim:
-        """Return an exchange's claim, without a hash; with the first stream it has notes.
+        """Return an exchange's claim, still without a hash. Only the first stream's has notes.
 
         In a collective, the first stream claims the tokens since the last round that took this
         peer's; pairs compare their estimates of the whole run."""
-        key, is_first = exchange.key, self._is_first(exchange.key)
-        notes = (
-            self.contributions.brought(key.round)
-            if self.contributions is not None and is_first
-            else b""
-        )
+        key, is_first, notes = exchange.key, self._is_first(exchange.key), b""
+        if self.contributions is not None and is_first:
+            notes = self.contributions.brought(key.round)
+        # only one stream counts tokens, or each step would count once per stream
         own = self._offered[key] = self._own_tokens if is_first else 0
         tokens = self.tokens if isinstance(exchange.group, RandomGroups) else own
         return Claim(tokens, notes=notes)
 
     def hashed(self, exchange: Exchange, claim: Claim) -> Claim:
-        """Return the claim with the state hash if the method is exact. It reads all of the state, so
-        the worker calls it."""
+        """Return the claim with the state hash if the method is exact. The worker calls this, as it
+        reads the whole state."""
         if self.method.equality != "exact":
             return claim
-        return replace(
-            claim, state=state_hash(self.method.agreed(self.replica, exchange.key.stream))
-        )
+        agreed = self.method.agreed(self.replica, exchange.key.stream)
+        return replace(claim, state=state_hash(agreed))
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
         """Store the swarm's result of an exchange, which must be pending and without one."""
@@ -203,6 +201,7 @@ class Driver:
             due = last or steps >= pending.exchange.apply_after
             if pending.result is not None and due and key.stream not in held:
                 return Apply(pending.exchange, replace(pending.result, steps_since=steps))
+            # past its deadline a result no longer blocks training: it is applied when it arrives
             timeout_s = pending.since_s + pending.exchange.deadline_s - progress.run_time_s
             if pending.result is None and due and timeout_s > 0:
                 return Wait(key, timeout_s)
@@ -256,9 +255,8 @@ class Driver:
     def _count(self, key: ExchangeKey, result: Result) -> None:
         (template,) = [entry for entry in self.streams if entry.key.stream == key.stream]
         offered = self._offered.pop(key, 0)
-        self._rounds[key.stream] = max(
-            self._rounds[key.stream], result.next_round - template.stride
-        )
+        last = result.next_round - template.stride
+        self._rounds[key.stream] = max(self._rounds[key.stream], last)
         if result.status == "failed" and not result.tokens:
             return
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)
@@ -267,6 +265,6 @@ class Driver:
 
     def _note(self, exchanges: list[Exchange], progress: Progress) -> list[Exchange]:
         for exchange in exchanges:
-            assert exchange.key not in self._pending, f"{exchange.key} is asked for twice"
+            assert exchange.key not in self._pending, f"{exchange.key} is requested twice"
             self._pending[exchange.key] = Pending(exchange, progress.step, progress.run_time_s)
         return exchanges

@@ -1,10 +1,10 @@
-"""The end of a run of whole replicas with an exact method: all apply the same rounds, so one state.
+"""The end of a run of whole replicas with an exact method: all end after the same rounds.
 
-A node that stopped at its own token estimate could end a round before the others, if it was left
-out of a round, joined late or is faster. So it follows the agreed tokens, which are equal
-everywhere after each round: the run ends with the first round that brings them to its total. Some
-nodes may have begun more by then, in other streams or because nobody took their contribution. So
-each announces which rounds are in its state, and leaves once all states have the same.
+A node that stopped at its own token estimate could end a round before the others: it may be faster,
+have joined late, or have been left out of a round. So nodes follow the agreed tokens, which are
+equal everywhere after each round: the run ends with the first round that brings them to its total.
+By then some nodes may have begun further rounds, in other streams or because a round left out their
+contribution. So each node announces the rounds in its state, and leaves once all states agree.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.peer import OpenWait, Peer
 
-END_S = 30.0  # maximum wait for the others, beside an open round's deadline
+END_S = 30.0  # maximum wait for the others, on top of an open round's deadline
 CUT_OFF_S = 30.0  # silence of all others after which a node is cut off; slow peers answer sooner
 LOOK_EVERY_S = 0.05
 
@@ -35,15 +35,13 @@ class EndBarrier:
         """Return whether the agreed tokens have reached the total. The node's own estimate decides
         while the node is cut off, or once it has grown by the total since the agreed tokens last
         changed."""
-        agreed, estimate, is_cut_off = (
-            self._driver.position.agreed_tokens,
-            self._driver.tokens,
-            self._is_cut_off(),
-        )
+        agreed, estimate = self._driver.position.agreed_tokens, self._driver.tokens
+        is_cut_off = self._is_cut_off()  # called every time: it measures how long
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
         if estimate < total_tokens or agreed >= total_tokens:
             return agreed >= total_tokens
+        # without the second bound, rounds that fail forever would keep the node in the run
         return is_cut_off or estimate - self._agreed[1] >= total_tokens
 
     async def end(
@@ -86,9 +84,8 @@ class EndBarrier:
         agree = True
         for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
-            newest = max(
-                (told.round for told in self._peer.tallies.reports(name).values()), default=number
-            )
+            reports = self._peer.tallies.reports(name).values()
+            newest = max((report.round for report in reports), default=number)
             self._peer.rounds.heard_of(name, newest)  # so that a missing round is requested
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
         self._has_told = True

@@ -72,7 +72,8 @@ class EndingLoop(Protocol):
 
 
 def is_over(loop: EndingLoop, total_tokens: int, barrier: Barrier | None) -> bool:
-    """Return whether the run has its tokens: by agreement with a barrier, else by own estimate."""
+    """Return whether the run has its tokens, by the barrier's agreement or (None) this peer's own
+    estimate."""
     return loop.progress.tokens >= total_tokens if barrier is None else barrier.is_due(total_tokens)
 
 
@@ -89,7 +90,8 @@ async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None
 
 
 async def drain(loop: EndingLoop, timeout_s: float) -> None:
-    """Apply what is still under way, for at most `timeout_s`, so that nothing is left in doubt."""
+    """Wait up to `timeout_s` for the open exchanges and apply their results, so that no result is
+    left out of the state."""
     if timeout_s <= 0:
         return
     until_s = asyncio.get_running_loop().time() + timeout_s
@@ -98,7 +100,7 @@ async def drain(loop: EndingLoop, timeout_s: float) -> None:
     await loop.settle()
     await loop.begin_step()
     while loop.state_sync.is_behind and asyncio.get_running_loop().time() < until_s:
-        await asyncio.sleep(LOOK_EVERY_S)  # a last round's content may come
+        await asyncio.sleep(LOOK_EVERY_S)  # the content of a last round may still arrive
         await loop.begin_step()
 
 

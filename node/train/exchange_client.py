@@ -157,9 +157,8 @@ class ExchangeClient:
         """Encode an exchange's tensors, shard by shard."""
         layout, number = self._codings[exchange.key.stream].out, exchange.key.round
         shards = range(len(layout.shards))
-        return EncodedExchange(
-            exchange, tuple(layout.encode(i, number, exchange.tensors) for i in shards), claim
-        )
+        payloads = tuple(layout.encode(index, number, exchange.tensors) for index in shards)
+        return EncodedExchange(exchange, payloads, claim)
 
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
         """Run an encoded exchange over the swarm.
@@ -176,10 +175,12 @@ class ExchangeClient:
             tokens=claim.tokens,
             state=claim.state,
         )
-        if outcome.status == "lost" or (outcome.state and outcome.state != claim.state):
-            raise OutOfStep(
-                f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}"
-            )
+        round_name = f"round {key.round} of {key.stream}"
+        if outcome.status == "lost":
+            raise OutOfStep(f"{round_name} is over and its content is gone")
+        if outcome.state and outcome.state != claim.state:
+            theirs, mine = outcome.state.hex()[:12], claim.state.hex()[:12] or "none"
+            raise OutOfStep(f"{round_name}: the group starts from state {theirs}, not {mine}")
         return outcome
 
     def decode(
@@ -189,7 +190,7 @@ class ExchangeClient:
         coding, notes = self._codings[key.stream], b""
         if coding.noted:
             outcome, notes = _without_notes(outcome)
-        assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
+        assert outcome.status != "lost", f"{outcome.key} is lost and has no result"
         coding.reducer.settle(outcome.key.round, outcome.reduced)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
@@ -222,11 +223,9 @@ class ExchangeClient:
         Dead peers train nothing, although the view still lists them."""
         context = self.peer.context
         newest = context.chain.newest if context.chain is not None else None
-        peers = (
-            [newest.peers[index] for index in newest.serving(self.stage)]
-            if newest
-            else [context.me]
-        )
+        peers = [context.me]
+        if newest is not None:
+            peers = [newest.peers[index] for index in newest.serving(self.stage)]
         return sum(context.life(peer) != "dead" for peer in peers)
 
     def name(self, stream: str) -> str:
@@ -320,8 +319,10 @@ class StopRequest:
             self._halt.set_result(None)
 
     async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for an answer; return True if the stop request ended the wait. It
-        then lasts `STOPPING_WAIT_S` more, enough for an answer that depends on no deadline."""
+        """Wait up to `timeout_s` for an answer; return True if a stop request ended the wait.
+
+        After the request it lasts `STOPPING_WAIT_S` more: enough for any answer that does not
+        depend on a deadline."""
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)
@@ -352,9 +353,8 @@ def _tensors_of(
 def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
     """Return the outcome of the tensors' shards, and the notes in the last shard."""
     if outcome.reduced is not None:
-        return replace(
-            outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]
-        ), outcome.reduced[-1]
+        *reduced, notes = outcome.reduced
+        return replace(outcome, reduced=tuple(reduced), taken=outcome.taken[:-1]), notes
     if outcome.gathered is None:
         return outcome, b""
     ages = microbatch_ids.joined_ages(shards[-1] for shards in outcome.gathered.values())
@@ -369,7 +369,7 @@ def _group_size(exchange: Exchange) -> int:
             return 0
         case RandomGroups(size=2):
             return 2
-    raise ValueError(f"{exchange.group} is not carried yet; use All() or RandomGroups(2)")
+    raise ValueError(f"{exchange.group} is not supported yet; use All() or RandomGroups(2)")
 
 
 def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[str, Tensor]:

@@ -40,9 +40,8 @@ _decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Li
 
 def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
     """Encode these keys, with their ages unless all are 0, independently of their order."""
-    assert len(keys) <= MAX_KEYS, (
-        f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
-    )
+    count = len(keys)
+    assert count <= MAX_KEYS, f"{count} microbatches in one contribution, above {MAX_KEYS}"
     listed: dict[PeerId, list[int]] = {}
     last: dict[PeerId, int] = {}
     for trainer, number in sorted(keys):
@@ -54,14 +53,16 @@ def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
 
 
 def read(payload: bytes) -> list[GradientKey]:
-    """Decode a shard's keys, in order; raise `CorruptPayload` for what `written` does not write."""
+    """Decode a shard's keys, in order; raise `CorruptPayload` for bytes that `written` never
+    makes."""
     return list(read_ages(payload))
 
 
 def read_ages(payload: bytes) -> dict[GradientKey, int]:
     """Decode a shard as `read` does, and return the keys with their ages."""
     if len(payload) > MAX_BYTES:
-        raise CorruptPayload(f"a list of microbatches of {len(payload)} bytes; at most {MAX_BYTES}")
+        size_bytes = len(payload)
+        raise CorruptPayload(f"a list of microbatches has {size_bytes} bytes, above {MAX_BYTES}")
     try:
         decoded = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -75,10 +76,10 @@ def read_ages(payload: bytes) -> dict[GradientKey, int]:
             keys.append((trainer, number))
     ages = decoded.ages if isinstance(decoded, _Aged) else [0] * len(keys)
     if len(keys) > MAX_KEYS or len(ages) != len(keys):
-        raise CorruptPayload(f"a list of {len(keys)} microbatches with {len(ages)} ages")
+        raise CorruptPayload(f"a list of {len(keys)} microbatches has {len(ages)} ages")
     found = dict(zip(keys, ages, strict=True))
     if written(found) != payload:
-        raise CorruptPayload(f"a list of {len(keys)} microbatches that is not in order")
+        raise CorruptPayload(f"a list of {len(keys)} microbatches is not in order")
     return found
 
 

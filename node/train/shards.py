@@ -1,9 +1,9 @@
 """Tensors to shards and back: the layout, the payloads, and a reducer's mean of a shard.
 
-A shard is about 1 MiB of raw float32: a run of segments, each a flat range of one tensor, encoded
-alone. The layout is a pure function of names, shapes and codec, so all peers compute the same one
-without communication. A shard's payload: for each segment its length (4 bytes, little endian) and
-the codec's bytes (docs/wire-format.md).
+A shard is about 1 MiB of raw float32: a list of segments, each a flat range of one tensor, encoded
+separately. The layout is a pure function of names, shapes and codec, so all peers compute the same
+one without communication. A shard's payload: for each segment its length (4 bytes, little endian)
+and the codec's bytes (docs/wire-format.md).
 """
 
 import struct
@@ -80,11 +80,8 @@ class ShardLayout:
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
         """Encode one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
-        return self.pack(
-            index,
-            round_number,
-            [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard],
-        )
+        flat = [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
+        return self.pack(index, round_number, flat)
 
     def pack(self, index: int, round_number: int, values: Sequence[Tensor]) -> bytes:
         """Encode one shard, given one flat tensor per segment."""
@@ -114,14 +111,13 @@ class ShardLayout:
                 )
             (length,) = _LENGTH.unpack_from(view, at)
             at += _LENGTH.size
-            self.codec.decode(
-                view[at : at + length], self._context(index, round_number, segment), out
-            )
+            context = self._context(index, round_number, segment)
+            self.codec.decode(view[at : at + length], context, out)
             if largest(out) > MAX_ABS:
-                raise CorruptPayload(f"{segment.tensor} holds a value beyond {MAX_ABS:.3g}")
+                raise CorruptPayload(f"{segment.tensor} holds a value above {MAX_ABS:.3g}")
             at += length
         if at != len(view):
-            raise CorruptPayload(f"shard {index} has {len(view)} bytes, its segments {at}")
+            raise CorruptPayload(f"shard {index} has {len(view)} bytes, but its segments have {at}")
 
     def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
         """Return whether a correct peer can have sent this payload of a shard."""
@@ -251,10 +247,9 @@ class Reducer:
             for i, shard in enumerate(self._layout.shards)
             for p, part in enumerate(shard)
         }
-        if any(
-            name not in places or x.shape != (places[name].count,) for name, x in feedback.items()
-        ):
-            raise WrongState("a reducer's residuals are of another layout of shards")
+        fits = (name in places and x.shape == (places[name].count,) for name, x in feedback.items())
+        if not all(fits):
+            raise WrongState("a reducer's residuals belong to another layout of shards")
         self._residuals = {}
         for index, shard in enumerate(self._layout.shards):
             values = [
@@ -263,7 +258,8 @@ class Reducer:
                 if (name := f"{index}.{part}") in feedback
             ]
             if values and len(values) != len(shard):
-                raise WrongState(f"a reducer's residual of shard {index} is not whole")
+                missing = len(shard) - len(values)
+                raise WrongState(f"a reducer's residual of shard {index} lacks {missing} segments")
             self._keep(index, values)
 
     def _encode_compensated(self, round_number: int, index: int, mean: Values) -> bytes:
@@ -274,10 +270,8 @@ class Reducer:
             added = self._residuals.pop(index, None)
         total = _sum(mean, added) or mean
         payload = self._encode(round_number, index, total)
-        left_out = [
-            x - y
-            for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)
-        ]
+        decoded = self._back.decode(index, round_number, payload)
+        left_out = [x - y for x, y in zip(total, decoded, strict=True)]
         with self._lock:
             self._undecided[round_number, index] = _Undecided(added, payload, left_out)
         return payload

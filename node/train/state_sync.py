@@ -41,7 +41,8 @@ class StatePeer(Protocol):
     snapshots: Snapshots
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the first round from which logs of a stage's streams go on; -1 if none is open."""
+        """Return the earliest round of a snapshot that the logs of a stage's streams continue; -1
+        without streams."""
         ...
 
 
@@ -96,8 +97,8 @@ class StateSync:
         )
 
     def missed(self) -> Apply | None:
-        """Return the next round decided without this node, or None. Its stream is idle and its
-        content here; of several streams the lowest round comes first."""
+        """Return the next round that was decided without this node, or None. Its stream is idle and
+        its content is here; of several streams, the one with the lowest round comes first."""
         for key in sorted(self._next_keys(idle=True), key=lambda key: key.round):
             result = self._client.replay(key.stream, key.round)
             if result is not None:
@@ -120,15 +121,13 @@ class StateSync:
 
         A snapshot with a wrong hash or for another model is discarded and another one fetched.
         """
-        method, replica = self._driver.method, self._driver.replica
+        method, replica, stage = self._driver.method, self._driver.replica, self._client.stage
         async with asyncio.timeout(timeout_s):
             while True:
-                min_round, most = (
-                    self._peer.reach(self._client.stage),
-                    max_state_bytes(replica.shapes),
-                )
+                # from an older round the log could not be followed to the present
+                oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, min_round, self._client.stage, most
+                    self._state_name, timeout_s, downloaded, oldest, stage, max_bytes
                 )
                 try:
                     state = decode_state(snapshot)
@@ -136,7 +135,7 @@ class StateSync:
                     await self._compute(lambda: method.restore(replica, state, "adopt"))  # noqa: B023 - awaited here
                     break
                 except (CorruptSnapshot, WrongState) as error:
-                    log.warning("a snapshot is not used: %s", error)
+                    log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
@@ -164,9 +163,8 @@ class StateSync:
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
         state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
-        return encode_state(
-            state, min(position.rounds.values(), default=-1), position.agreed_tokens
-        )
+        oldest = min(position.rounds.values(), default=-1)
+        return encode_state(state, oldest, position.agreed_tokens)
 
 
 def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -187,10 +185,10 @@ def decode_state(snapshot: Snapshot) -> State:
         state = safetensors.torch.load(b"".join(snapshot.chunks))
     except (safetensors.SafetensorError, ValueError) as error:
         raise CorruptSnapshot(
-            f"the snapshot of round {snapshot.round} cannot be read: {error}"
+            f"the snapshot of round {snapshot.round} cannot be read ({error}); ask another member"
         ) from None
     if state_hash(state) != snapshot.state:
         raise CorruptSnapshot(
-            f"the snapshot of round {snapshot.round} is not what its hash says; ask another member"
+            f"the snapshot of round {snapshot.round} does not match its hash; ask another member"
         )
     return state

@@ -307,7 +307,7 @@ def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(
     before = written(folder / "checkpoints")
     code, sentence = outcome("run", manifest, "--folder", folder)
     assert code == 1
-    assert "is whole; restore one, or move them away" in sentence
+    assert "is intact; restore one from a copy, or move them away" in sentence
     assert written(folder / "checkpoints") == before
 
 

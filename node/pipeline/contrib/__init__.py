@@ -1,4 +1,4 @@
-"""Rare features of pipelines, for many readers and few users.
+"""Features of pipelines that few runs use.
 
 - asynchronous passes, with weights kept by round and late gradients corrected (PipeDream's stashes;
   decision 016): kept_versions, stash
@@ -6,8 +6,8 @@
   embedding_versions
 - AQ-SGD's memory of samples (decision 018): sample_memory, sample_inputs
 
-The promise is smaller than the core's: each is correct against its oracle, in the law tests and
-simulations of `make test-long`; it gets no kernel, tuning or further guarantee of its own and may
+They promise less than the core. Each is checked against its oracle, in the law tests and the
+simulations of `make test-long`; it gets no kernel, no tuning and no further guarantee, and may
 change between releases.
 
 May import every other room of node/pipeline. The core imports nothing of it: lifecycle/features.py

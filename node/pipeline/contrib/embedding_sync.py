@@ -1,10 +1,9 @@
-"""Distribution of the versions of the frozen embedding
-(node/pipeline/contrib/embedding_versions.py) to all servers of a run.
+"""Distribution of the frozen embedding's versions (embedding_versions.py) to all servers of a run.
 
-Servers of the first stage make them; every server of any stage, and every full replica, downloads
-what it is missing and serves what it has, so that a version is lost only with all of them. Of
-several offers it takes the one that most members of a stage announce. No download larger than a
-table is begun, each chunk is verified by its digest, and the whole by the hash of its offer."""
+Servers of the first stage make them. Every server of any stage, and every full replica, downloads
+the versions that it is missing and serves those it has, so that a version is lost only with all of
+them. Of several offers it takes the one that most members of a stage announce. No download larger
+than a table is begun; each chunk is verified by its digest, and the whole by its offer's hash."""
 
 import asyncio
 import logging
@@ -35,15 +34,15 @@ from farflock.swarm.tasks import cancel
 
 NAME = "table"  # name of the snapshots and of their tensor
 LOOK_EVERY_S = 0.5
-FETCH_TIMEOUT_S = 60.0
-FIND_TIMEOUT_S = 10.0  # until the first bytes
+FETCH_TIMEOUT_S = 60.0  # for a whole table
+FIND_TIMEOUT_S = 10.0  # until the first bytes: then another stage is asked
 HEAD_BYTES = 1 << 12  # bound on the name and shape before the values
 
 log = logging.getLogger(__name__)
 
 
 class EmbeddingSync(FrozenEmbedding):
-    """One node's part. `stream` is that of the first of `stages` stages."""
+    """One node's part in the distribution. `stream` is the first stage's, of `stages` stages."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class EmbeddingSync(FrozenEmbedding):
             await self._compute(partial(self._first.follow, after))
 
     async def begun(self, *, anew: bool) -> None:
-        """As `FrozenEmbedding.begun`: fetch the version in effect; the first stage is rewritten in
+        """As `FrozenEmbedding.begun`: fetch the version in effect, and rewrite the first stage in
         it."""
         await self._fetch_effective(self._applied())
         if self._first is not None:
@@ -99,7 +98,7 @@ class EmbeddingSync(FrozenEmbedding):
         applied = self._applied()
         if anew and first.begin_anew(applied):
             log.warning(
-                "nobody has the frozen embedding of round %d: it is taken from the average as it is",
+                "no peer has the frozen embedding of round %d; the present average takes its place",
                 applied,
             )
         if self._tables.turns.in_effect(applied) != FIRST_VERSION:
@@ -151,21 +150,23 @@ class EmbeddingSync(FrozenEmbedding):
         try:
             snapshot = await self._download(version, stage)
         except SnapshotUnavailable as reason:
-            log.info("version %d of the frozen embedding from stage %d: %s", version, stage, reason)
+            what = "could not get version %d of the frozen embedding from stage %d: %s"
+            log.info(what, version, stage, reason)
             return False
         if snapshot.round != version:
             return False  # its holders have moved on and serve a later version in the slot
         if await self._compute(partial(self._taken, version, snapshot)):
             return True
-        self._peer.snapshots.distrust(self._name(version))  # else it would come again and again
+        # otherwise the next attempt would download the same bytes again
+        self._peer.snapshots.distrust(self._name(version))
         return False
 
     def _taken(self, version: int, snapshot: Snapshot) -> bool:
-        """Hold a downloaded version, if it is a table of this run's shape."""
+        """Hold a downloaded version; return False unless it is a table of this run's shape."""
         try:
             tensors = dict(decode_state(snapshot))
         except CorruptSnapshot as reason:
-            log.warning("version %d of the frozen embedding is not used: %s", version, reason)
+            log.warning("discarded version %d of the frozen embedding: %s", version, reason)
             return False
         table = finite_table(tensors, NAME, self._config.vocab_size, self._config.dim)
         return table is not None and self._tables.hold(version, table)
@@ -188,7 +189,7 @@ class EmbeddingSync(FrozenEmbedding):
             )
             if not (task.done() or comes.is_set()):
                 raise SnapshotUnavailable(
-                    f"nobody of stage {stage} offers {name} within {FIND_TIMEOUT_S:.0f} s"
+                    f"no peer of stage {stage} offered {name} within {FIND_TIMEOUT_S:.0f} s"
                 )
             return await task
         finally:

@@ -1,12 +1,12 @@
 """Versions of the frozen embedding, for a run that constrains only pipelines.
 
-Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
-the first stage the averaged embedding, which all its servers hold with the same bits, becomes the
-next E_fix (`drifted`). One round later the weights of pipelines go over to it; meanwhile the other
-nodes download it (node/pipeline/contrib/embedding_sync.py). node/run/terms.py has the schedule. The
-version of a payload is that of the weights that made it, whatever the time, and the payload names
-it: a late peer speaks the old version, which is readable for a while, and no peer reads one that it
-does not hold.
+Averages with free replicas lead the embedding out of E_fix + span(U). At a fixed interval of rounds
+of the first stage the averaged embedding, which all its servers hold with the same bits, becomes
+the next E_fix (`drifted`). One round later the weights of pipelines change to it; meanwhile the
+other nodes download it (node/pipeline/contrib/embedding_sync.py). The schedule is in
+node/run/terms.py. A payload's version is that of the weights that made it, and the payload names
+it: a late peer writes the old version, which stays readable for a while, and no peer reads a
+version that it does not hold.
 
 Shapes: D model width, V vocabulary."""
 
@@ -26,19 +26,15 @@ log = logging.getLogger(__name__)
 
 
 def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
-    """Return the version of the basis that absorbs what led the averaged embedding out of E_fix +
-    span(U), where averages include free replicas.
+    """Return a version of the basis whose E_fix is the averaged embedding, which free replicas have
+    led out of E_fix + span(U).
 
     T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and
     4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ =
     the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. Raise
     `ValueError` for a table that is not finite."""
-    return Basis(
-        version,
-        basis.columns_DK,
-        table_VD.detach().to("cpu", torch.float32, copy=True),
-        basis.fixed_LD,
-    )
+    fixed_VD = table_VD.detach().to("cpu", torch.float32, copy=True)
+    return Basis(version, basis.columns_DK, fixed_VD, basis.fixed_LD)
 
 
 class EmbeddingVersions:
@@ -58,7 +54,7 @@ class EmbeddingVersions:
         try:
             self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
         except ValueError as error:
-            log.warning("version %d of the frozen embedding is not used: %s", version, error)
+            log.warning("discarded version %d of the frozen embedding: %s", version, error)
             return False
         return True
 
@@ -91,12 +87,8 @@ class VersionedContributions:
         embedding: Callable[[], Tensor],
         replica: ConstrainedReplica | None,
     ) -> None:
-        self._contributions, self._tables, self._embedding, self._replica = (
-            contributions,
-            tables,
-            embedding,
-            replica,
-        )
+        self._contributions, self._tables = contributions, tables
+        self._embedding, self._replica = embedding, replica
         tables.embeds = replica is not None
         self._changed = False  # with the round that is being applied
 
@@ -120,8 +112,8 @@ class VersionedContributions:
         self._tables.give_up(number)
 
     def follow(self, applied: int) -> bool:
-        """Go over to the version in effect, if it is here. Return True if that is another one. A
-        node without it stays with the version it has, which each payload names."""
+        """Change to the version in effect if it is held here; return True if the version changed. A
+        node that lacks it keeps its present version, which each payload names."""
         version, codec = self._tables.turns.in_effect(applied), self._tables.codec
         if self._replica is None or version == codec.spoken or version not in codec.held:
             return False
@@ -137,9 +129,9 @@ class VersionedContributions:
     def begin_anew(self, applied: int) -> bool:
         """Replace versions after the stage began with a state that no other peer has.
 
-        A version just made from the former state is made of this one. If the version in effect is
-        lost with all its holders, the present embedding replaces it and all missing versions that
-        are to be read. Return True in that case."""
+        A version that was just made from the former state is made again from this one. If the
+        version in effect is lost with all its holders, the present embedding replaces it and all
+        missing versions that are to be read. Return True in that case."""
         turns, lacking = self._tables.turns, self._tables.lacking(applied)
         lost = turns.in_effect(applied) in lacking
         for version in lacking:
@@ -153,11 +145,8 @@ def finite_table(
 ) -> Tensor | None:
     """Return another peer's table, (V, D) in float32 and finite; None for anything else."""
     table = tensors.get(name)
-    if (
-        table is None
-        or len(tensors) != 1
-        or table.shape != (vocabulary, width)
-        or table.dtype != torch.float32
-    ):
+    if table is None or len(tensors) != 1:
+        return None
+    if table.shape != (vocabulary, width) or table.dtype != torch.float32:
         return None
     return table if bool(table.isfinite().all()) else None

@@ -34,11 +34,12 @@ DELAY = "delay"  # name of a state mark (node/train/state_sync.py)
 
 
 def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:
-    """Hook a correction into an inner optimizer; `nesterov` is the optimizer itself."""
+    """Install a correction in an inner optimizer; `nesterov` is an optimizer and needs nothing."""
     if "spike" in correction:
         if not isinstance(inner, torch.optim.SGD):
             raise ValueError(
-                f"spike compensation is for sgd with momentum, not for {type(inner).__name__}"
+                f"spike compensation needs sgd with momentum, not {type(inner).__name__}; "
+                "choose another correction"
             )
         SpikeCompensation(inner, age)
     if "prediction" in correction:
@@ -51,7 +52,7 @@ def mean_delay(ages: Collection[int]) -> int:
     """Return the mean delay of several microbatches in parts of a step (`FINENESS`), half a part
     rounded up; 0 for none.
 
-    Only integers, so that all members with the same list have the same delay."""
+    It computes with integers, so that all members with the same list have the same delay."""
     return (2 * FINENESS * sum(ages) + len(ages)) // (2 * len(ages)) if ages else 0
 
 
@@ -137,7 +138,7 @@ class Versions(WeightVersions):
             self._since += 1
 
     def _follow(self) -> None:
-        """Forget all versions if the weights have come from elsewhere."""
+        """Forget all versions if the weights were adopted from another peer or a checkpoint."""
         origin = self.marks().get(ORIGIN, 0)
         if (self._stash.epoch, self._origin) != (self.applied(), origin):
             self._stash.begin_anew(self.applied())
@@ -151,11 +152,10 @@ class Versions(WeightVersions):
         if self.agreed is not None:
             places = dict(self.module.named_parameters())
             self._stash.serve({name: x.to(places[name]) for name, x in self.agreed().items()})
-        elif (
-            self.terms.predicts
-            and (ahead := min(self.marks().get(DELAY, 0) / FINENESS, self.bound)) > 0
-        ):
-            self._stash.serve(along_trend(self.module, self.inner, ahead))
+        elif self.terms.predicts:
+            ahead = min(self.marks().get(DELAY, 0) / FINENESS, self.bound)
+            if ahead > 0:
+                self._stash.serve(along_trend(self.module, self.inner, ahead))
 
 
 def versions_of(

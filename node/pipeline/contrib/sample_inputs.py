@@ -1,8 +1,8 @@
-"""A trainer's store of stage inputs for a codec that remembers samples (decision 018;
-node/pipeline/contrib/sample_memory.py).
+"""A trainer's store of stage inputs for a codec that remembers samples (decision 018).
 
-Inputs are decoded, as rows that go to the next server as a difference, as a tag alone, or whole.
-Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
+Inputs are decoded into rows. A row goes to the next server as a difference, as just a tag, or
+whole (node/pipeline/contrib/sample_memory.py). It implements `StageInputs`
+(node/pipeline/trainer/in_flight.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class SampleOutput:
 
     @property
     def visit(self) -> Visit:
-        """The samples, and the tags of what is held of each."""
+        """The samples, and the tag of the held output of each."""
         return self.known.visit
 
     def read(self, payload: bytes, request: Forward) -> SampleInput:
@@ -57,7 +57,7 @@ class SampleInputs:
 
     def __init__(self, edges: Edges, stream: Batches) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream
-        # Rows that came whole or as differences, and rows that a server lacked.
+        # rows that came whole or as differences, and rows that a server lacked
         self.counts = self.memory.counts
 
     def expect(self, flight: InFlight, stage: int) -> SampleOutput:
@@ -67,7 +67,7 @@ class SampleInputs:
         return SampleOutput(self.memory, after, self.memory.known(stage, self._samples(flight)))
 
     def backward_visit(self, flight: InFlight) -> Visit:
-        """Return the samples alone."""
+        """Return the samples, without tags."""
         return Visit(self._samples(flight))
 
     def _samples(self, flight: InFlight) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
-"""The memory of samples at the ends of a pipeline's edges, for a codec that sends what changed
-since the last visit (compression/aqsgd.py, decision 018).
+"""The memory of samples at the ends of a pipeline's edges.
+
+It is for a codec that sends what changed since a sample's last visit (compression/aqsgd.py,
+decision 018).
 
 A stage's output goes to the trainer, which passes it to the next stage, and again for the backward
 pass. So an edge has three ends: the server before it, the trainer, and the server behind it. The
@@ -156,7 +158,7 @@ class TrainerMemory:
         return sum(cache.held_bytes for cache in self.caches.values())
 
     def known(self, stage: int, samples: tuple[int, ...]) -> Known:
-        """Return what is held of a stage's outputs for these samples."""
+        """Return the held outputs of a stage for these samples."""
         cache = self._cache(stage)
         return Known(samples, tuple(cache.get(sample) for sample in samples))
 
@@ -168,7 +170,7 @@ class TrainerMemory:
             values = None if part.kind == HELD else self._end.value(part, latest[sample], context)
             if values is None:
                 raise CorruptPayload(
-                    f"the difference of sample {sample} does not belong to what was said to be held"
+                    f"the difference of sample {sample} is not from the value that is held here"
                 )
             latest[sample] = CacheEntry(values, part.after, 0) if part.kind != FULL else None
             change = bytes(part.payload) if part.kind == DIFFERENCE else b""
@@ -223,17 +225,17 @@ class TrainerMemory:
 
 def fresh(edges: Edges) -> AqSgd:
     """Return an end of the run's codec that remembers nothing yet."""
-    assert isinstance(edges.codec, AqSgd), "a codec that remembers nothing"
+    assert isinstance(edges.codec, AqSgd), f"{edges.codec.name} remembers no samples"
     return dataclasses.replace(edges.codec)
 
 
 def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
-    """True if all these rows of an input refer to held values, which a server may rightly lack."""
+    """True if all these rows of an input refer to held values, which a server may have dropped."""
     return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
 
 
 def _visit(request: Forward | Backward) -> Visit:
-    assert request.visit is not None, "`misfit` refuses a request without"
+    assert request.visit is not None, "`misfit` refuses a request without samples"
     return request.visit
 
 

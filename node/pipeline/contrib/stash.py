@@ -1,5 +1,4 @@
-"""Versions of a stage's weights by epoch, so that a backward pass is done at its forward pass's
-weights.
+"""Versions of a stage's weights by epoch: a backward pass runs at its forward pass's weights.
 
 A stage that does not wait has moved on when a microbatch comes back. If the two passes saw
 different weights, its gradient is that of no function at all; at the old version it is right and
@@ -26,15 +25,17 @@ class VersionAhead(LookupError):
 
 
 class Stash:
-    """The last `keep` versions used by forward passes. The newest is the module's own weights, or
+    """The last `keep` versions that forward passes used. The newest is the module's own weights, or
     what `serve` put in their place, so `keep` - 1 copies are held, one for each epoch that ended.
 
-    Law: between two calls the module's parameters are the newest weights. One thread at a time."""
+    Law: between two calls the module's parameters are the newest weights. Only one thread at a time
+    may use it."""
 
     def __init__(self, module: nn.Module, keep: int = 2, epoch: int = 0) -> None:
         if not 1 <= keep <= MAX_VERSIONS:
             raise ValueError(
-                f"a stash of {keep} versions; choose 1 (none but the newest) to {MAX_VERSIONS}, usually 2"
+                f"a stash of {keep} versions is out of range; "
+                f"choose 1 (only the newest) to {MAX_VERSIONS}, usually 2"
             )
         self.epoch = epoch
         self._module, self._keep = module, keep
@@ -49,7 +50,7 @@ class Stash:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held beside the module's own weights."""
+        """Bytes held in addition to the module's own weights."""
         versions = [*self._old.values(), *([self._served] if self._served is not None else [])]
         return sum(x.numel() * x.element_size() for version in versions for x in version.values())
 
@@ -57,11 +58,14 @@ class Stash:
         """Return a version's age in epochs; raise `VersionGone` or `VersionAhead` if not here."""
         if epoch > self.epoch:
             raise VersionAhead(
-                f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later"
+                f"epoch {epoch} has not begun here, where the epoch is {self.epoch}; "
+                "ask a peer that is there, or ask later"
             )
-        if epoch < self.epochs.start:
+        first = self.epochs.start
+        if epoch < first:
             raise VersionGone(
-                f"the weights of epoch {epoch} are gone, here are {self.epochs.start} to {self.epoch}; drop it"
+                f"the weights of epoch {epoch} are gone, "
+                f"those of {first} to {self.epoch} are here; drop the pass"
             )
         return self.epoch - epoch
 
@@ -72,7 +76,7 @@ class Stash:
         module must not be changed inside."""
         age = self.delay(epoch)
         weights = self._old[epoch] if age else self._served
-        assert not self._lent, f"version {epoch} is asked for inside the block of another one"
+        assert not self._lent, f"version {epoch} is requested inside the block of another one"
         self._lent = True
         try:
             with swapped(self._module, weights or {}):
@@ -87,7 +91,8 @@ class Stash:
         missing = [name for name, _ in self._module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(
-                f"weights without {missing[0]} are no version of this module; predict all of its parameters"
+                f"weights without {missing[0]} are not a version of this module; "
+                "predict all of its parameters"
             )
         _require_fit(self._module, weights)
         self._served = dict(weights)
@@ -97,10 +102,10 @@ class Stash:
         passes used, once, into the memory of the version that is dropped."""
         assert not self._lent, "an epoch ended inside the block of a version"
         if self._keep > 1:
-            room = self._old.popitem(last=False)[1] if len(self._old) == self._keep - 1 else None
-            self._old[self.epoch] = (
-                self._served if self._served is not None else _copied(self._module, room)
-            )
+            is_full = len(self._old) == self._keep - 1
+            room = self._old.popitem(last=False)[1] if is_full else None
+            served = self._served
+            self._old[self.epoch] = _copied(self._module, room) if served is None else served
         self._served = None
         self.epoch += 1
 
@@ -140,7 +145,9 @@ def _require_fit(module: nn.Module, weights: Weights) -> None:
     for name, new in weights.items():
         if name not in places:
             raise ValueError(f"the module has no parameter {name} to put weights in")
-        if (new.shape, new.dtype) != (places[name].shape, places[name].dtype):
+        place = places[name]
+        if (new.shape, new.dtype) != (place.shape, place.dtype):
             raise ValueError(
-                f"{name} is {places[name].dtype} of shape {tuple(places[name].shape)}, got {new.dtype} {tuple(new.shape)}"
+                f"{name} is {place.dtype} of shape {tuple(place.shape)}, "
+                f"got {new.dtype} of shape {tuple(new.shape)}"
             )

@@ -1,5 +1,4 @@
-"""The assembly of a stage's server: model, driver, server, state sync, batch trigger and loop, over
-the node's peer and its one compute thread."""
+"""The assembly of one stage's server and its loop, over the node's peer and compute thread."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -65,7 +64,7 @@ class StageNode:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Assembles the stage servers of one node. `whole`: it serves all stages."""
+    """Assembles the stage servers of one node; `whole` is true if it serves all stages."""
 
     plan: RunPlan
     pipeline: PipelinePlan
@@ -93,59 +92,37 @@ class Assembly:
         def report_delay(fields: dict[str, object]) -> None:
             means.report("delay", {"stage": index, **fields})
 
-        make_versions, weights = (
-            weight_versions(pipeline.asynchronous),
-            (stage.model, inner, driver),
-        )
+        make_versions = weight_versions(pipeline.asynchronous)
+        weights = staleness, stage.model, inner, driver
         versions = make_versions(
-            staleness, *weights, applied=applied, marks=marks, summing=summing, report=report_delay
+            *weights, applied=applied, marks=marks, summing=summing, report=report_delay
         )
         terms, life = replace(pipeline.server, staleness=staleness), peer.context.incarnation
         ends = edge_ends(self.edges)
         server = StageServer(
             index, stage, ends, terms, means, life=life, applied=applied, versions=versions
         )
+        accounts, compute = server.accounts, means.compute
         driver.contributions = (
-            server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
+            accounts if index else self.embedding.at_first(accounts, driver, applied)
         )
-        state_sync = StateSync(peer, driver, exchange_client, means.compute)
-        training_task = StageTask(
-            server.accounts,
-            stage,
-            replica,
-            of_share(plan.schedule, share),
-            self.edges.tokens,
-            summing,
-        )
-        training_task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
-        tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
+        state_sync = StateSync(peer, driver, exchange_client, compute)
+        schedule, microbatch_tokens = of_share(plan.schedule, share), self.edges.tokens
+        task = StageTask(accounts, stage, replica, schedule, microbatch_tokens, summing)
+        task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
+        tokens, name = int(pipeline.batch_tokens * share), f"{stream}/{index}"
         batch = BatchTrigger(
-            server.accounts,
-            peer.rounds,
-            peer.tallies,
-            name,
-            index,
-            tokens,
-            stopping=lambda: loop.stop.requested,
+            accounts, peer.rounds, peer.tallies, name, index, tokens, lambda: loop.stop.requested
         )
         report, train = self._report_of(index), gated(batch, means.train)
-        loop = Loop(
-            driver,
-            exchange_client,
-            state_sync,
-            training_task,
-            means.compute,
-            train,
-            report,
-            adopt=_over,
-        )
-        return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
+        loop = Loop(driver, exchange_client, state_sync, task, compute, train, report, adopt=_over)
+        return StageNode(index, peer, stage.model, state_sync, loop, task, server, batch)
 
     def _report_of(self, index: int) -> Report:
         """Return the report callback of a stage's loop.
 
-        A full replica has a loop for each stage: their rounds are reported with the stage, and of
-        their common steps only the last stage's, which know a loss."""
+        A full replica has a loop for each stage. Their rounds are reported with the stage; of their
+        common steps only the last stage's are reported, which have a loss."""
         report, last = self.means.report, len(self.pipeline.stages) - 1
         if not self.whole:
             return report
@@ -157,24 +134,22 @@ class Assembly:
         return with_stage
 
     def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
-        """Return the stage and its replica with initial weights, and the inner optimizer. Weights
-        are constrained where the codec needs it, except at a full replica that may be free."""
+        """Return the stage and its replica with initial weights, and the inner optimizer.
+
+        Weights are constrained if the codec needs it, except at a full replica of a run that
+        constrains only pipelines."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
-        constraint = (
-            Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
-        )
-        if constraint is not None:
+        constraint: Constraint | None = None
+        if basis is not None:
+            constraint = Constraint.on(names, self.pipeline.stages, basis)
             constraint.begin(model)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
         if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
             return Stage(model), PlainReplica(model, inner, clip), inner
-        return (
-            ConstrainedStage(model, constraint),
-            ConstrainedReplica(model, inner, clip, constraint),
-            inner,
-        )
+        replica = ConstrainedReplica(model, inner, clip, constraint)
+        return ConstrainedStage(model, constraint), replica, inner
 
 
 async def _over(reason: str) -> None:
@@ -191,9 +166,9 @@ def of_share(schedule: Schedule, share: Fraction) -> Schedule:
 
 
 def clip_of(plan: RunPlan, stage: Llama) -> float | None:
-    """Return the maximum norm of a stage's gradient: the whole model's times the root of the
-    stage's share of the parameters, as if all gradients were of one size (node0's rule; no peer
-    knows the norm of the whole)."""
+    """Return the maximum norm of a stage's gradient: the whole model's times the square root of the
+    stage's share of the parameters, as if all gradients had one size (node0's rule; no peer knows
+    the whole norm)."""
     if plan.clip_norm is None:
         return None
     share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()

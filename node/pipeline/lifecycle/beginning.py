@@ -1,8 +1,8 @@
-"""The start of one stage of a node: as the run's first, with the state of the stage's other
-servers, or anew where no peer has it.
+"""The start of one stage at a node, and its initial state.
 
-node/pipeline/lifecycle/state.py chooses the state; this module puts it into the stage's replica,
-method and streams. A full replica does this for each stage."""
+The node starts the run, adopts the state of the stage's other servers, or starts the stage over if
+no peer has its state. node/pipeline/lifecycle/state.py chooses the state; this module puts it into
+the stage's replica, method and streams. A full replica does this for each stage."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ from farflock.swarm.tasks import cancel
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 3.0  # to hear of a stage's rounds, where no peer has its state
+SETTLE_S = 3.0  # without news of a stage's rounds: then its log, whose state no peer has, is whole
 
 
 class ServedStage(Resumable, Protocol):
-    """The stage that a node serves, of number `index`, and its peer."""
+    """A stage that a node serves, and the node's peer."""
 
     @property
     def index(self) -> int: ...
@@ -69,7 +69,7 @@ class StageStartup:
         self.embedding.founded()
 
     async def join(self, timeout_s: float, downloaded: DownloadProgress) -> None:
-        """Start with the state of the stage's other servers, or anew if there is none."""
+        """Adopt the state of the stage's other servers; without any, start the stage over."""
         serving = self.serving
         while True:
             if await self._adopted(timeout_s, downloaded):
@@ -77,19 +77,16 @@ class StageStartup:
                 self._serve_scale()
                 return
             rounds, tokens = await self._where()
-            # If another peer has begun the stage meanwhile, its state is adopted instead.
+            # if another peer has begun the stage meanwhile, its state is adopted instead
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
         await self.embedding.before(after)
         ends = await self._end_copy() if after >= 0 else None
-        begun = await begin_anew(
-            serving.peer, self.plan, self.pipeline, serving.index, after, self.saved, ends
-        )
-        self.report(
-            "stage",
-            {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after},
-        )
+        where = serving.peer, self.plan, self.pipeline, serving.index
+        begun = await begin_anew(*where, after, self.saved, ends)
+        fields = {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after}
+        self.report("stage", fields)
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
             serving.state_sync.marks["bumped"] = after
@@ -100,10 +97,10 @@ class StageStartup:
         await self.embedding.begun(anew=True)
 
     async def _adopted(self, timeout_s: float, downloaded: DownloadProgress) -> bool:
-        """Download the state from other servers of the stage.
+        """Download the state from other servers of the stage; return True once it is adopted.
 
-        Return False once none is left and nothing has come: listed members may be back in other
-        lives and wait for this peer's state as it waits for theirs."""
+        Return False once no server is left and no byte has arrived: members listed in the view may
+        be back in other lives, and wait for this peer's state as it waits for theirs."""
         comes = False
 
         def coming(here: int, total: int) -> None:
@@ -124,7 +121,8 @@ class StageStartup:
             await cancel(adopting)
 
     def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
-        """Start with the last checkpoint's state, if any; at its rounds if the run has no log."""
+        """Start with the last checkpoint's state, if any, and at its rounds if the run has no
+        log."""
         if self.saved is not None and round_of(self.saved) is not None:
             load_stage_state(self.serving, self.saved)
             if max(rounds.values(), default=-1) < 0:
@@ -138,7 +136,7 @@ class StageStartup:
         self.look_on()
         names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.templates}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
-        # Until the log stops growing: it arrives in parts.
+        # until the log stops growing: it arrives in parts
         while before != newest and not self._is_served():
             await asyncio.sleep(SETTLE_S)
             before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
@@ -154,7 +152,7 @@ class StageStartup:
         try:
             return await find_copy(peer, self.plan.model, stages, index)
         except Unrecoverable as reason:
-            log.warning("stage %d: %s", index, reason)
+            log.warning("stage %d starts without the exact copy of its end: %s", index, reason)
             return None
 
     def _is_served(self) -> bool:
@@ -162,7 +160,7 @@ class StageStartup:
 
     def _begin(self, rounds: Mapping[str, int], tokens: int) -> None:
         driver = self.serving.loop.driver
-        # Before any step: the snapshot is where the round begins.
+        # before any step: the snapshot fixes the state in which the round begins
         state = driver.method.snapshot(driver.replica)
         if self.pipeline.asynchronous is not None and max(rounds.values(), default=-1) >= 0:
             self.serving.state_sync.marks[ORIGIN] = origin_of(state)
@@ -175,7 +173,7 @@ class StageStartup:
         self._serve_scale()
 
     def _serve_scale(self) -> None:
-        """Serve this stage's gradient scale to peers that rebuild a stage beside it."""
+        """Serve this stage's gradient scale to peers that rebuild a neighbouring stage."""
         serving = self.serving
 
         async def scale() -> Snapshot:

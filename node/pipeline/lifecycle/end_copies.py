@@ -1,11 +1,12 @@
-"""Exact copies of an end stage's tensors outside its layers, kept at the stage beside it
-(CheckFree+, Blagoev et al., arXiv:2506.15461, section 3.2): no other stage has anything like an
-embedding or a head, so a lost one could not be made from its neighbours.
+"""Exact copies of an end stage's tensors outside its layers, kept at the neighbouring stage.
 
-After every so many rounds of an end stage, `KEEPERS` servers of the stage beside it download its
-embedding, or its norm and head, as its members would evaluate them. They serve these to a peer that
-takes up the stage when all its servers are lost. The copy is exact as of the round that it names.
-The paper copies after each step to all nodes of the stage beside; here one stage has many nodes."""
+No other stage has anything like an embedding or a head, so a lost one could not be made from its
+neighbours (CheckFree+, Blagoev et al., arXiv:2506.15461, section 3.2).
+
+At a fixed interval of an end stage's rounds, `KEEPERS` servers of the neighbouring stage download
+its embedding, or its norm and head, as its members would evaluate them. They serve these to a peer
+that takes up the stage when all its servers are lost. The copy is exact as of the round that it
+names. The paper copies after each step to all nodes of the neighbour; here a stage has many."""
 
 import asyncio
 import hashlib
@@ -27,10 +28,10 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
 OWN, KEPT = "end", "kept end"  # snapshot names: at an end's servers, and at the keepers
-KEEPERS = 2
+KEEPERS = 2  # enough to survive the loss of one; each download costs the end stage's uplink
 LOOK_EVERY_S = 0.5
 FETCH_TIMEOUT_S = 60.0
-FIND_TIMEOUT_S = 5.0
+FIND_TIMEOUT_S = 5.0  # short: a copy that no peer has must not hold up the start of the stage
 HEAD_BYTES = 1 << 16  # bound on the names and shapes before the values
 
 
@@ -40,8 +41,8 @@ def ends_beside(index: int, stages: int) -> tuple[int, ...]:
 
 
 class EndCopies:
-    """The part of one server of stage `index`: it serves its own end and keeps copies of the ends
-    beside it. `streams` has each stage's stream by name."""
+    """The part of one server of stage `index`: it serves its own end and keeps copies of the
+    neighbouring ends. `streams` has the name of each stage's stream."""
 
     def __init__(
         self,
@@ -70,10 +71,8 @@ class EndCopies:
             )
         while True:
             for end in self._beside:
-                if (
-                    self._peer.rounds.newest(self._streams[end]) >= self._next[end]
-                    and self._is_keeper()
-                ):
+                is_due = self._peer.rounds.newest(self._streams[end]) >= self._next[end]
+                if is_due and self._is_keeper():
                     await self.keep(end)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -108,8 +107,7 @@ class EndCopies:
         return encode_state(copy.restored(), copy.round, 0)
 
     def _is_keeper(self) -> bool:
-        """True if this peer has one of the stage's `KEEPERS` lowest ranks: keepers seldom
-        change."""
+        """True if this peer has one of the stage's `KEEPERS` lowest ranks, which seldom change."""
         view, context = self._peer.context.views.newest, self._peer.context
         mates = [view.peers[index] for index in view.serving(self._index)]
         living = [mate for mate in mates if mate == context.me or not context.gone(view, mate)]
@@ -126,9 +124,8 @@ class _Wanted:
     async def fetch(
         self, peer: Peer, name: str, timeout_s: float, min_round: int, stage: int
     ) -> Snapshot:
-        most = HEAD_BYTES + 4 * sum(
-            math.prod(shape) for shape in end_shapes(self.config, self.span).values()
-        )
+        shapes = end_shapes(self.config, self.span).values()
+        most = HEAD_BYTES + 4 * sum(math.prod(shape) for shape in shapes)
         return await peer.snapshots.fetch(
             name, timeout_s, min_round=min_round, stage=stage, max_bytes=most
         )
@@ -137,9 +134,8 @@ class _Wanted:
         """Decode the tensors; raise `CorruptSnapshot` unless they are exactly these, in float32."""
         found = decode_state(snapshot)
         shapes = {name: tuple(x.shape) for name, x in found.items()}
-        if shapes != end_shapes(self.config, self.span) or any(
-            x.dtype != torch.float32 for x in found.values()
-        ):
+        is_float32 = all(x.dtype == torch.float32 for x in found.values())
+        if not is_float32 or shapes != end_shapes(self.config, self.span):
             raise CorruptSnapshot(
                 f"the copy of round {snapshot.round} holds other tensors than its stage has"
             )
@@ -153,16 +149,15 @@ def _rank(peer: PeerId) -> bytes:
 async def find_copy(
     peer: Peer, config: ModelConfig, stages: Sequence[range], index: int
 ) -> dict[str, Tensor] | None:
-    """Download an end stage's own tensors from the stage beside it, None if there is no copy. Raise
-    `Unrecoverable` if what came is corrupt."""
+    """Download an end stage's own tensors from a neighbouring stage, None if there is no copy.
+    Raise `Unrecoverable` if the download is corrupt."""
     wanted = _Wanted(config, stages[index])
     for beside in (index - 1, index + 1):
         if not 0 <= beside < len(stages):
             continue
         try:
-            return wanted.tensors(
-                await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside)
-            )
+            snapshot = await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside)
+            return wanted.tensors(snapshot)
         except SnapshotUnavailable:
             continue
         except CorruptSnapshot as error:

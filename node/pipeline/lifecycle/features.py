@@ -1,14 +1,14 @@
 """Rare features of pipelines, each behind one seam and imported only when a run's terms ask for it.
 
-Only this module names the features' modules in contrib/. The core knows the seam alone: its class
-is what a run without the feature uses, and the class in contrib/ is another kind of it.
+Only this module names the features' modules in contrib/. The core knows only the seam: a run
+without the feature uses the seam's own class, and contrib/ has a subclass or an implementation.
 
-| asked for by | seam | without it |
+| terms | seam in node/pipeline | without the feature |
 |---|---|---|
-| a codec that remembers samples | node/pipeline/server/edge_ends.py | `EdgeEnds` |
-| the same, at a trainer | `StageInputs`, node/pipeline/trainer/in_flight.py | `WholeInputs` |
-| `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `WeightVersions` |
-| `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FrozenEmbedding` |
+| a codec that remembers samples | server/edge_ends.py | `EdgeEnds` |
+| the same, at a trainer | `StageInputs` in trainer/in_flight.py | `WholeInputs` |
+| `[pipeline.asynchronous]` | server/weight_versions.py | `WeightVersions` |
+| `pipeline.constrain = "pipelines"` | lifecycle/frozen_embedding.py | `FrozenEmbedding` |
 """
 
 from collections.abc import Callable
@@ -56,11 +56,9 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
 def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
     """Return the factory of a server's weight versions; it takes the arguments of
     `contrib.kept_versions.versions_of` after the terms."""
-    return (
-        (lambda *given, **named: WeightVersions())
-        if terms is None
-        else partial(_maker("weight versions"), terms)
-    )
+    if terms is None:
+        return lambda *given, **named: WeightVersions()
+    return partial(_maker("weight versions"), terms)
 
 
 def frozen_embedding(

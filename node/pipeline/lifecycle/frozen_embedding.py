@@ -1,8 +1,8 @@
 """The seam to the frozen part of the embedding, which both ends of the subspace codec share.
 
-Where all peers keep to the subspace it follows from the run's seed and stays: every peer computes
-it, and nothing is exchanged. Where full replicas are free it gets a new version every so many
-rounds (docs/decisions/019); the assembly then passes in a keeper of versions
+Where all peers are constrained to the subspace it follows from the run's seed and never changes:
+every peer computes it, and nothing is exchanged. Where full replicas are free it gets a new version
+at a fixed interval of rounds (docs/decisions/019); the assembly then passes in `EmbeddingSync`
 (node/pipeline/contrib/embedding_sync.py)."""
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class FrozenEmbedding:
     3. Weights that this node writes are projected by the version that its codec speaks.
     4. `at_first` is called once, before anything else, at a node that serves the first stage. One
        of `founded` and `begun` is called for each life; `before` comes before `begun` where a stage
-       is begun anew. `run` may be cancelled at any time."""
+       starts over. `run` may be cancelled at any time."""
 
     def at_first(
         self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]
@@ -36,10 +36,10 @@ class FrozenEmbedding:
         """Note that this node has started the run, from initial weights or a checkpoint."""
 
     async def before(self, after: int) -> None:
-        """Fetch what projects a stage that is about to be begun anew after this round."""
+        """Fetch the version that projects a stage which is about to start over after this round."""
 
     async def begun(self, *, anew: bool) -> None:
-        """Note that a stage has its state, its own (`anew`) or that of other servers."""
+        """Note that a stage has its state: a new one of its own (`anew`), or other servers'."""
 
     async def run(self) -> None:
         """Download new versions and serve them, for as long as there may be any."""

@@ -12,7 +12,7 @@ from farflock.swarm.messages import Load
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.rebalance import LoadSnapshot, Move, next_move, snapshot_number
 
-RESCUE_EVERY = 4  # periods between emergency moves: the server that moves needs time to start there
+RESCUE_EVERY = 4  # periods between emergency moves: the moving server needs time to start there
 
 
 class LifeOver(Exception):
@@ -26,17 +26,16 @@ class LifeOver(Exception):
 def due_move(
     balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None
 ) -> Move | None:
-    """Return the move that is due in a period, None if none is. A stage without servers in this
-    period and the one `before` gets one, in every `RESCUE_EVERY`th period; after one such period
-    alone, its first server may just be arriving. Ordinary moves come every `balance.every_s`."""
+    """Return the move that is due in a period, None if none is.
+
+    A stage without servers in this period and the one `before` gets one, in every `RESCUE_EVERY`th
+    period; after a single such period, its first server may just be arriving. Ordinary moves come
+    every `balance.every_s`."""
     every = round(balance.every_s / EMERGENCY_S)
-    if _lost(snapshot):
-        is_new = (
-            before is None
-            or before.number + 1 != snapshot.number
-            or not _lost(snapshot) & _lost(before)
-        )
-        if is_new or snapshot.number % RESCUE_EVERY:
+    if lost := _lost(snapshot):
+        follows = before is not None and before.number + 1 == snapshot.number
+        still_lost = before is not None and follows and bool(lost & _lost(before))
+        if not still_lost or snapshot.number % RESCUE_EVERY:
             return None
     elif not every or snapshot.number % every:
         return None
@@ -66,14 +65,16 @@ class Rebalancer:
         while True:
             number = snapshot_number(self.peer.run_s(), EMERGENCY_S)
             self.peer.loads.say(self.load(number))
-            # Half a period lets the other servers' loads arrive.
+            # half a period lets the other servers' loads arrive
             await self._until(number + 0.5)
             snapshot = self.peer.loads.snapshot(number, self.needs_bytes)
             move = due_move(self.balance, snapshot, before) if snapshot is not None else None
             before = snapshot
             if move is not None and move.peer == self.peer.me:
-                raise LifeOver(f"goes from stage {move.source} to stage {move.target}", move.target)
+                reason = f"moves from stage {move.source} to stage {move.target}"
+                raise LifeOver(reason, move.target)
             await self._until(number + 1)
 
     async def _until(self, period: float) -> None:
+        # at least a moment, so that periods that are over already do not block the event loop
         await asyncio.sleep(max(period * EMERGENCY_S - self.peer.run_s(), 0.01))

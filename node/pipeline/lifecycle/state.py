@@ -1,8 +1,7 @@
-"""A stage's initial state: from its other servers, this node's disk, its neighbours or the run's
-seed.
+"""A stage's initial state: from its servers, this node's disk, its neighbours or the run's seed.
 
 The ladder itself is node/pipeline/recovery/policy.py. This module describes the situation to it,
-and downloads other stages' states and turns them into tensors, however the method stores them."""
+downloads other stages' states and turns them into tensors, however the method stores them."""
 
 import logging
 import math
@@ -42,7 +41,7 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
 SCALE = "scale"  # name of the snapshot with a stage's gradient scale
-NEIGHBOUR_TIMEOUT_S = 120.0
+NEIGHBOUR_TIMEOUT_S = 120.0  # for a whole stage; without it the stage has its initial weights
 _SCALE = struct.Struct("<d")
 
 log = logging.getLogger(__name__)
@@ -60,10 +59,10 @@ class InitialState:
 
 def living(peer: Peer, stages: int) -> tuple[int, ...]:
     """Return how many other peers serve each stage and are not known to be gone."""
-    view, port = peer.context.views.newest, peer.context
-    others = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
+    view, context = peer.context.views.newest, peer.context
+    mates = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
     return tuple(
-        sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others
+        sum(mate != context.me and not context.gone(view, mate) for mate in each) for each in mates
     )
 
 
@@ -80,10 +79,9 @@ async def begin_anew(
     run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
-        began = (
-            "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
-        )
-        return InitialState("initial" if snapshot is None else "snapshot", began)
+        if snapshot is None:
+            return InitialState("initial", "the run begins")
+        return InitialState("snapshot", f"the run resumes after round {snapshot}")
     now = Situation(
         round=after,
         layers=tuple(map(len, stages)),
@@ -95,19 +93,18 @@ async def begin_anew(
     try:
         chosen = source(now, index)
         if chosen.kind == "peer":
-            raise LifeOver(f"stage {index} is served by now: {chosen.reason}")
+            raise LifeOver(f"stage {index} has servers again: {chosen.reason}")
         if chosen.kind == "mean":
             return InitialState("mean", chosen.reason, await _mean(peer, plan, stages, index))
         if chosen.kind == "copy":
             partner = await _neighbour(peer, plan, stages, chosen.stages[0])
-            return InitialState(
-                "copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends)
-            )
+            copied = partner_copy(plan.model, stages[index], partner, ends)
+            return InitialState("copy", chosen.reason, copied)
         if chosen.kind == "snapshot":
             return InitialState("snapshot", chosen.reason)
         raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")
     except (Unrecoverable, SnapshotUnavailable) as reason:
-        log.warning("stage %d begins with initial weights: %s", index, reason)
+        log.warning("stage %d starts again from initial weights: %s", index, reason)
         return InitialState("initial", str(reason))
 
 
@@ -122,9 +119,8 @@ def round_of(saved: Checkpoint | None) -> int | None:
 async def _mean(
     peer: Peer, plan: RunPlan, stages: Sequence[range], index: int
 ) -> dict[str, torch.Tensor]:
-    before, after = [
-        await _neighbour(peer, plan, stages, beside) for beside in (index - 1, index + 1)
-    ]
+    before = await _neighbour(peer, plan, stages, index - 1)
+    after = await _neighbour(peer, plan, stages, index + 1)
     return neighbour_mean(plan.model, stages[index], before, after)
 
 
@@ -138,11 +134,8 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
     )
     kept = method(plan.method, **plan.options)
     try:
-        state = {
-            name: x
-            for name, x in decode_state(snapshot).items()
-            if not name.startswith((NEXT, MARK))
-        }
+        found = decode_state(snapshot)
+        state = {name: x for name, x in found.items() if not name.startswith((NEXT, MARK))}
         kept.restore(replica, state, "adopt")
     except (CorruptSnapshot, WrongState) as error:
         raise Unrecoverable(f"the state of stage {stage} cannot be used: {error}") from None

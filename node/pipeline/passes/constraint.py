@@ -1,6 +1,7 @@
-"""The constraint that a subspace codec puts on weights: all weights that write into the residual
-stream before the last edge write into the subspace, after every step, average, download and
-recovery.
+"""The constraint that a subspace codec puts on weights.
+
+All weights that write into the residual stream before the last edge write into the subspace, after
+every step, average, download and recovery.
 
 In our model (node/model/llama.py) these are the embedding, and `o_proj` and `down_proj` of each
 layer. The norms' gains stretch single coordinates and would lead out of the subspace, but they act
@@ -10,9 +11,8 @@ over an edge.
 The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that
 projecting it is E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
 
-The seam is three functions that the core has anyway, and only the assembly chooses between their
-two kinds: `Stage.of_weights` returns gradients, `write` and `inner_step` of a replica change
-weights.
+The seam is three functions that the core has anyway: `Stage.of_weights` returns gradients, `write`
+and `inner_step` of a replica change weights. Only the assembly chooses between their two kinds.
 
 Shapes: D model width, K rank, V vocabulary."""
 
@@ -47,8 +47,8 @@ def writers(names: Iterable[str], tail: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """The subspace that some tensors keep to. `dims` are as in `writers`; without any it is
-    free."""
+    """The subspace to which some tensors are constrained. `dims` are as in `writers`; if empty,
+    nothing is constrained."""
 
     basis: Basis
     dims: Mapping[str, int]
@@ -67,13 +67,14 @@ class Constraint:
         self.keep(tensors)
 
     def keep(self, tensors: Tensors) -> None:
-        """Project the constrained tensors in place, with the same bits on every machine. What is
-        inside already stays as it is."""
+        """Project the constrained tensors in place, with the same bits on every machine.
+
+        Tensors that are inside the subspace already do not change."""
         dims = {name: dim for name, dim in self.dims.items() if name in tensors}
         project(tensors, dims, self.basis, {EMBEDDING: self.basis.fixed_VD})
 
     def of_gradients(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of the same loss by weights that are projected first.
+        """Return the gradients of the same loss with respect to weights that are projected first.
 
         A stage receives only the part of a gradient inside the subspace. So these gradients, unlike
         those of free weights, do not depend on where the model is cut."""
@@ -122,7 +123,7 @@ class ConstrainedReplica(PlainReplica):
         return self._constraint
 
     def follow(self, constraint: Constraint) -> None:
-        """Take up another version. Weights are projected by `settle` or their next write."""
+        """Switch to another version; `settle` or the next write projects the weights."""
         self._constraint = constraint
 
     def settle(self) -> None:

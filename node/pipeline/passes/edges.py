@@ -1,7 +1,7 @@
 """Tensors between a trainer and its stage servers: tokens, activations and gradients as payloads.
 
 Every microbatch of a run has one shape, so a payload's size is bounded before it is fetched. Token
-ids travel as integers beside each activation: some codecs need them, and they are small.
+ids travel as integers with each activation: some codecs need them, and they are small.
 
 Shapes: B sequences, L positions, D model width."""
 
@@ -38,7 +38,7 @@ class Edges:
     """A peer's codecs for the edges between a run's stages.
 
     It prefers `codec` and also reads and writes `others`, in this order; `dtype` is that of the
-    stages' weights. Below, a codec of None means the preferred one."""
+    stages' weights. Its methods take a codec of None for the preferred one."""
 
     codec: ActivationCodec
     batch: int
@@ -87,9 +87,8 @@ class Edges:
     def max_bytes(self, direction: Direction, named: CodecId | None = None) -> int:
         """Return the maximum size of an activation, or of its gradient, in this codec."""
         shape = (self.batch, self.seq, self.dim)
-        return self._codec(named).max_bytes(
-            ActivationContext(shape, self.dtype, direction=direction)
-        )
+        context = ActivationContext(shape, self.dtype, direction=direction)
+        return self._codec(named).max_bytes(context)
 
     def pack(self, tokens_BL: Tensor) -> bytes:
         """Encode token ids as a payload."""
@@ -104,9 +103,8 @@ class Edges:
     ) -> bytes:
         """Encode a stage's output, in the version that the payload of its input, `came`, is in."""
         out = bytearray()
-        context = self._context(
-            "forward", request.stage, request, tokens_BL, version=self._version_of(came)
-        )
+        version, stage = self._version_of(came), request.stage
+        context = self._context("forward", stage, request, tokens_BL, version=version)
         self._codec(request.sends).encode(y_BLD, context, out)
         return bytes(out)
 
@@ -124,10 +122,8 @@ class Edges:
         came: bytes | None = None,
     ) -> bytes:
         """Encode the gradient of a stage's input, of payload `came`, decoded as `arrived_BLD`."""
-        version = self._version_of(came)
-        context = self._context(
-            "backward", request.source, request, tokens_BL, arrived_BLD, version
-        )
+        version, source = self._version_of(came), request.source
+        context = self._context("backward", source, request, tokens_BL, arrived_BLD, version)
         out = bytearray()
         self._codec(request.came).encode_grad(grad_BLD, context, out)
         return bytes(out)
@@ -161,32 +157,23 @@ class Edges:
         """Return the codec; raise `Incompatible` if it is not read here."""
         found = self._find(named)
         if found is None:
-            raise Incompatible(
-                f"{named} is not read here; these are: {', '.join(map(str, self.reads))}"
-            )
+            readable = ", ".join(map(str, self.reads))
+            raise Incompatible(f"{named} is not read here; use one of: {readable}")
         return found
 
     def _find(self, named: CodecId | None) -> ActivationCodec | None:
         if named is None or (self.follows_weights and named.name == self.codec.name):
             return self.codec
-        version = named.name, named.version
-        return next(
-            (
-                codec
-                for codec in (self.codec, *self.others)
-                if (codec.name, codec.version) == version
-            ),
-            None,
-        )
+        for codec in (self.codec, *self.others):
+            if (codec.name, codec.version) == (named.name, named.version):
+                return codec
+        return None
 
     def _version_of(self, came: bytes | None) -> int | None:
-        """Return the version that a payload is in, None where the codec has one alone."""
-        codec = self.codec
-        return (
-            codec.version_of(came)
-            if isinstance(codec, SubspaceVersions) and came is not None
-            else None
-        )
+        """Return the version that a payload is in, None where the codec has a single one."""
+        if came is None or not isinstance(self.codec, SubspaceVersions):
+            return None
+        return self.codec.version_of(came)
 
     def _context(
         self,
@@ -213,7 +200,7 @@ class Edges:
 
 def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
     """Return this peer's codecs for a run's edges: those that the run names and this release has.
-    Only a run with a single codec may take up new versions of it."""
+    New versions of a codec are possible only in a run with a single one."""
     config, names = plan.model, known_of(pipeline.codec)
     codec = activation_codec(names[0], basis=basis_of(plan, pipeline))
     others = tuple(activation_codec(name) for name in names[1:])
@@ -221,21 +208,14 @@ def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
         codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
     if pipeline.turns is not None and isinstance(codec, Subspace):
         codec = SubspaceVersions(codec)
-    return Edges(
-        codec,
-        plan.batch,
-        plan.seq,
-        config.dim,
-        config.vocab_size,
-        plan.run_seed,
-        plan.dtype,
-        others,
-    )
+    shape = plan.batch, plan.seq, config.dim
+    return Edges(codec, *shape, config.vocab_size, plan.run_seed, plan.dtype, others)
 
 
 def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
-    """Return the basis that all peers of a run share, None if its codec needs none. Raise
-    `Incompatible` if this machine computes another one than the manifest names."""
+    """Return the basis that all peers of a run share, None if its codec needs none.
+
+    Raise `Incompatible` if this machine computes another basis than the manifest names."""
     terms = subspace_terms(pipeline.codec)
     if terms is None:
         return None

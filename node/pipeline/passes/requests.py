@@ -1,5 +1,6 @@
-"""Requests of trainers to stage servers and their answers: the bodies of calls
-(swarm/peer/calls.py). Tensors travel beside them (node/pipeline/passes/edges.py).
+"""Requests of trainers to stage servers, and their answers: the bodies of calls.
+
+Tensors travel as payloads of the call (swarm/peer/calls.py, node/pipeline/passes/edges.py).
 
 A microbatch is named by its trainer, the caller, and its number. `epoch` is the newest round of the
 stage's stream that the trainer knew to be applied when the microbatch set out; it stays the same
@@ -28,7 +29,7 @@ Made = Literal["input", "gradient"]  # of a stage: its input, or the gradient of
 
 
 class BadRequest(ValueError):
-    """The bytes are no valid request or answer."""
+    """The bytes are not a valid request or answer."""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +37,8 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):
-    """Names a version of a stage's weights: the last round in them and, if the stage was begun
-    anew, a number for the state it began with, else 0."""
+    """Names a version of a stage's weights: the last round in them and, if the stage has started
+    over, a number for the state with which it did, else 0."""
 
     round: RoundNumber
     origin: Count = 0
@@ -46,8 +47,8 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
 class Visit(msgspec.Struct, frozen=True, array_like=True):
     """The trainer's samples in a microbatch, for a codec that remembers them.
 
-    A forward request also carries the tags of what the trainer holds of the stage's output of each,
-    8 bytes, 0 for nothing."""
+    A forward request also carries, for each sample, the 8-byte tag of the stage's output that the
+    trainer holds, 0 for none."""
 
     samples: Samples
     held: Tags = b""
@@ -121,7 +122,7 @@ class Busy(_Body, frozen=True, tag="busy"):
 
 
 class Stale(_Body, frozen=True, tag="stale"):
-    """The stage is at this round, too far from the microbatch's."""
+    """The stage is at this round, too far from the microbatch's epoch."""
 
     round: RoundNumber
 

@@ -4,8 +4,8 @@ A backward pass needs only the stage's input and the gradient of its output: it 
 pass again. So another peer of the stage may do it, memory does not grow with the microbatches in
 flight, and the result depends on weights and input alone. Its gradient of the weights is a sum over
 tokens, with their number. Sums of different peers are added and divided once, by all tokens that
-count at this stage (specs of the field divide by the world size, which is wrong as soon as a
-microbatch is lost or skips a stage).
+count at this stage (other designs divide by the world size, which is wrong as soon as a microbatch
+is lost or skips a stage).
 
 Shapes: B sequences, L positions, D model width, V vocabulary."""
 
@@ -24,7 +24,8 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
-    """The gradient of one microbatch's summed loss by a stage's weights, and its token count."""
+    """The gradient of a microbatch's summed loss with respect to a stage's weights, and its number
+    of tokens."""
 
     gradients: Gradients
     tokens: int
@@ -74,7 +75,8 @@ class Stage:
     @torch.enable_grad()
     def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
         """Compute the forward pass again, then the gradients. `outside` is the gradient of the
-        summed loss by this stage's output (B, L, D), or at the last stage the targets (B, L)."""
+        summed loss with respect to this stage's output (B, L, D), or at the last stage the targets
+        (B, L)."""
         wanted: tuple[Tensor, ...] = self._weights
         if not self.is_first:
             x = x.detach().requires_grad_()
@@ -90,7 +92,8 @@ class Stage:
         )
 
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
-        """Return by name the gradients that count, from the raw ones in the weights' order."""
+        """Return the gradients by name, given the raw ones in the weights' order. A subclass may
+        change them."""
         return dict(zip(self._names, gradients, strict=True))
 
 
@@ -98,7 +101,7 @@ class Stage:
 def backward_through(
     stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
 ) -> tuple[tuple[MicrobatchGradient, ...], float]:
-    """Compute one forward and backward pass through all `stages` of a path, held here, in order.
+    """Compute one forward and backward pass through a path's `stages`, all local, in order.
 
     Return each stage's gradient and the loss, in nats summed over tokens. Nothing is computed
     twice."""
@@ -106,9 +109,8 @@ def backward_through(
     for stage in stages:
         y = stage.model(y)
     loss = _summed_loss(y, targets_BL)
-    found = iter(
-        torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights])
-    )
+    weights = [weight for stage in stages for weight in stage._weights]
+    found = iter(torch.autograd.grad(loss, weights))
     staged = [
         MicrobatchGradient(
             stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel()
@@ -127,9 +129,8 @@ class GradientAccumulator:
 
     def add(self, staged: MicrobatchGradient) -> None:
         """Add one more gradient or sum."""
-        assert not self.sums or self.sums.keys() == staged.gradients.keys(), (
-            "gradients of another stage"
-        )
+        is_same_stage = not self.sums or self.sums.keys() == staged.gradients.keys()
+        assert is_same_stage, "these gradients belong to another stage"
         self.sums = {
             name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()
         }

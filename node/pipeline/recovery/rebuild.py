@@ -2,8 +2,8 @@
 (Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
 
 When all servers of a stage are lost and there is no fresh snapshot, its neighbours' weights are a
-far better start than random ones, and the other stages go on without a step back. Only parameters
-are made: the peer that takes up the stage builds a new replica and a new method from them, with
+far better start than random ones, and the other stages continue without a rollback. Only parameters
+are made: the peer that takes over the stage builds a new replica and a new method from them, with
 moments and step counts of zero, and trains at a bumped rate (`bumped_rate`).
 node/pipeline/recovery/policy.py chooses the source.
 
@@ -24,10 +24,10 @@ from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.state import state_hash
 
 EMA_BETA = 0.9
-LR_BUMP = 1.1
+LR_BUMP = 1.1  # the paper's
 UNEQUAL = "neighbour mean of unequal stages"
 END = "neighbour mean of an end stage"
-DOUBLE = "neighbour mean beside a lost stage"
+DOUBLE = "neighbour mean next to a lost stage"
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)", re.S)
 _ELSE = "restore a snapshot, or roll back all stages to their last common checkpoint"
@@ -40,8 +40,8 @@ class Unrecoverable(ValueError):
 @dataclass(frozen=True, slots=True)
 class GradientScale:
     """The size of a stage's gradients: the moving average of the squared norm of its mean gradient,
-    before clipping, over its layers alone (an embedding or a head has no counterpart in the rebuilt
-    stage). 0 means never trained; the first gradient counts whole."""
+    before clipping, over its layers only (an embedding or a head has no counterpart in the rebuilt
+    stage). 0 means never trained; the first gradient starts the average."""
 
     squared: float = 0.0
 
@@ -63,7 +63,7 @@ class GradientScale:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A stage beside the lost one: its layers, its ω, and its parameters, which are checked."""
+    """A stage next to the lost one: its layers, its ω, and its parameters, which are checked."""
 
     span: range
     tensors: Tensors
@@ -73,27 +73,23 @@ class Neighbour:
 def neighbour_mean(
     config: ModelConfig, lost: range, before: Neighbour | None, after: Neighbour | None
 ) -> dict[str, Tensor]:
-    """Return CheckFree's mean (3.1): W = (ω₋W₋ + ω₊W₊) / (ω₋ + ω₊), layer by layer in order. None
-    is a neighbour that is lost too.
+    """Return CheckFree's mean (3.1): W = (ω₋W₋ + ω₊W₊) / (ω₋ + ω₊), layer by layer in order. Pass
+    None for a neighbour that is lost too.
 
-    Exactly: equal ω give the arithmetic mean, an ω of 0 a copy of the other neighbour, and no value
-    is outside the interval of its two; computed in float64, rounded once. Deviations: with both ω =
-    0 it is the arithmetic mean, and no epsilon is added to the norms (1e-4 in the released code),
-    so that ω may be scaled by any common factor. Raise `Unrecoverable` for end stages, a lost
-    neighbour, and stages or tensors of unequal shape."""
+    It is exact: equal ω give the arithmetic mean, an ω of 0 gives a copy of the other neighbour,
+    and no value leaves the interval between its two; computed in float64, rounded once. Deviations:
+    if both ω are 0 it is the arithmetic mean, and no epsilon is added to the norms (1e-4 in the
+    released code), so that ω may be scaled by any common factor. Raise `Unrecoverable` for end
+    stages, a lost neighbour, and stages or tensors of unequal shape."""
     if lost.start == 0 or lost.stop == config.layers:
         raise Unrecoverable(
-            f"{END}: layers {_told(lost)} have one neighbour alone; copy that one's layers if the embedding or the head "
-            f"has an exact copy, else {_ELSE}"
+            f"{END}: layers {_told(lost)} have only one neighbour; copy its layers if there is an "
+            f"exact copy of the embedding or the head, else {_ELSE}"
         )
     if before is None or after is None:
         raise Unrecoverable(f"{DOUBLE}: layers {_told(lost)} need both their neighbours; {_ELSE}")
-    assert before.span.stop == lost.start, (
-        f"layers {_told(before.span)} are not before layers {_told(lost)}"
-    )
-    assert after.span.start == lost.stop, (
-        f"layers {_told(after.span)} are not after layers {_told(lost)}"
-    )
+    assert before.span.stop == lost.start, f"{before.span} does not end where {lost} starts"
+    assert after.span.start == lost.stop, f"{after.span} does not start where {lost} ends"
     pieces = [moved(config, beside.span, lost, beside.tensors) for beside in (before, after)]
     share = _share(before.omega, after.omega)
     return {name: _between(name, x, pieces[1][name], share) for name, x in pieces[0].items()}
@@ -103,8 +99,8 @@ def partner_copy(
     config: ModelConfig, lost: range, partner: Neighbour, ends: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return CheckFree+'s copy (3.2): the partner's layers (S1 <- S2, Sn <- Sn-1) and, at an end of
-    the model, the exact copies in `ends` of its embedding, or norm and head. All copied. Raise
-    `Unrecoverable` if that does not make up the stage, as for unequal stages."""
+    the model, the exact copies in `ends` of its embedding, or norm and head. All tensors are
+    new. Raise `Unrecoverable` if they do not make up the stage, as for unequal stages."""
     made = moved(config, partner.span, lost, partner.tensors)
     for name, shape in _shapes(config, lost).items():
         if name not in made:
@@ -143,7 +139,8 @@ class EndCopy:
         """Return the tensors, bit for bit; raise `Unrecoverable` if they do not match the hash."""
         if state_hash(dict(self.tensors)) != self.digest:
             raise Unrecoverable(
-                f"exact copy of an end: that of round {self.round} is not what its hash says; ask another neighbour"
+                f"exact copy of an end: the copy of round {self.round} does not match its hash; "
+                "ask another neighbour"
             )
         return {name: x.clone() for name, x in self.tensors.items()}
 
@@ -155,8 +152,8 @@ def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -
     shapes. A stage's embedding or head is ignored."""
     if len(source) != len(target):
         raise Unrecoverable(
-            f"{UNEQUAL}: {len(source)} layers ({_told(source)}) for {len(target)} ({_told(target)}); "
-            f"cut the model into equal stages, or {_ELSE}"
+            f"{UNEQUAL}: {len(source)} layers ({_told(source)}) for {len(target)} "
+            f"({_told(target)}); cut the model into equal stages, or {_ELSE}"
         )
     made = {}
     for name, shape in _shapes(config, target).items():
@@ -172,16 +169,15 @@ def bumped_rate(
     """Return the learning rate of a stage that was rebuilt `steps_since` of its steps ago: `bump`
     times the schedule's at first.
 
-    By default it stays so, as in the paper; with `decay_steps` the excess falls by e in so many
-    steps. A stage that is lost again begins anew: bumps do not multiply."""
+    By default the bump stays, as in the paper; with `decay_steps` the excess falls by a factor of e
+    in that many steps. A stage that is lost again starts over: bumps do not multiply."""
     if not (bump > 0 and decay_steps > 0 and steps_since >= 0):
         raise ValueError(
-            f"a bump of {bump} that decays in {decay_steps} steps trains nothing; usual are 1.1 and infinity"
+            f"a bump of {bump} that decays in {decay_steps} steps is out of range; "
+            "both must be above 0, usually 1.1 and infinity"
         )
-    excess = (
-        (bump - 1) if math.isinf(decay_steps) else (bump - 1) * math.exp(-steps_since / decay_steps)
-    )
-    return rate * (1 + excess)
+    decay = 1.0 if math.isinf(decay_steps) else math.exp(-steps_since / decay_steps)
+    return rate * (1 + (bump - 1) * decay)
 
 
 def _share(before: float, after: float) -> float:
@@ -189,20 +185,21 @@ def _share(before: float, after: float) -> float:
     for omega in (before, after):
         if not 0 <= omega < math.inf:
             raise Unrecoverable(
-                f"neighbour mean: a weight ω of {omega} is no squared norm; ask another neighbour"
+                f"neighbour mean: an ω of {omega} is not a squared norm; ask another neighbour"
             )
     largest = max(before, after)
     if largest == 0:
         return 0.5
-    return (before / largest) / (
-        before / largest + after / largest
-    )  # scaled first: subnormal ω keep their ratio, huge ones do not overflow
+    # scaled first: subnormal ω keep their ratio, and huge ones do not overflow
+    earlier, later = before / largest, after / largest
+    return earlier / (earlier + later)
 
 
 def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
     if before.dtype != after.dtype:
         raise Unrecoverable(
-            f"{UNEQUAL}: {name} would be of {before.dtype} and of {after.dtype}; give both in float32"
+            f"{UNEQUAL}: {name} is {before.dtype} at one and {after.dtype} at the other; "
+            "give both in float32"
         )
     if share in (0.0, 1.0):
         return before if share else after
@@ -216,7 +213,7 @@ def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
     x = tensors.get(name)
     if x is None:
         raise Unrecoverable(
-            f"{name} is missing among what a neighbour gave; ask another one, or {_ELSE}"
+            f"{name} is missing in the neighbour's tensors; ask another neighbour, or {_ELSE}"
         )
     if tuple(x.shape) != shape:
         raise Unrecoverable(
@@ -224,7 +221,7 @@ def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
         )
     if not x.is_floating_point() or not bool(torch.isfinite(x).all()):
         raise Unrecoverable(
-            f"{name} holds something else than finite numbers; ask another neighbour, or {_ELSE}"
+            f"{name} holds values that are not finite numbers; ask another neighbour, or {_ELSE}"
         )
     return x.detach().clone()
 

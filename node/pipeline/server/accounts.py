@@ -15,8 +15,8 @@ from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 @dataclass(slots=True)
 class Taken:
     """A step's gradient, the sum of what was merged since the step before, and its loss in nats per
-    token (None if unknown). If `discarded` is not 0, the gradient left over from earlier steps, of
-    so many microbatches, has to be dropped."""
+    token (None if unknown). If `discarded` is not 0, the gradient of that many microbatches, left
+    over from earlier steps, has to be dropped."""
 
     staged: MicrobatchGradient
     loss: float | None
@@ -82,8 +82,8 @@ class StageAccounts:
 
     A microbatch is merged, taken by a step, brought to a round, and named by that round or another.
     One that is more than `staleness` rounds late for a step is left out and named as late, so that
-    nobody waits for it. `applied()` is the last round in the weights, `tokens_each` the tokens per
-    microbatch. The compute thread calls `sums.add` and `take`."""
+    its trainer does not wait for it. `applied()` is the last round in the weights, `tokens_each`
+    the tokens per microbatch. The compute thread calls `sums.add` and `take`."""
 
     def __init__(
         self,
@@ -140,8 +140,10 @@ class StageAccounts:
         return self._versions.delay(weights, number, stepped) > self._staleness
 
     def _discard(self, number: int) -> int:
-        """Discard what earlier steps took and no round did, once part of it is too late for this
-        round: it is one sum. Return the number of microbatches."""
+        """Discard the gradient that earlier steps took and no round did, once a part of it is too
+        late for this round: it is one sum and cannot be split. Return its number of
+        microbatches."""
+        # an offered key stays: a round that is still open may name it
         waiting = {
             key: step for key, step in self.taken.items() if not self._staging.is_offered(key)
         }
@@ -179,7 +181,7 @@ class StageAccounts:
         self._versions.end_round()
 
     def absorb(self) -> None:
-        """Take in what closed rounds have named."""
+        """Settle the microbatches that closed rounds have named."""
         while self.rounds_over:
             number, noted = self.rounds_over.popleft()
             named = set(notes.joined([noted])) if noted else set()

@@ -15,10 +15,10 @@ from farflock.node.pipeline.passes.requests import Backward, Forward
 
 
 class NotHeld(Exception):
-    """A message refers to values that are not here; `rows` of it have to be sent whole."""
+    """A message refers to values that are not held here; its `rows` have to be sent whole."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__(f"rows {rows[:8]} refer to values that are not held here")
+        super().__init__(f"rows {rows[:8]} refer to values that are not held here; send them whole")
         self.rows = rows
 
 
@@ -29,8 +29,8 @@ class EdgeEnds:
 
     Law:
 
-    1. A request is admitted only if `misfit` has nothing against it; the other functions see
-       admitted requests alone.
+    1. A request is admitted only if `misfit` returns None; the other functions see only admitted
+       requests.
     2. `input` reads what the trainer holds, bit by bit, or raises and leaves no trace: `NotHeld`
        where the payload refers to values that are not here, `CorruptPayload` or `Incompatible`
        where it cannot be read. Whatever was lost, repeated or forgotten on either side, it never
@@ -38,17 +38,15 @@ class EdgeEnds:
     3. The trainer that `caller` names can read what `output` returns, whatever this end has
        forgotten meanwhile. `output` raises `UnencodableTensor` for values that are not finite.
     4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
-       by the compute thread alone."""
+       only by the compute thread."""
 
     edges: Edges  # the codecs of the run, and the shape of its microbatches
 
     def misfit(self, request: Forward | Backward) -> str | None:
         """Return why the samples that a request names are impossible, or None."""
-        return (
-            None
-            if request.visit is None
-            else "samples are named, and the run's codec remembers none"
-        )
+        if request.visit is None:
+            return None
+        return "samples are named, and the run's codec remembers none"
 
     def output(
         self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None

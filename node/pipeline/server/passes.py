@@ -1,8 +1,10 @@
-"""Passes of one stage, from payloads to payloads: their admission, by the request and the sizes of
-its payloads before those are fetched, and their computation.
+"""Passes of one stage, from payloads to payloads: their admission and their computation.
+
+A request is admitted by its fields and by the sizes of its payloads, before those are fetched.
 
 Shapes: B sequences, L positions, D model width."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,9 +57,10 @@ class BackwardResult:
 
 
 class StagePasses:
-    """The passes of stage `index` at one server. It keeps nothing of them; only the compute thread
-    calls `forward` and `backward`. A microbatch may arrive at most `staleness` rounds behind the
-    stage; `applied()` is the last round in the weights."""
+    """The passes of stage `index` at one server, without state between them.
+
+    Only the compute thread calls `forward` and `backward`. A microbatch may arrive at most
+    `staleness` rounds behind the stage; `applied()` is the last round in the weights."""
 
     def __init__(
         self,
@@ -76,12 +79,12 @@ class StagePasses:
     def refusal(
         self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool
     ) -> StageAnswer | None:
-        """Return the reason to refuse a request, or None; change nothing. Room in the queue is
+        """Return the answer that refuses a request, or None; change nothing. Room in the queue is
         checked elsewhere. `known`: the pass already runs, or its gradient is pending."""
         if asked.stage != self._index:
             return Refused(f"this peer serves stage {self._index}, not {asked.stage}")
         if isinstance(asked, Confirm | Revoke):
-            return Refused("payloads with it") if sizes else None
+            return Refused("a confirmation or a revocation has no payloads") if sizes else None
         refused = self._misfit(asked) or self._oversize(asked, sizes)
         if refused is not None:
             return refused
@@ -91,26 +94,23 @@ class StagePasses:
         return None if known else self._lack(asked)
 
     def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
-        """Return the reason why this stage never computes such a pass, or None."""
+        """Return a refusal if this stage never computes such a pass, else None."""
         if (asked.source < 0) != self.stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
         if (unfit := self.ends.misfit(asked)) is not None:
             return Refused(unfit)
         edges = self.ends.edges
-        return (
-            None if edges.knows(asked.came) and edges.knows(asked.sends) else Foreign(edges.reads)
-        )
+        known = edges.knows(asked.came) and edges.knows(asked.sends)
+        return None if known else Foreign(edges.reads)
 
     def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
         """Return a refusal if the number or sizes of the payloads do not fit the request."""
-        most = self._largest(asked)
-        if len(sizes) == len(most) and all(
-            size <= limit for size, limit in zip(sizes, most, strict=True)
-        ):
+        limits = self._max_sizes(asked)
+        if len(sizes) == len(limits) and all(map(operator.le, sizes, limits)):
             return None
-        return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
+        return Refused(f"payloads of {sizes} bytes; at most {limits} belong to it")
 
-    def _largest(self, asked: Forward | Backward) -> tuple[int, ...]:
+    def _max_sizes(self, asked: Forward | Backward) -> tuple[int, ...]:
         """Return the maximum size of each payload of a request, in bytes."""
         edges = self.ends.edges
         given = () if self.stage.is_first else (edges.max_bytes("forward", asked.came),)
@@ -160,7 +160,7 @@ class StagePasses:
                 return self._backward_one(asked), version
         except MissingVersion as reason:  # dropped while the request waited
             return Gone(self._applied(), reason.lack == "late"), None
-        except Superseded:  # nobody may use this version any more
+        except Superseded:  # no peer may use this version any more
             return Gone(self._applied(), late=True), None
 
     def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
@@ -207,10 +207,9 @@ class StagePasses:
             return Refused(str(error)[:200])
         if self.stage.is_first:
             return tokens_BL, tokens_BL
+        given = asked.caller, asked.payloads[1], asked.request, tokens_BL
         try:
-            return tokens_BL, self.ends.input(
-                asked.caller, asked.payloads[1], asked.request, tokens_BL
-            )
+            return tokens_BL, self.ends.input(*given)
         except NotHeld as lacking:
             return Lacks(lacking.rows)
         except Superseded:

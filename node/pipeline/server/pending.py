@@ -40,7 +40,7 @@ class PendingGradients:
         return begun
 
     def drop(self, key: GradientKey, attempt: int) -> None:
-        """Forget a pass that brought nothing; it may be asked for again."""
+        """Forget a pass that made no gradient; it may be requested again."""
         self.staging.revoke(key, attempt)
         self.replies.pop(key, None)
 

@@ -1,9 +1,8 @@
-"""The order of a stage server's work: backward passes before forward ones, each kind in order of
-arrival.
+"""The order of a stage server's work: backward passes first, each kind in order of arrival.
 
 A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass
-takes more in. Waiting forward passes are computed several at once, each with the result it has
-alone. Sans I/O."""
+takes more in. Several waiting forward passes are computed at once, each with the result that it
+would have alone. Sans I/O."""
 
 import collections
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ class StageQueue(Generic[Job]):
 
     def put(self, job: Job, *, backward: bool) -> None:
         """Add a job."""
-        assert self.has_room(backward=backward), "a job that was not to be admitted"
+        assert self.has_room(backward=backward), "a job was admitted to a full queue"
         (self._backward if backward else self._forward).append(job)
 
     def take(self) -> list[Job]:

@@ -48,8 +48,8 @@ from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
 BACKWARD_COST = 3.0  # in forward passes: one is redone, and two gradients cost one each
-EXPIRE_EVERY_S = 1.0
-FIRST_RATE = 1.0
+EXPIRE_EVERY_S = 1.0  # between two looks at leases, which last much longer
+FIRST_RATE = 1.0  # microbatches per second, before any pass is timed
 
 
 class Computing(Protocol):
@@ -57,12 +57,12 @@ class Computing(Protocol):
 
     @property
     def compute(self) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
-        """Do a piece of work."""
+        """Run a piece of work."""
         ...
 
     @property
     def run_pass(self) -> Pass:
-        """Do a pass that costs this many forward passes, for which simulations charge time."""
+        """Run a pass with its cost in forward passes, for which simulations charge time."""
         ...
 
 
@@ -117,7 +117,7 @@ class StageServer:
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
         """Return a refusal of a request that makes no sense here, comes at the wrong time or finds
-        no room; else None."""
+        the queue full; else None."""
         try:
             asked = decode_request(request)
         except BadRequest as error:
@@ -153,7 +153,7 @@ class StageServer:
 
     async def _enqueue(self, job: _Job) -> CallReply:
         if not self._queue.has_room(backward=job.is_backward):
-            return CallReply(encode(Busy()))  # the queue filled up while its payloads came
+            return CallReply(encode(Busy()))  # it filled up while the payloads were fetched
         job.came_s = self._now()
         self._queue.put(job, backward=job.is_backward)
         self._waiting.set()
@@ -173,7 +173,7 @@ class StageServer:
                     job.resolve(Busy())  # for a repeated request, which waits for the same reply
                 return reply
             case "again":
-                # A repeat that is cancelled must not cancel the first request's reply.
+                # a repeat that is cancelled must not cancel the first request's reply
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
     async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
@@ -207,7 +207,7 @@ class StageServer:
                 await self._do(jobs)
                 continue
             self._waiting.clear()
-            try:
+            try:  # leases expire even if no request comes
                 async with asyncio.timeout(EXPIRE_EVERY_S):
                     await self._waiting.wait()
             except TimeoutError:
@@ -247,14 +247,14 @@ class StageServer:
             self.pending.drop(key, request.attempt)
             job.resolve(found)
             return
-        gradient = PendingGradient(
-            found.staged, found.loss_sum, 0 if version is None else version.round
-        )
+        weights_round = 0 if version is None else version.round
+        gradient = PendingGradient(found.staged, found.loss_sum, weights_round)
         attempt = self.pending.put_aside(key, gradient, self._now())
         if attempt is None:
             job.resolve(Refused("it was given up"))
             return
         self._served["backward"] += 1
+        # its share of the microbatch's whole cost: the last stage has no separate forward pass
         share = BACKWARD_COST / (BACKWARD_COST + (0.0 if self.stage.is_last else 1.0))
         self._pass_s.update(share, started_s, self._now())
         done = Done(self._life, attempt, took_s, found.loss_sum, started_s - job.came_s, version)

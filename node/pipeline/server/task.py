@@ -1,9 +1,9 @@
-"""A stage as the ordinary loop trains it: a step ends when the stage's group has taken in a batch,
-whatever this server's part in it.
+"""A stage as the ordinary loop trains it.
 
-So all members of a stage step together although some are faster, and every method syncs a stage
-like a whole model. A method that exchanges gradients gets the sum, weighed by the number of
-microbatches in it; one with local steps gets the mean of what this server took in."""
+A step ends when the stage's group has taken in a batch, whatever this server's part in it. So all
+members of a stage step together although some are faster, and every method syncs a stage like a
+whole model. A method that exchanges gradients gets the sum, weighted by the number of microbatches
+in it; one with local steps gets the mean of what this server took in."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ class StageTask:
     tokens: int
     summing: bool
     joined_at: int = 0
-    # Above 1 for a stage that was made from its neighbours.
+    # above 1 for a stage that was rebuilt from its neighbours
     rate_factor: Callable[[], float] = lambda: 1.0
     scale: GradientScale = field(default_factory=GradientScale)
     tokens_per_step: int = 0  # of the last step
@@ -45,9 +45,8 @@ class StageTask:
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Add what was merged to the stage's gradients. Return the last known loss in nats per
         token, NaN if none is known."""
-        self.replica.lr = self.rate_factor() * self.schedule.rate(
-            progress.tokens, step - self.joined_at
-        )
+        scheduled = self.schedule.rate(progress.tokens, step - self.joined_at)
+        self.replica.lr = self.rate_factor() * scheduled
         taken = self.accounts.take()
         self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
         self.weight = self.tokens_per_step / self.tokens if self.summing else 1.0
@@ -58,18 +57,15 @@ class StageTask:
             if name in taken.staged.gradients:
                 parameter.grad += taken.staged.gradients[name] / divisor
         if taken.staged.tokens:
-            tokens = taken.staged.tokens
-            self.scale = self.scale.after(
-                {name: x / tokens for name, x in taken.staged.gradients.items()}
-            )
+            tokens, sums = taken.staged.tokens, taken.staged.gradients
+            self.scale = self.scale.after({name: x / tokens for name, x in sums.items()})
         self.last_loss = taken.loss if taken.loss is not None else self.last_loss
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
         """Set the rate at the run's `tokens`, without a joiner's warm-up: all take this step."""
-        self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(
-            tokens, 0
-        )
+        schedule = replace(self.schedule, joiner_steps=0)
+        self.replica.lr = self.rate_factor() * schedule.rate(tokens, 0)
 
 
 @dataclass(slots=True)
@@ -90,6 +86,7 @@ class BatchTrigger:
     async def full(self) -> bool:
         """Wait until a step is due. Return False once `stopping()` is true."""
         while not self.stopping():
+            # cleared before the check, so that a change during the check is not missed
             self.accounts.merged.clear()
             self.tallies.changed.clear()
             self._tell()
@@ -100,10 +97,10 @@ class BatchTrigger:
         return False
 
     def is_full(self) -> bool:
-        """True if the next step has its tokens; also announce what was merged here.
+        """Return whether the next step has its tokens; also announce the tokens merged here.
 
-        For a node that would add more, even while a round is open. A round that has just closed is
-        left to `full`."""
+        A node that could add more calls this, even while a round is open. A round that has just
+        closed is left to `full`."""
         if self.rounds.newest(self.stream) == self._round:
             self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.accounts.tokens)
         return self._has_enough()
@@ -138,7 +135,7 @@ async def _either(*events: asyncio.Event) -> None:
 def gated(
     batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
 ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-    """Wrap `train` to wait until a step is due; return None if there will be none."""
+    """Wrap `train` to wait until a step is due; it returns None once no step will be."""
 
     async def step(work: Callable[[], float]) -> float | None:
         return await train(work) if await batch.full() else None

@@ -23,7 +23,7 @@ class MissingVersion(LookupError):
     """The version that a request names is not here, for the reason in `lack`."""
 
     def __init__(self, lack: MissingReason) -> None:
-        super().__init__(f"the version that is asked for is not here: {lack}")
+        super().__init__(f"the requested version of the weights is not here: {lack}")
         self.lack = lack
 
 
@@ -72,6 +72,7 @@ class WeightVersions:
 
 
 def origin_of(state: State) -> int:
-    """Return a number for the state that a stage begins anew with: rounds of its former weights
-    have the same numbers but are other versions."""
+    """Return a number for the state with which a stage starts over.
+
+    Rounds of its former weights have the same round numbers but are other versions."""
     return int.from_bytes(state_hash(state)[:7], "little")

@@ -1,18 +1,18 @@
 """Blame for payloads of the right size that cannot be decoded or overflow in the next stage.
 
 Their maker answers in time, so no path policy avoids it, and its payload would be refused forever.
-The refusing server may itself be at fault, so its word alone does not weigh much: once two servers
-of a stage refuse a payload, or its only server does, the trainer has the payload made again or
-gives up what depends on it. The maker is quarantined only if two servers refuse; then it is asked
-only where the path policy names no other server."""
+The refusing server may itself be at fault, so one refusal does not prove much: once two servers of
+a stage refuse a payload, or its only server does, the trainer has the payload made again or gives
+up what depends on it. The maker is quarantined only if two servers refuse; then it is asked only
+where the path policy names no other server."""
 
 from dataclasses import dataclass, field
 
 from farflock.node.pipeline.passes.requests import Made
 from farflock.swarm.links import PeerId
 
-WITNESSES = 2  # servers whose refusals make a maker guilty
-QUARANTINE_S = 60.0
+WITNESSES = 2  # refusing servers that blame a maker: one alone may lie or be faulty itself
+QUARANTINE_S = 60.0  # not forever: the maker may be repaired, or the witnesses were wrong
 
 PayloadKey = tuple[int, Made]  # the stage that reads it, and its kind
 

@@ -1,4 +1,4 @@
-"""A trainer's microbatches that count at each stage: those its rounds have named (decision 014)."""
+"""The microbatches of a trainer that count at each stage: those named by rounds (decision 014)."""
 
 import collections
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.ledger import Ledger, Phase
 
 RECENT = 32  # microbatches in the mean loss
-REMEMBERED = 4096  # named numbers kept per stage
+REMEMBERED = 4096  # named numbers kept per stage, well above the default `TrainerTerms.kept`
 
 
 class DuplicateDetector:
@@ -50,12 +50,12 @@ class CommitTracker:
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self.ledger = Ledger(stage_directory.stages)
         self._named = DuplicateDetector(me, stage_directory.stages)
-        # Start times of the microbatches that do not count everywhere yet.
+        # start times of the microbatches that do not count everywhere yet
         self.begun_s: dict[int, float] = {}
         self._dropped: set[int] = set()  # those of them that will not count at every stage
         self.finished = 0  # microbatches that count at every stage
         self.dropped = 0  # gradients given up, each of one microbatch at one stage
-        # Microbatches that may count or not: the round log was truncated too early to tell.
+        # microbatches that may or may not count: the log was truncated before this peer read it
         self.lost = 0
 
     def trained(self, number: int, loss: float) -> None:
@@ -79,11 +79,12 @@ class CommitTracker:
         self.begun_s[number] = now_s
 
     def hear(self, now_s: float) -> list[int]:
-        """Take in what rounds named and which servers left; forget and return what is finished."""
+        """Read what rounds have named and which servers have left; forget the microbatches that are
+        finished and return their numbers."""
         for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
         self._hear_of_late()
-        # Before servers that left: what may already count must not be asked for again.
+        # before the servers that left: what may already count must not be asked for again
         while (doubtful := self._stage_directory.skipped()) is not None:
             self._give_up(doubtful)
         for stage, server in self._stage_directory.left():
@@ -109,15 +110,15 @@ class CommitTracker:
         self._report("microbatch", {"number": number, "took_s": took_s})
 
     def _hear_of_late(self) -> None:
-        """Drop what rounds named as left out: it counts at other stages alone."""
+        """Drop gradients that rounds named as left out: these count only at other stages."""
         for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._me and number in self.begun_s:
                 self.drop(number, stage)
         self._stage_directory.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
-        """Write off this stage's doubtful microbatches: its rounds left every log before this peer
-        heard of them, so these may count or not."""
+        """Write off this stage's doubtful microbatches, which may or may not count: the logs
+        dropped its rounds before this peer heard of them."""
         phases = {number: self.ledger.phase((number, stage)) for number in self.begun_s}
         waiting = [number for number, phase in phases.items() if phase in self._doubtful]
         self.ledger.committed(stage, waiting)

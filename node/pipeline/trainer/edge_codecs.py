@@ -3,10 +3,10 @@
 A run names one activation codec, or several in order of preference, and peers of different releases
 may know different ones or different versions. Both ends of an edge must know the codec of a
 payload, and so must a server that takes over from one of them. So the trainer picks, among the
-codecs that it knows, one that all servers of both stages read: all servers get work, in more bytes
-if need be. If there is none, it picks one that some servers of both stages read and does not ask
-the others. Where the sender's weights decide the codec (compression/subspace.py) nothing is chosen,
-and servers without a payload's version are not asked for it."""
+codecs that it knows, one that all servers of both stages read: then all servers get work, even if
+it costs more bytes. If there is none, it picks one that some servers of both stages read and does
+not ask the others. Where the sender's weights decide the codec (compression/subspace.py) nothing is
+chosen, and servers without a payload's version are not asked for it."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -39,22 +39,19 @@ class EdgeCodecs:
         able = [told for told in self._heard(senders) if came is None or came in told]
         both = able, self._heard(receivers)
         try:
-            chosen = agree(
-                _offers(mine), _offers(read_by_all(mine, [told for side in both for told in side]))
-            )
+            common = read_by_all(mine, [told for side in both for told in side])
+            chosen = agree(_offers(mine), _offers(common))
             return CodecId(chosen.name, chosen.version, chosen.digest)
         except Incompatible as reason:
             if str(reason) not in self._reasons:
                 self._reasons.add(str(reason))
                 log.warning(
-                    "not all servers of two stages read the same, and some get no work: %s", reason
+                    "no codec is read by all servers of two stages, so some get no work: %s", reason
                 )
-        shared = (
-            one
-            for one in mine
-            if all(not side or any(one in told for told in side) for side in both)
-        )
-        return next(shared, mine[0])
+        for one in mine:
+            if all(not side or any(one in told for told in side) for side in both):
+                return one
+        return mine[0]
 
     def unfit(self, servers: Servers, needs: Collection[CodecId | None]) -> set[PeerId]:
         """Return the servers known not to read all of `needs`.

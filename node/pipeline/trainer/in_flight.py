@@ -1,8 +1,8 @@
-"""Microbatches in flight: their numbers, and what is kept of them until they count everywhere.
+"""Microbatches in flight: their numbers, and the payloads kept until they count everywhere.
 
-It keeps each stage's input and the gradient of each stage's output, encoded as they came, so that
-any lost pass can be asked of another server. A codec that remembers samples keeps inputs
-differently (node/pipeline/contrib/sample_inputs.py).
+A trainer keeps each stage's input and the gradient of each stage's output, encoded as they arrived,
+so that it can ask another server for any lost pass. Inputs are kept differently for a codec that
+remembers samples (node/pipeline/contrib/sample_inputs.py).
 
 Shapes: B sequences, L positions."""
 
@@ -56,7 +56,7 @@ class StageInputs(Protocol):
     """Reads, keeps and hands out the inputs of stages, for all microbatches of a trainer."""
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
-        """Prepare for a forward pass that is about to be asked for."""
+        """Return the expected output of a forward pass that is about to be requested."""
         ...
 
     def backward_visit(self, flight: "InFlight") -> Visit | None:
@@ -109,7 +109,8 @@ class PassWeights:
     (decision 016).
 
     `gone` says what happens once no server has a named version: the microbatch is dropped, or
-    differentiated at the newest weights. None where servers have one version, and none is named."""
+    differentiated at the newest weights. It is None where servers have a single version, which
+    passes do not name."""
 
     gone: WhenGone | None = None
     _versions: dict[int, Version] = field(default_factory=dict)
@@ -178,7 +179,7 @@ class InFlight:
 
     def set_out_again(self, epoch: int) -> None:
         """Forget the walk so far: it begins again at the first stage, in this round."""
-        # `gradients` stays: so far it holds the targets alone.
+        # `gradients` stays: so far it holds only the targets
         self.epoch, self.trip_s = epoch, 0.0
         self.inputs.clear()
         self.codecs.clear()
@@ -212,7 +213,8 @@ class MicrobatchSource:
         self._first = self._next = first
 
     def skip(self, tokens: int) -> None:
-        """Start where a run with so many trained tokens is. Call it before the first draw."""
+        """Start at the position of a run with `tokens` trained tokens; call before the first
+        draw."""
         self._first = self._next = self._first + tokens // self.edges.tokens
 
     @property

@@ -32,7 +32,7 @@ from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.peer.peer import OpenWait, Peer
 
 PAUSE_S = 0.25  # before asking again after a refusal, or for a stage without servers
-CONFIRM_TIMEOUT_S = 10.0
+CONFIRM_TIMEOUT_S = 10.0  # no tensors travel; well below a lease, so that it can be repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StageClient:
         self._codecs, self._quarantine = codecs, quarantine
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
         self._numbers = itertools.count()
-        # Calls in progress: what for, to which peer, and the deadline on the local clock.
+        # calls in progress: their kind, the peer, and the deadline on the local clock
         self._asked: dict[int, tuple[Key, PeerId, float]] = {}
         self._lacking: dict[int, float] = {}  # stages without servers, and since when
 

@@ -17,7 +17,7 @@ from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.roles import EVERY
 
-HOPE_S = 20.0  # wait for the notes of a round whose servers are all gone: an onlooker may have them
+HOPE_S = 20.0  # wait for notes of a round whose servers are all gone: an onlooker may have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class StageDirectory:
         self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True
     ) -> None:
         self._peer, self.streams, self._whole = peer, dict(streams), whole
-        # By stage, the next round to read.
+        # by stage, the next round to read
         self._heard = {stage: stream.first for stage, stream in streams.items()}
         self._view = -1  # the number of the last view read
-        self._leaving: list[tuple[int, ServerLife, int]] = []  # stage, who, 1st round without it
+        # the stage, the server, and the first round without it
+        self._leaving: list[tuple[int, ServerLife, int]] = []
         self._serving: tuple[tuple[object, ...], StageServers] | None = None
         self._skipped: list[int] = []
-        self.left_out: list[
-            tuple[int, GradientKey]
-        ] = []  # by stage, what rounds named as too late; the reader clears it
-        self._silent_s: dict[int, tuple[int, float]] = {}  # a round maybe lost; since when
+        # stages and gradients that rounds named as too late; the reader clears the list
+        self.left_out: list[tuple[int, GradientKey]] = []
+        self._silent_s: dict[int, tuple[int, float]] = {}  # a round that may be lost; since when
 
     @property
     def stages(self) -> int:
@@ -75,10 +75,12 @@ class StageDirectory:
         """The newest round known to be over at any stage, which new microbatches carry.
 
         A stage that is behind accepts it too, since only microbatches move it forward."""
-        return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self.streams.values()))
+        newest = (self._peer.rounds.newest(stream.name) for stream in self.streams.values())
+        return max(-1, *newest)
 
     def tokens(self) -> int:
-        """Return the run's tokens at the slowest stage: each one's agreed tokens over its share."""
+        """Return the run's tokens at the slowest stage: agreed tokens divided by the stage's
+        share."""
         return min(
             int(self._peer.rounds.tokens(stream.name) / stream.share)
             for stream in self.streams.values()
@@ -101,17 +103,15 @@ class StageDirectory:
         return self._serving[1]
 
     def _is_asked(self, view: View, member: Member) -> bool:
-        return not self._peer.context.gone(view, member.peer) and (
-            self._whole or member.stage != EVERY
-        )
+        serves_others = self._whole or member.stage != EVERY
+        return serves_others and not self._peer.context.gone(view, member.peer)
 
     def at(self, stage: int, peer: PeerId) -> ServerLife | None:
         """Return the life of this peer that serves the stage now, or None."""
-        members = self._members(self._peer.context.views.newest, stage)
-        return next(
-            (ServerLife(peer, member.incarnation) for member in members if member.peer == peer),
-            None,
-        )
+        for member in self._members(self._peer.context.views.newest, stage):
+            if member.peer == peer:
+                return ServerLife(peer, member.incarnation)
+        return None
 
     def server(self, name: str) -> ServerLife | None:
         """Return the server life of this name, None if it is no longer a member."""
@@ -135,24 +135,25 @@ class StageDirectory:
                     self._skipped.append(stage)
                 else:
                     ages = notes.joined_ages(told)
-                    self.left_out += [
-                        (stage, key) for key, age in ages.items() if age == notes.LATE
-                    ]
+                    late = [key for key, age in ages.items() if age == notes.LATE]
+                    self.left_out += [(stage, key) for key in late]
                     yield stage, sorted(ages)
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
-        """True if the next round is over and for `HOPE_S` all its members have been gone, so that
-        its notes seem lost. The stage died out just then. Its weights are lost too, but other peers
+        """True if the next round is over and all its members have been gone for `HOPE_S`: its notes
+        seem lost.
+
+        The stage lost all its servers at that moment, and its weights with them, but other peers
         may still have heard of the round."""
-        number, port = self._heard[stage], self._peer.context
-        view, newest = port.views.at(number, stage), port.views.newest
+        number, context = self._heard[stage], self._peer.context
+        view, newest = context.views.at(number, stage), context.views.newest
         stay = view is not None and set(self._members(view, stage)).intersection(newest.members)
         if stay or number > self._peer.rounds.newest(name):
             self._silent_s.pop(stage, None)
             return False
-        if self._silent_s.setdefault(stage, (number, port.now()))[0] != number:
-            self._silent_s[stage] = number, port.now()
-        return port.now() - self._silent_s[stage][1] >= HOPE_S
+        if self._silent_s.setdefault(stage, (number, context.now()))[0] != number:
+            self._silent_s[stage] = number, context.now()
+        return context.now() - self._silent_s[stage][1] >= HOPE_S
 
     def skipped(self) -> int | None:
         """Return a stage with rounds that were lost before this peer heard of them, else None."""
@@ -160,23 +161,18 @@ class StageDirectory:
 
     def left(self) -> Iterator[tuple[int, str]]:
         """Yield (stage, server) for servers that left the view, once their rounds are known."""
-        views = [
-            entry.view
-            for entry in self._peer.context.views.views
-            if entry.view.number >= self._view
-        ]
+        views = [entry.view for entry in self._peer.context.views.views]
+        views = [view for view in views if view.number >= self._view]
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):
                 gone = set(self._members(before, stage)) - set(after.members)
+                begins = axes.at(after.begins, stage)
                 self._leaving += [
-                    (
-                        stage,
-                        ServerLife(member.peer, member.incarnation),
-                        axes.at(after.begins, stage),
-                    )
+                    (stage, ServerLife(member.peer, member.incarnation), begins)
                     for member in sorted(gone, key=lambda member: member.peer)
                 ]
         self._view = views[-1].number
+        # not before its last round is read: that round may still count what it merged
         over = [entry for entry in self._leaving if self._heard[entry[0]] >= entry[2]]
         self._leaving = [entry for entry in self._leaving if entry not in over]
         yield from ((stage, server.name) for stage, server, _ in over)

@@ -1,9 +1,9 @@
-"""A pipeline's trainer: it draws microbatches, walks each forward and back through the stages, and
-makes each stage count each gradient once (decision 014).
+"""A pipeline's trainer: it walks microbatches through the stages, and each stage counts each
+gradient once (decision 014).
 
-It holds no weights. In node/pipeline/trainer, in_flight.py is what it keeps of a microbatch,
-walker.py the walk, stage_client.py one call of a walk, and commits.py what counts. The path policy
-chooses the servers (swarm/paths/policy.py)."""
+It holds no weights. In node/pipeline/trainer, in_flight.py has the parts of a microbatch that it
+keeps, walker.py the walk, stage_client.py one call of a walk, and commits.py the microbatches that
+count. The path policy chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -28,11 +28,12 @@ from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1
+TICK_S = 0.1  # between two looks for lost gradients and for room for more microbatches
 
 
 class Trainer:
-    """One life of one trainer; it starts in its stream of microbatches at the run's position.
+    """One life of one trainer, which starts in its stream of microbatches at the run's position.
+
     `inputs` keeps the outputs of stages."""
 
     def __init__(
@@ -77,7 +78,7 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """Microbatches in flight: walking, or waiting to be named by a round."""
+        """Microbatches in flight: on their walk, or waiting until a round names them."""
         return len(self._flights)
 
     @property
@@ -105,7 +106,7 @@ class Trainer:
             flight = self._flights[number]
             busy = number in self._walking or stage in flight.asking
             if not busy and stage in flight.gradients:
-                # Its gradient was lost with a server. The other stages keep theirs.
+                # its gradient was lost with a server; the other stages keep theirs
                 self._spawn(self._walker.backward(flight, stage))
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
@@ -114,7 +115,7 @@ class Trainer:
 
     def begin_more(self) -> None:
         """Begin as many microbatches as may be in flight."""
-        # Depth hides the links' latency; `kept` bounds what waits to be named.
+        # depth hides the links' latency; `kept` bounds what waits until a round names it
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight

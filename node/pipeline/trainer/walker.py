@@ -34,7 +34,7 @@ from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 
-ATTEMPTS_PER_SERVER = 2  # failed ones, before weights or a codec are considered lost
+ATTEMPTS_PER_SERVER = 2  # that fail before weights or a codec count as lost: servers come and go
 
 ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
 
@@ -54,18 +54,14 @@ class Walker:
         report: Report,
         spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
-        self._client, self._stage_directory, self._codecs, self._inputs = (
-            client,
-            stage_directory,
-            codecs,
-            inputs,
-        )
+        self._client, self._stage_directory = client, stage_directory
+        self._codecs, self._inputs = codecs, inputs
         self._quarantine, self._commits = quarantine, commits
         self._report, self._spawn = report, spawn
 
     async def walk(self, flight: InFlight) -> None:
-        """Take a microbatch forward and back, from the start again if a stage finds it too old or
-        no server can decode its payloads."""
+        """Take a microbatch forward and back; start again if a stage finds it too old or no server
+        can decode its payloads."""
         last = flight.order[-1]
         while not (await self._forward(flight) and await self.backward(flight, last, first=True)):
             flight.set_out_again(self._stage_directory.epoch)
@@ -73,9 +69,11 @@ class Walker:
             await self.backward(flight, stage)
 
     async def backward(self, flight: InFlight, stage: int, *, first: bool = False) -> bool:
-        """Ask for a stage's backward pass until a server answers under the attempt that counts; a
-        confirmation follows. Return False if the walk has to begin again. Only the walk's `first`
-        backward pass returns that: later, some stage already counts the microbatch."""
+        """Ask for a stage's backward pass until a server answers under the attempt that counts, and
+        confirm that attempt.
+
+        Return False if the walk has to begin again. Only the walk's `first` backward pass returns
+        that: after it, some stage already counts the microbatch."""
         place = flight.number, stage
         flight.asking.add(stage)
         try:
@@ -100,8 +98,8 @@ class Walker:
     async def _forward(self, flight: InFlight) -> bool:
         """Get the inputs of all stages. The last stage's forward pass is part of its backward pass.
 
-        Return False if a stage is too many rounds away from the one that the microbatch set out in,
-        or cannot read its input."""
+        Return False if a stage cannot read its input, or is too many rounds away from the round in
+        which the microbatch set out."""
         for stage in flight.order[:-1]:
             while (answer := await self._forward_once(flight, stage)) is None:
                 pass
@@ -118,10 +116,8 @@ class Walker:
         walk begins again; or None if another server may be asked."""
         after = flight.after(stage)
         assert after is not None
-        came, stages = (
-            flight.codecs.get(flight.source(stage)),
-            self._stage_directory.serving().stages,
-        )
+        came = flight.codecs.get(flight.source(stage))
+        stages = self._stage_directory.serving().stages
         sends = self._codecs.choose(stages[stage], stages[after], came)
         server = await self._client.next_hop(flight, stage, 1.0, came, sends)
         expected = self._inputs.expect(flight, stage)
@@ -135,7 +131,7 @@ class Walker:
         flight.codecs[stage] = self._codecs.edges.written_in(payload, sends)
         try:
             flight.inputs[after] = expected.read(payload, request)
-        except CorruptPayload:  # this trainer sees it itself, so no second witness is needed
+        except CorruptPayload:  # seen by this trainer itself: no second witness is needed
             self._put_into_quarantine(flight, stage, server.peer)
             await asyncio.sleep(PAUSE_S)
             return None
@@ -167,7 +163,7 @@ class Walker:
         came, sends = flight.codecs.get(source), flight.codecs.get(stage)
         server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
         if ledger.phase(place) not in ("open", "sent"):
-            return None  # a round has named it meanwhile, which takes a faulty peer
+            return None  # a round has named it meanwhile, as only a faulty peer makes it do
         attempt = ledger.send(place, server.name)
         version, visit = flight.weights.named(stage), self._inputs.backward_visit(flight)
         where = flight.number, stage, source, flight.epoch
@@ -179,7 +175,7 @@ class Walker:
             ledger.silent(place, attempt)
             return self._without_gradient(flight, server, request, answer)
         if not ledger.replied(place, server.name, answer.attempt):
-            # This reply counts nowhere: free the gradient before its lease ends.
+            # this reply counts nowhere: free the gradient before its lease ends
             self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))
             return None
         self._spawn(self.confirm(flight, stage, server.name, attempt))
@@ -216,7 +212,7 @@ class Walker:
         try:
             server = self._stage_directory.server(name)
             if server is None:
-                return  # it has left: its last rounds say what counts
+                return  # it has left: its last rounds decide what counts
             match (await self._client.ask(server, Confirm(*place, attempt))).answer:
                 case Merged():
                     ledger.merged(place, attempt)

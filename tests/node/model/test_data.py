@@ -107,7 +107,7 @@ def test_recurring_samples_are_the_same_on_every_machine():
 
 @pytest.mark.parametrize("recurring", [-1, 2**20 + 1])
 def test_impossible_numbers_of_samples_are_refused(recurring):
-    with pytest.raises(BadData, match="samples that come again"):
+    with pytest.raises(BadData, match="number of recurring samples"):
         batches(recurring=recurring)
 
 
@@ -164,7 +164,7 @@ def test_all_positions_are_drawn_about_equally():
     [
         ({"batch_size": 0}, "use 1 or more of each"),
         ({"seq": 0}, "use 1 or more of each"),
-        ({"seq": 1000}, "1000 tokens hold no sequence of 1000 and its next"),
+        ({"seq": 1000}, "1000 tokens are too few for a sequence of 1000 and its next"),
     ],
 )
 def test_an_empty_batch_is_refused(change, sentence):
@@ -240,9 +240,9 @@ def test_a_token_file_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        ("cut", "has 1999 bytes, its header wants 2000"),
+        ("cut", "has 1999 bytes, but its header says 2000"),
         ("no header", "a token file needs its .json"),
-        ("bad header", "is no header of a token file"),
+        ("bad header", "is not the header of a token file"),
         ("other tokenizer", "tokenize it again"),
         ("gone", "No such file"),
     ],

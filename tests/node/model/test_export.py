@@ -117,7 +117,7 @@ def test_weights_of_another_model_are_refused_unwritten(tmp_path, change):
     else:
         weights["model.norm.weight"] = torch.zeros(5)
     with pytest.raises(
-        ExportRefused, match=r"1 tensors do not fit the configuration, the first being model\."
+        ExportRefused, match=r"1 tensors do not fit the configuration, the first of them model\."
     ):
         export(tmp_path / "out", TINY, weights, ByteTokenizer(), "card")
     assert not (tmp_path / "out").exists()

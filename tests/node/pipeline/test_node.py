@@ -625,8 +625,8 @@ def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(be
     """The whole model's size is what no node has room for."""
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
     node = node_of(bench, plan(method=name, options=options), pipeline_audit.pipeline(3, BATCH), 1)
-    assert set(node.exchanges.specimens) == {0, 1, 2}, "its own ones too are asked for shapes alone"
-    for templates in node.exchanges.specimens.values():
+    assert set(node.exchanges.made) == {0, 1, 2}, "its own ones too are asked for shapes alone"
+    for templates in node.exchanges.made.values():
         tensors = [x for template in templates for x in template.tensors.values()]
         assert tensors
         assert all(x.device.type == "meta" for x in tensors)

@@ -392,7 +392,7 @@ def test_stages_that_change_places_have_equally_many_layers():
 def test_a_model_that_cannot_be_is_refused_as_such():
     with pytest.raises(Usage, match=r"model.layers must be a whole number, got 'x'"):
         resolved({"stages": 3}, "model.layers=x")
-    with pytest.raises(Usage, match=r"a width of 97 gives 4 heads no even share"):
+    with pytest.raises(Usage, match=r"dim 97 cannot be divided into 4 heads of an even width"):
         resolved({"stages": 3}, "model.dim=97")
 
 

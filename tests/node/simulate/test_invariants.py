@@ -177,7 +177,7 @@ def test_what_was_gathered_is_what_was_sent_bit_by_bit():
                 scene.train(index)
             scene.clients[0].decode(ExchangeKey("delta", 0), None)
 
-    the_only(violations(main, arm="sparseloco"), "has gathered of two what it never sent")
+    the_only(violations(main, arm="sparseloco"), "has gathered tensors of two that it never sent")
 
 
 def test_rounds_since_a_moment_are_counted_by_peer_and_stream():
@@ -210,7 +210,7 @@ def test_a_round_that_fails_is_found_only_while_nothing_but_a_death_has_happened
         await asyncio.sleep(6)
         scene.applied(0, 1, status="failed")
 
-    the_only(violations(main), "round 0 of delta failed although only a peer had died")
+    the_only(violations(main), "round 0 of delta failed although only one peer had died")
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -239,7 +239,7 @@ def test_a_member_that_sent_nothing_does_not_count():
         scene.results["one"] = scene.result(1, ["one", "two"], 60)
         await scene.offer(0, 1)
 
-    the_only(violations(main), "counts ['two'], who sent nothing")
+    the_only(violations(main), "counts ['two'], which sent nothing")
 
 
 def test_in_pairs_a_contribution_has_one_partner():
@@ -285,7 +285,7 @@ def test_work_that_counts_twice_is_found_though_the_sums_are_right():
         scene.results["one"] = scene.result(1, sorted(PEERS), 180, 1)
         scene.clients[0].decode(ExchangeKey("delta", 1), None)
 
-    the_only(violations(main), "60 tokens of ('one', 1) are counted, it has trained 30")
+    the_only(violations(main), "60 tokens of ('one', 1) count, but it has trained 30")
 
 
 def test_at_most_twenty_violations_are_kept():
@@ -366,7 +366,7 @@ def a_loop(age_s, done=False):
     [
         (DEADLINE_S, True, False, None),
         (OVERDUE_S, False, False, None),
-        (OVERDUE_S + 0.1, False, False, "names nobody"),
+        (OVERDUE_S + 0.1, False, False, "unnamed"),
         (DEADLINE_S + OVERDUE_S, True, False, None),
         (DEADLINE_S + OVERDUE_S + 0.1, True, False, "has waited for"),
         (1000.0, False, True, None),

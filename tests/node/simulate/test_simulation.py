@@ -130,7 +130,7 @@ def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
 
 def test_a_folder_of_another_run_is_refused(text, tmp_path):
     simulated(text, "local", peers=1, leg_tokens=10_000, folder=tmp_path)
-    with pytest.raises(Usage, match="another run's"):
+    with pytest.raises(Usage, match="belongs to another run"):
         simulated(text, "local", peers=1, seed=2, leg_tokens=10_000, folder=tmp_path)
 
 

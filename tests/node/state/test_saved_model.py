@@ -43,7 +43,7 @@ def test_a_broken_newest_checkpoint_is_passed_over(tmp_path):
 
 def test_if_none_is_whole_it_is_said(tmp_path):
     (write(tmp_path, 2) / "config.json").unlink()
-    with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is intact"):
         open_model(tmp_path)
 
 
@@ -56,9 +56,9 @@ def test_a_folder_without_checkpoints_is_refused_with_the_remedy(tmp_path):
     ("files", "parts", "reason"),
     [
         ({}, None, "holds no config.json"),
-        ({"config.json": b"{"}, None, "is no model's"),
-        ({"config.json": b'{"dim": -1}'}, None, "is no model's"),
-        ({"config.json": b"[" * 100_000}, None, "is no model's"),
+        ({"config.json": b"{"}, None, "does not describe a model"),
+        ({"config.json": b'{"dim": -1}'}, None, "does not describe a model"),
+        ({"config.json": b"[" * 100_000}, None, "does not describe a model"),
         ({"config.json": msgspec.json.encode(PRESETS["demo"])}, None, "do not fit its config.json"),
         (None, {"other": {"x": torch.zeros(1)}}, "holds no model"),
     ],
@@ -108,7 +108,7 @@ def test_a_stage_that_is_missing_is_named_with_the_remedy(tmp_path):
     for index in (0, 2):
         write_stage(tmp_path, index)
     with pytest.raises(
-        CheckpointError, match=r"stage-0, stage-2 .* lack \d+ .*model.layers.1.*; copy the folders"
+        CheckpointError, match=r"stage-0, stage-2 .* lack \d+ .*model.layers.1.*; copy the other"
     ):
         open_model(tmp_path)
 
@@ -120,7 +120,7 @@ def test_stages_of_several_runs_or_models_make_up_none(tmp_path):
             tmp_path / "models", index, config=msgspec.structs.replace(CUT, context=64 + index)
         )
     for name in ("runs", "models"):
-        with pytest.raises(CheckpointError, match="are of several runs"):
+        with pytest.raises(CheckpointError, match="belong to several runs"):
             open_model(tmp_path / name)
 
 
@@ -131,7 +131,7 @@ def test_stages_of_another_cut_that_contradict_each_other_make_up_none(tmp_path)
     files = {"config.json": msgspec.json.encode(CUT)}
     checkpoint.save(tmp_path / "stage-7", 3, {"model": whole}, {"run": "ab12", "tokens": 1}, files)
     with pytest.raises(
-        CheckpointCorrupt, match=r"do not make up a model: .* in two pieces that differ"
+        CheckpointCorrupt, match=r"do not make up a model: .* differs between two pieces"
     ):
         open_model(tmp_path)
 

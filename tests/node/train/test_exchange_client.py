@@ -136,7 +136,7 @@ def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
 @pytest.mark.parametrize("group", [RandomGroups(3), Members(("a", "b"))])
 def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, text, group):
     async def work(clients, first):
-        with pytest.raises(ValueError, match="not carried yet"):
+        with pytest.raises(ValueError, match="not supported yet; use"):
             clients[0].open(exchange([1.0], group=group))
 
     between(bench, text, work)

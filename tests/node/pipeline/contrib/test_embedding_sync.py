@@ -283,7 +283,7 @@ def test_a_founder_that_resumes_alone_makes_the_versions_of_its_average(world, c
     one = world(others=(0, 0, 0)).at_first(9, table(9))
     with caplog.at_level(logging.WARNING, logger="farflock"):
         one.keeper.founded()
-    assert "nobody has the frozen embedding of round 9" in caplog.text
+    assert "no peer has the frozen embedding of round 9" in caplog.text
     assert one.tables.codec.spoken == 10
     assert torch.equal(one.tables.table(10), table(9))
     assert torch.equal(one.embedding, table(9))

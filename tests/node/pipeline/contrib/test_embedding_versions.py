@@ -90,7 +90,7 @@ def test_a_table_that_cannot_be_one_is_not_held(broken, caplog):
     with caplog.at_level(logging.WARNING, logger="farflock"):
         assert not made.hold(2, broken)
     assert made.table(2) is None
-    assert "version 2 of the frozen embedding is not used" in caplog.text
+    assert "discarded version 2 of the frozen embedding" in caplog.text
 
 
 def test_a_peer_that_embeds_nothing_forgets_old_versions_although_it_never_spoke():

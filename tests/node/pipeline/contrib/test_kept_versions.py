@@ -196,7 +196,7 @@ def test_predicted_weights_go_ahead_by_the_last_rounds_delay_and_no_farther_than
 
 @pytest.mark.parametrize("correction", ["spike", "spike+prediction"])
 def test_a_spike_needs_the_momentum_of_sgd(correction):
-    with pytest.raises(ValueError, match="not for AdamW"):
+    with pytest.raises(ValueError, match="not AdamW"):
         corrected(torch.optim.AdamW(nn.Linear(1, 1).parameters()), correction, Age())
 
 

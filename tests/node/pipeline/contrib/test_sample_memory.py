@@ -338,7 +338,7 @@ def test_a_difference_to_what_was_not_said_to_be_held_is_refused_by_the_trainer(
     request, known = edge.ask((4,))
     payload = edge.before.output("t", normal(1), request)
     stranger = TrainerMemory(edge.edges)
-    with pytest.raises(CorruptPayload, match="difference of sample 4 does not belong"):
+    with pytest.raises(CorruptPayload, match="difference of sample 4 is not from the value"):
         stranger.received(payload, request, stranger.known(0, (4,)))
     assert stranger.held_bytes == 0
     spoilt = bytearray(payload)

@@ -101,14 +101,14 @@ def test_the_last_versions_are_kept_and_older_ones_are_stale():
             assert module.value == epoch
             assert age == 10 - epoch
     for epoch in (7, 0, -1, -(1 << 70)):
-        with pytest.raises(VersionGone, match="here are 8 to 10"), stash.version(epoch):
+        with pytest.raises(VersionGone, match="those of 8 to 10 are here"), stash.version(epoch):
             pass
 
 
 @pytest.mark.parametrize("epoch", [11, 1 << 63, 1 << 200])
 def test_an_epoch_that_has_not_begun_is_told_apart_from_one_that_is_gone(epoch):
     _, stash = aged(keep=3, epochs=10)
-    with pytest.raises(VersionAhead, match="it is 10"):
+    with pytest.raises(VersionAhead, match="the epoch is 10"):
         stash.delay(epoch)
 
 

@@ -120,7 +120,7 @@ def test_without_copies_nothing_is_kept_and_a_lost_end_begins_with_initial_weigh
     assert kept == []
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {entry["from"] for entry in begun} == {"initial"}
-    assert "nobody has an exact copy of its embedding" in begun[0]["why"]
+    assert "no peer has an exact copy of its embedding" in begun[0]["why"]
 
 
 def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):

@@ -171,8 +171,8 @@ def test_a_checkpoint_is_taken_while_it_is_fresh_and_the_neighbours_mean_after_t
 @pytest.mark.parametrize(
     ("index", "members", "why"),
     [
-        (0, (1, 2), "nobody has an exact copy of its embedding"),
-        (2, (0, 1), "nobody has an exact copy of its head"),
+        (0, (1, 2), "no peer has an exact copy of its embedding"),
+        (2, (0, 1), "no peer has an exact copy of its head"),
         (1, (0,), "stage 2 is lost too"),
         (1, (), "stage 0 is lost too"),
     ],
@@ -183,7 +183,7 @@ def test_what_cannot_be_made_begins_with_initial_weights_and_says_why(index, mem
         found = begun(swarm, plan_of(), index)
     assert (found.kind, found.tensors) == ("initial", None)
     assert why in found.reason
-    assert f"stage {index} begins with initial weights" in caplog.text
+    assert f"stage {index} starts again from initial weights" in caplog.text
     assert not swarm.asked
 
 

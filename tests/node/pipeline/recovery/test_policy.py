@@ -27,7 +27,7 @@ def fresh(stage, taken):
 
 def test_whoever_joins_a_stage_that_lives_asks_its_peers_even_if_a_snapshot_is_newer():
     chosen = source(after(snapshots=(199,) * 6), 2)
-    assert (chosen.kind, chosen.stages, chosen.reason) == ("peer", (2,), "2 of stage 2 are there")
+    assert (chosen.kind, chosen.stages, chosen.reason) == ("peer", (2,), "2 peers hold it")
     assert plan(FULL) == {}
 
 
@@ -36,7 +36,7 @@ def test_a_lost_stage_takes_a_snapshot_that_is_young_enough():
     assert chosen.keys() == {2}
     assert (chosen[2].kind, chosen[2].stages, chosen[2].round) == ("snapshot", (2,), 101)
     assert (
-        chosen[2].reason == "nobody of stage 2 is left; its snapshot of round 101 is 99 rounds old"
+        chosen[2].reason == "no peer of stage 2 is left; its snapshot of round 101 is 99 rounds old"
     )
 
 
@@ -44,7 +44,7 @@ def test_an_older_one_gives_way_to_the_neighbours_mean():
     chosen = plan(lost(2, snapshots=fresh(2, 100)))[2]
     assert (chosen.kind, chosen.stages, chosen.round) == ("mean", (1, 3), 200)
     assert chosen.reason == (
-        "nobody of stage 2 is left; its freshest snapshot is 100 rounds old, 100 or more; "
+        "no peer of stage 2 is left; its freshest snapshot is 100 rounds old, the limit is 100; "
         "mean of stages 1 and 3"
     )
     assert plan(lost(2, snapshots=fresh(2, 100), max_age_rounds=101))[2].kind == "snapshot"
@@ -63,7 +63,7 @@ def test_two_lost_neighbours_send_everybody_back():
     assert chosen.keys() == set(range(6))
     assert {(entry.kind, entry.round) for entry in chosen.values()} == {("cut", 150)}
     assert (
-        "neighbour mean beside a lost stage: stage 3 is lost too; all stages go back to round 150"
+        "neighbour mean next to a lost stage: stage 3 is lost too; all stages go back to round 150"
         in chosen[0].reason
     )
 
@@ -71,7 +71,9 @@ def test_two_lost_neighbours_send_everybody_back():
 def test_unequal_neighbours_send_everybody_back():
     chosen = plan(lost(2, layers=(2, 2, 2, 3, 2, 2)))
     assert chosen[5].kind == "cut"
-    assert "neighbour mean of unequal stages: stage 2 has 2 layers, stage 3 3" in chosen[5].reason
+    assert (
+        "neighbour mean of unequal stages: stage 2 has 2 layers, stage 3 has 3" in chosen[5].reason
+    )
 
 
 @pytest.mark.parametrize(("stage", "beside", "part"), [(0, 1, "embedding"), (5, 4, "head")])
@@ -83,7 +85,7 @@ def test_an_end_is_copied_from_its_neighbour_if_its_own_part_is_held(stage, besi
     without = plan(lost(stage, ends=held[::-1]))[stage]
     assert without.kind == "cut"
     assert (
-        f"neighbour mean of an end stage: nobody has an exact copy of its {part}" in without.reason
+        f"neighbour mean of an end stage: no peer has an exact copy of its {part}" in without.reason
     )
     assert plan(lost(stage, beside, ends=held))[stage].kind == "cut"
     odd = tuple(1 if here == stage else 2 for here in range(6))
@@ -118,17 +120,17 @@ def test_what_cannot_be_recovered_at_all_says_everything_that_was_tried():
     with pytest.raises(Unrecoverable) as caught:
         plan(lost(0, cut=None))
     assert str(caught.value) == (
-        "stage 0 cannot be recovered: nobody of stage 0 is left; no snapshot of it can be had; "
-        "neighbour mean of an end stage: nobody has an exact copy of its embedding; "
-        "there is no round of which every stage has a checkpoint; "
-        "keep checkpoints of every stage at a common round, and begin again from what is left"
+        "stage 0 cannot be recovered: no peer of stage 0 is left; there is no snapshot of it; "
+        "neighbour mean of an end stage: no peer has an exact copy of its embedding; there is no "
+        "round of which every stage has a checkpoint; keep checkpoints of every stage at a common "
+        "round, and start again from what is left"
     )
 
 
 def test_a_description_of_unequally_many_stages_is_refused():
-    with pytest.raises(ValueError, match=r"are of \(6, 6, 5\) stages"):
+    with pytest.raises(ValueError, match=r"have \(6, 6, 5\) entries"):
         after(snapshots=(None,) * 5)
-    with pytest.raises(ValueError, match="give one entry a stage"):
+    with pytest.raises(ValueError, match="give each one entry per stage"):
         Situation(0, (), (), ())
 
 

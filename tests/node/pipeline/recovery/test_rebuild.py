@@ -163,7 +163,7 @@ def test_making_a_stage_changes_nothing_of_another_stage():
 @pytest.mark.parametrize("lost", [SPANS[0], SPANS[2], range(6)])
 def test_an_end_stage_has_no_mean(lost):
     with pytest.raises(
-        Unrecoverable, match=r"^neighbour mean of an end stage: layers .* copy that one's layers if"
+        Unrecoverable, match=r"^neighbour mean of an end stage: layers .* copy its layers if"
     ):
         neighbour_mean(CONFIG, lost, *neighbours())
 
@@ -173,7 +173,7 @@ def test_a_lost_neighbour_is_refused(gone):
     beside = list(neighbours())
     beside[gone] = None
     with pytest.raises(
-        Unrecoverable, match=r"^neighbour mean beside a lost stage: layers 2 to 3 .*roll back"
+        Unrecoverable, match=r"^neighbour mean next to a lost stage: layers 2 to 3 .*roll back"
     ):
         neighbour_mean(CONFIG, LOST, *beside)
 
@@ -196,11 +196,11 @@ UP = "model.layers.5.mlp.up_proj.weight"
     [
         (None, f"{UP} is missing"),
         (torch.zeros(3, 3), r"unequal stages: .* has shape \(3, 3\), the lost one \(48, 24\)"),
-        (torch.zeros(48, 24, dtype=torch.int64), "something else than finite numbers"),
-        (torch.full((48, 24), math.nan), "something else than finite numbers"),
+        (torch.zeros(48, 24, dtype=torch.int64), "values that are not finite numbers"),
+        (torch.full((48, 24), math.nan), "values that are not finite numbers"),
         (
             torch.zeros(48, 24, dtype=torch.float64),
-            r"unequal stages: .*torch\.float32 and of torch\.float64",
+            r"unequal stages: .*torch\.float32 at one and torch\.float64",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_what_a_neighbour_gives_is_looked_at(broken, reason):
 
 @pytest.mark.parametrize("omega", [-1.0, math.nan, math.inf])
 def test_a_weight_that_is_no_squared_norm_is_refused(omega):
-    with pytest.raises(Unrecoverable, match="is no squared norm"):
+    with pytest.raises(Unrecoverable, match="is not a squared norm"):
         neighbour_mean(CONFIG, LOST, *neighbours(1.0, omega))
 
 
@@ -265,7 +265,7 @@ def test_stages_between_the_ends_have_nothing_to_keep():
 def test_an_end_that_is_not_what_its_hash_says_is_refused():
     kept = EndCopy.of(7, tensors_of(SPANS[0]))
     altered = {name: x + 1 for name, x in kept.tensors.items()}
-    with pytest.raises(Unrecoverable, match="that of round 7 is not what its hash says"):
+    with pytest.raises(Unrecoverable, match="copy of round 7 does not match its hash"):
         EndCopy(7, kept.digest, altered).restored()
 
 
@@ -289,7 +289,7 @@ def test_the_rate_is_bumped_at_first_and_bumps_do_not_multiply():
 
 @pytest.mark.parametrize("wrong", [{"bump": 0.0}, {"decay_steps": 0.0}, {"steps_since": -1}])
 def test_a_bump_that_trains_nothing_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"usual are 1\.1 and infinity"):
+    with pytest.raises(ValueError, match=r"usually 1\.1 and infinity"):
         bumped_rate(1.0, **{"steps_since": 0, **wrong})
 
 

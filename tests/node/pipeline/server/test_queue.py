@@ -43,7 +43,7 @@ def test_each_kind_has_room_of_its_own(backward):
     queue = filled(0 if backward else 3, 3 if backward else 0, room=3)
     assert not queue.has_room(backward=backward)
     assert queue.has_room(backward=not backward)
-    with pytest.raises(AssertionError, match="not to be admitted"):
+    with pytest.raises(AssertionError, match="admitted to a full queue"):
         queue.put("one too many", backward=backward)
     queue.put("the other kind", backward=not backward)
     assert len(queue) == 4

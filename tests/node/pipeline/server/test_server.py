@@ -71,8 +71,8 @@ REFUSED = {
         lambda b: (b.backward(1)[0], [*b.forward(1)[1], bytes(512)]),
         "at most",
     ),
-    "a confirmation with payloads": (1, lambda b: (Confirm(1, 1, 1), [b"x"]), "payloads with it"),
-    "a revocation with payloads": (1, lambda b: (Revoke(1, 1, 1), [b"x"]), "payloads with it"),
+    "a confirmation with payloads": (1, lambda b: (Confirm(1, 1, 1), [b"x"]), "has no payloads"),
+    "a revocation with payloads": (1, lambda b: (Revoke(1, 1, 1), [b"x"]), "has no payloads"),
 }
 
 
