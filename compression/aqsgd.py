@@ -22,7 +22,7 @@ not an error.
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -89,6 +89,10 @@ class Cache:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the samples held, those used longest ago first."""
+        return iter(self._held)
+
     def get(self, sample: int) -> CacheEntry | None:
         """Return the entry of this sample, or None."""
         return self._held.get(sample)
@@ -154,7 +158,7 @@ class AqSgd(FlatGradient):
     gradient: Codec = field(default_factory=Int8)
     max_samples: int = MAX_SAMPLES
     max_cache_bytes: int = MAX_CACHE_BYTES
-    _cache: Cache = field(init=False)
+    cache: Cache = field(init=False)
 
     scope: ClassVar[Scope] = "edge_sample"
     version: ClassVar[int] = 1
@@ -165,7 +169,7 @@ class AqSgd(FlatGradient):
                 f"differences as {self.difference.name!r} are not possible; choose int4 or int8"
             )
         require_exact_length(self.gradient)
-        self._cache = Cache(self.max_samples, self.max_cache_bytes)
+        self.cache = Cache(self.max_samples, self.max_cache_bytes)
 
     @property
     def name(self) -> str:
@@ -180,7 +184,7 @@ class AqSgd(FlatGradient):
     @property
     def held_bytes(self) -> int:
         """Bytes of the held values."""
-        return self._cache.held_bytes
+        return self.cache.held_bytes
 
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Return the codec itself, with its bounds."""
@@ -198,13 +202,13 @@ class AqSgd(FlatGradient):
 
     def tag(self, sample: int) -> bytes:
         """Return the tag of what is held of this sample; 0 if nothing is."""
-        entry = self._cache.get(sample)
+        entry = self.cache.get(sample)
         return NO_TAG if entry is None else entry.tag
 
     def forget(self, samples: Iterable[int]) -> None:
         """Forget samples: a sender sends them whole next time, a receiver asks for them."""
         for sample in samples:
-            self._cache.drop(sample)
+            self.cache.drop(sample)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append all kinds and tags, then all contents; hold what the receiver will hold."""
@@ -247,20 +251,20 @@ class AqSgd(FlatGradient):
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:
         """Return what is sent of one sample (L, D), after which both ends hold the same."""
-        self._cache.clock += 1
-        entry, payload = self._cache.get(sample), bytearray()
+        self.cache.clock += 1
+        entry, payload = self.cache.get(sample), bytearray()
         if entry is not None and entry.values.shape == row.shape:
             self.difference.encode((row - entry.values.float()).view(-1), ctx.flat(), payload)
             change = torch.empty(row.numel())
             self.difference.decode(payload, ctx.flat(), change)
             values = _advanced(entry.values, change)
-            self._cache.put(sample, values, _tag(values))
+            self.cache.put(sample, values, _tag(values))
             return SampleDelta(DIFFERENCE, entry.tag, _tag(values), payload)
-        self._cache.drop(sample)
+        self.cache.drop(sample)
         values = row.to(torch.float16)
-        keep = self._cache.admits(values.nbytes)
+        keep = self.cache.admits(values.nbytes)
         if keep:
-            self._cache.put(sample, values, _tag(values))
+            self.cache.put(sample, values, _tag(values))
         return whole(values, _tag(values), keep)
 
     def value(
@@ -313,14 +317,14 @@ class AqSgd(FlatGradient):
 
     def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
         """Hold what the sender holds and copy it to `row`; False, and no change, if impossible."""
-        self._cache.clock += 1
+        self.cache.clock += 1
         if part.kind == FULL:
-            self._cache.drop(sample)
+            self.cache.drop(sample)
             return True
-        values = _after(part, self._cache.get(sample), row)
+        values = _after(part, self.cache.get(sample), row)
         if values is None:
             return False
-        self._cache.put(sample, values, part.after)
+        self.cache.put(sample, values, part.after)
         row.copy_(values)
         return True
 

@@ -67,7 +67,7 @@ class Store:
     """Chunks in memory: kept while pinned, then as long as the budget allows (oldest go first)."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._chunks: collections.OrderedDict[bytes, bytes] = collections.OrderedDict()
         self._pins: dict[bytes, set[Hashable]] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
@@ -75,6 +75,9 @@ class Store:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
 
     def get(self, digest: bytes) -> bytes | None:
         """Return the chunk, or None."""
@@ -98,6 +101,20 @@ class Store:
     def release(self, pin: Hashable) -> None:
         """Drop all pins of this user; its chunks stay while there is room."""
         self.keep_only((), pin)
+
+    @property
+    def pins(self) -> tuple[Hashable, ...]:
+        """The users that keep any chunk."""
+        return tuple(self._pinned_by)
+
+    def pinned(self, pin: Hashable) -> tuple[bytes, ...]:
+        """Return the digests of the chunks that this user keeps, in the order of pinning."""
+        return tuple(self._pinned_by.get(pin, ()))
+
+    @property
+    def pinned_chunks(self) -> int:
+        """The number of chunks that any user keeps, here already or not."""
+        return len(self._pins)
 
     def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
         """Drop this user's pins on all other chunks; those stay while there is room."""
@@ -123,7 +140,7 @@ class Store:
             self.size_bytes -= len(self._chunks.pop(digest))
 
     def _over(self) -> bool:
-        return self.size_bytes > self._budget_bytes
+        return self.size_bytes > self.budget_bytes
 
 
 @dataclass(slots=True)
@@ -217,6 +234,21 @@ class Chunks:
                     fetching.refused.add(sender)
                     fetching.without.add(sender)
                     fetching.changed.set()
+
+    @property
+    def idle(self) -> bool:
+        """True if no fetch is in progress and no request waits to be served."""
+        return self._inbound.idle and not (self._incoming or self._windows or self._wants)
+
+    @property
+    def fetching_bytes(self) -> int:
+        """The room that the fetches in progress take."""
+        return sum(len(fetching.data) for fetching in self._incoming.values())
+
+    @property
+    def wants(self) -> dict[PeerId, int]:
+        """The numbers of requests that wait to be served, by asker."""
+        return {asker: len(queue) for asker, queue in self._wants.items()}
 
     async def _fetch_whole(
         self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]], final: bool

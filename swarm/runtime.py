@@ -23,6 +23,11 @@ class RunClock:
         return local_s + self.offset_s
 
     @property
+    def partners(self) -> tuple[PeerId, ...]:
+        """The peers whose answers count, oldest first."""
+        return tuple(self._samples)
+
+    @property
     def offset_s(self) -> float:
         """Run time minus local time: the median of the partners' best samples, 0 without any."""
         if self.is_origin or not self._samples:

@@ -66,7 +66,7 @@ class FullTrainer:
         self.source.skip(self._stage_directory.tokens())
         while not (self.stopping or enough()):
             self.commits.hear(self._now())
-            if self._may_begin():
+            if self.may_begin():
                 await self._train(self.source.next())
             else:
                 await asyncio.sleep(TICK_S)
@@ -80,7 +80,8 @@ class FullTrainer:
         """Return no waits: it calls no other peer."""
         return []
 
-    def _may_begin(self) -> bool:
+    def may_begin(self) -> bool:
+        """True if the next microbatch may begin now."""
         if self.kept >= self._most or not self._peer.membership.is_member:
             return False
         ready = [
@@ -94,7 +95,7 @@ class FullTrainer:
     async def _train(self, microbatch: Microbatch) -> None:
         number, started_s, order = microbatch.step, self._now(), self.source.order(microbatch)
         servers = [self._parts[stage].server for stage in order]
-        work = partial(self._compute, servers, microbatch)
+        work = partial(self.compute, servers, microbatch)
         staged, loss, rounds = await self._computing.run_pass(work, BACKWARD_COST * len(order))
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
             self.spoilt += 1  # it would spoil the sum of the whole group
@@ -106,7 +107,7 @@ class FullTrainer:
             )
         self.commits.trained(number, loss / self.source.edges.tokens)
 
-    def _compute(
+    def compute(
         self, servers: Sequence[StageServer], microbatch: Microbatch
     ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]]:
         """Compute a microbatch forward and backward; return its gradients by stage, its loss and

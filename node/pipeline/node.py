@@ -62,15 +62,13 @@ class PipelineNode:
     ) -> None:
         self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
         self._stage, self._saved = stage, saved or {}
-        self._edges = edges_of(plan, pipeline)
+        self.edges = edges_of(plan, pipeline)
         self._exchanges = _StageExchanges(plan, pipeline)
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
         self._streams = {index: self._exchanges.stream(index) for index in stages}
-        self._embedding = self._frozen_embedding()
-        assembly = Assembly(
-            plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding
-        )
+        self.embedding = self._frozen_embedding()
+        assembly = Assembly(plan, pipeline, peer, means, self.edges, stage == EVERY, self.embedding)
         self.servings = tuple(
             assembly.serving(
                 index, self._exchanges.templates(index)[0], self._exchange_client(index)
@@ -83,7 +81,7 @@ class PipelineNode:
             # ones.
             peer.calls.handler = self._handler()
             if not isinstance(peer.calls.handler, Closed):
-                peer.codec_offers.reads = lambda: self._edges.reads
+                peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:
                 # Checkpoints are named and pruned by step, so the count goes on.
@@ -131,7 +129,7 @@ class PipelineNode:
         templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
         # The node has one embedding: a full replica asks for it once, with its first stage.
-        embedding = self._embedding if index in (0, self._stage) else FrozenEmbedding()
+        embedding = self.embedding if index in (0, self._stage) else FrozenEmbedding()
         known = self.plan, self.pipeline, serving, templates, saved, look_on
         return StageStartup(*known, self._means.report, embedding)
 
@@ -172,7 +170,7 @@ class PipelineNode:
     def trained_tokens(self) -> int:
         """Tokens that this node's servers merged or its trainer committed, whichever are more."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self._edges.tokens * max(
+        return self.edges.tokens * max(
             passes, self.trainer.commits.finished if self.trainer is not None else 0
         )
 
@@ -228,7 +226,7 @@ class PipelineNode:
                 EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
                 for each in self.servings
             ]
-        serve.append(self._embedding.run())
+        serve.append(self.embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -291,7 +289,7 @@ class PipelineNode:
         pipeline, stream = self.pipeline, self._streams[0].name
         turns = pipeline.turns if self._stage != NOTHING else None
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
-        return frozen_embedding(turns, self._edges.codec, self.peer, *terms)
+        return frozen_embedding(turns, self.edges.codec, self.peer, *terms)
 
     def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
@@ -303,7 +301,7 @@ class PipelineNode:
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
         """Return a trainer that asks the servers of stages, or a full replica's own."""
-        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
+        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self.edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         batches = Batches(
             tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples

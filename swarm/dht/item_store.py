@@ -34,6 +34,11 @@ class ItemStore:
     bytes_stored: int = 0
     _keys: dict[bytes, dict[bytes, StoredItem]] = field(default_factory=dict)
 
+    @property
+    def contents(self) -> dict[bytes, list[StoredItem]]:
+        """The stored items by key, with those that have expired and were not dropped yet."""
+        return {key: list(items.values()) for key, items in self._keys.items()}
+
     def put(self, key: bytes, item: StoredItem, now_s: float) -> bool:
         """Keep the item; False if it has expired, is not newer than ours, or finds no room."""
         known = self._keys.get(key, {}).get(item.subkey)

@@ -382,6 +382,16 @@ class DhtDirectory:
         return not self._protocol.closed and not self._daemon.deaf
 
     @property
+    def protocol(self) -> DHTProtocol:
+        """The messages of the DHT: its routing table, its contacts, and the items stored here."""
+        return self._protocol
+
+    @property
+    def me(self) -> str:
+        """The id of this peer."""
+        return self._identity.peer
+
+    @property
     def daemon_pid(self) -> int:
         """The process id of the libp2p daemon."""
         return self._daemon.pid

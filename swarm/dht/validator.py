@@ -103,6 +103,11 @@ class Rules:
         self._cells = {key_hash(cell_name(self.run, cell)): cell for cell in range(MAX_CELLS)}
         self._head = key_hash(head_name(self.run))
 
+    @property
+    def remembered(self) -> int:
+        """The number of items whose signatures are not verified again."""
+        return len(self._verified)
+
     def check(self, key: bytes, item: StoredItem, now_s: float) -> None:
         """Raise `BadItem` unless the item is valid under this key now; signatures come last."""
         if key not in self._cells and key != self._head:

@@ -93,7 +93,25 @@ class CallServer:
         self._context, self._room_bytes = context, room_bytes
         self._served: dict[_Key, _Served] = {}
         self._seen: dict[_Caller, _Seen] = {}
-        self._held_bytes = 0
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of calls served, or answered and not yet heard."""
+        return len(self._served)
+
+    def answer(self, caller: PeerId, incarnation: int, number: int) -> Answer | None:
+        """Return the answer that is kept for a call, or None."""
+        served = self._served.get((caller, incarnation, number))
+        return None if served is None else served.answer
+
+    @property
+    def callers(self) -> tuple[tuple[PeerId, int], ...]:
+        """The lives of callers that are remembered: (peer, incarnation)."""
+        return tuple(self._seen)
+
+    def remembered(self, caller: PeerId, incarnation: int) -> int:
+        """Return how many ended calls of a caller's life are remembered by number."""
+        return len(self._seen[caller, incarnation].over)
 
     def take_call(self, sender: PeerId, incarnation: int, call: Call) -> None:
         """Start a new call; repeat the answer to a known one."""
@@ -109,7 +127,7 @@ class CallServer:
             self._say(key, "full")
         else:
             self._served[key] = _Served(size)
-            self._held_bytes += size
+            self.held_bytes += size
             self._context.spawn(self._serve(key, call))
 
     def take_heard(self, sender: PeerId, incarnation: int, heard: Heard) -> None:
@@ -189,7 +207,7 @@ class CallServer:
     def _answer(self, key: _Key, served: _Served, verdict: CallVerdict, reply: CallReply) -> None:
         """Answer, and keep the answer until it is heard."""
         size = sum(map(len, reply.payloads))
-        self._held_bytes += size - served.held_bytes
+        self.held_bytes += size - served.held_bytes
         served.held_bytes = size
         served.answer = Answer(
             key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key)
@@ -215,7 +233,7 @@ class CallServer:
                 served.fetching.cancel()
 
     def _drop(self, key: _Key) -> None:
-        self._held_bytes -= self._served.pop(key).held_bytes
+        self.held_bytes -= self._served.pop(key).held_bytes
         self._context.store.release(key)
         if (seen := self._seen.get(key[:2])) is not None:
             seen.end(key[2])
@@ -240,4 +258,4 @@ class CallServer:
         Answers take up room too: they are never refused, as the work is done; new calls are."""
         of_sender = sum(key[0] == sender for key in self._served)
         many = len(self._served) >= MAX_CALLS or of_sender >= MAX_CALLS_EACH
-        return many or self._held_bytes + size > self._room_bytes
+        return many or self.held_bytes + size > self._room_bytes

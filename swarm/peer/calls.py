@@ -71,6 +71,21 @@ class Calls:
     def handler(self, handler: Handler | None) -> None:
         self._serving.handler = handler
 
+    @property
+    def serving(self) -> CallServer:
+        """The calls of other peers to this one."""
+        return self._serving
+
+    @property
+    def asking(self) -> int:
+        """The number of calls to other peers in progress."""
+        return len(self._asked)
+
+    @property
+    def sending(self) -> bool:
+        """True while payloads of calls to other peers take room."""
+        return not self._sending.idle
+
     async def ask(
         self,
         peer: PeerId,

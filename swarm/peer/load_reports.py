@@ -18,14 +18,14 @@ class LoadReports:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._mine: Load | None = None
+        self.mine: Load | None = None
         self._announced: dict[PeerId, Load] = {}
         self._sent_s = 0.0
 
     def say(self, load: Load) -> None:
         """Announce this peer's load for a period."""
-        if self._mine is None or self._mine.number != load.number:
-            self._mine = load
+        if self.mine is None or self.mine.number != load.number:
+            self.mine = load
             self._send()
 
     def receive(self, sender: PeerId, incarnation: int, message: Load) -> None:
@@ -41,14 +41,14 @@ class LoadReports:
 
     def tick(self) -> None:
         """Repeat the report, which may have been lost."""
-        if self._mine is not None and self._context.now() - self._sent_s >= REPEAT_S:
+        if self.mine is not None and self._context.now() - self._sent_s >= REPEAT_S:
             self._send()
 
     def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
         """Return the loads of each stage's live servers in this period; None if one is missing."""
         view, loads = self._context.views.newest, dict(self._announced)
-        if self._mine is not None:
-            loads[self._context.me] = self._mine
+        if self.mine is not None:
+            loads[self._context.me] = self.mine
         stages: list[list[ServerLoad]] = [[] for _ in needs_bytes]
         replicas = 0
         for member in view.members:
@@ -66,8 +66,8 @@ class LoadReports:
         return LoadSnapshot(number, tuple(map(tuple, stages)), needs_bytes, replicas)
 
     def _send(self) -> None:
-        assert self._mine is not None
+        assert self.mine is not None
         self._sent_s = self._context.now()
         for peer in self._context.views.newest.peers:
             if peer != self._context.me:
-                self._context.send(peer, self._mine)
+                self._context.send(peer, self.mine)

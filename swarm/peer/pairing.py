@@ -46,6 +46,16 @@ class Pairing:
         self._done: collections.OrderedDict[Key, Pair] = collections.OrderedDict()
         self.unsure_rounds = 0  # no decision heard: perhaps applied on one side only
 
+    @property
+    def open_pairs(self) -> int:
+        """The number of exchanges in progress."""
+        return len(self._current)
+
+    @property
+    def remembered(self) -> int:
+        """The number of ended exchanges, and of early proposals, that are kept for latecomers."""
+        return len(self._done) + len(self._early)
+
     def open(self, stream: Stream, after_round: int = -1) -> None:
         """Begin a stream of pairs; its first round is the one after `after_round`."""
         self._streams[stream.name] = stream

@@ -12,6 +12,7 @@ rounds and carries out their actions.
 import asyncio
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -60,6 +61,7 @@ class Rounds:
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._streams: dict[str, StreamState] = {}
+        self.streams = MappingProxyType(self._streams)  # what is known of each stream's rounds
         self.machines: dict[Key, Collective] = {}  # of the open rounds
         self._log = RoundLog(context, self.machines)
         self._catch_up = CatchUp(context, self._log)

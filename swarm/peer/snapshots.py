@@ -125,6 +125,21 @@ class Snapshots:
         """Never accept the last download again: the caller found it unlike its offer."""
         self._distrusted.append(self._taken.pop(name))
 
+    @property
+    def distrusted(self) -> int:
+        """The number of snapshots that are never accepted again."""
+        return len(self._distrusted)
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """The numbers of peers that wait for a snapshot in the making, by stream."""
+        return {name: len(askers) for name, askers in self._askers.items()}
+
+    @property
+    def downloading(self) -> tuple[str, ...]:
+        """The streams whose snapshots this peer downloads."""
+        return tuple(self._downloads)
+
     async def fetch(
         self,
         name: str,

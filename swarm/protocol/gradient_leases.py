@@ -149,9 +149,18 @@ class GradientLeases:
         return {key for key, slot in self._slots.items() if slot.phase == "staged"}
 
     @property
+    def remembered(self) -> int:
+        """The number of committed keys that are known, for late requests."""
+        return len(self._committed)
+
+    @property
     def taken(self) -> int:
         """The number of places taken."""
         return sum(slot.phase in ("running", "staged") for slot in self._slots.values())
+
+    def __len__(self) -> int:
+        """Return the number of gradients that are not yet committed or dropped."""
+        return len(self._slots)
 
     def _refuse(self, key: GradientKey, attempt: int) -> None:
         """Never merge anything requested up to this attempt."""

@@ -70,6 +70,11 @@ class Ledger:
         if entry is not None and entry.phase == "sent":
             entry.phase = "open"
 
+    def unanswered(self) -> list[tuple[StageVisit, int]]:
+        """Return the requests that wait for an answer, with their attempts."""
+        entries = self._entries.items()
+        return [(place, entry.attempt) for place, entry in entries if entry.phase == "sent"]
+
     def replied(self, place: StageVisit, peer: PeerId, attempt: int) -> bool:
         """Note the answer with the input's gradient; True if it is the one to use.
 

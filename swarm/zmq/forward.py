@@ -76,6 +76,10 @@ class Meter:
         self._all = _Allowance(4 * rate_per_s, 0.0)
         self._senders: dict[PeerId, _Allowance] = {}
 
+    def __len__(self) -> int:
+        """Return the number of senders with a budget of their own."""
+        return len(self._senders)
+
     def take(self, sender: PeerId, amount: float, now_s: float) -> bool:
         """Take `amount` from the sender's budget; if it is too much, take nothing, return False."""
         mine = self._senders.pop(sender, None) or _Allowance(self._rate, now_s)

@@ -115,6 +115,26 @@ class ZmqLinks:
         return blob
 
     @property
+    def table(self) -> PartnerTable:
+        """The peers known and connected."""
+        return self._table
+
+    @property
+    def sockets(self) -> Sockets:
+        """The open sockets, and who is connected to them."""
+        return self._sockets
+
+    @property
+    def detours(self) -> Relays:
+        """The roads through other peers, and this peer's service as a relay."""
+        return self._detours
+
+    @property
+    def waiting(self) -> int:
+        """The number of peers with queued frames."""
+        return self._sender.waiting
+
+    @property
     def counters(self) -> Counter[str]:
         """Counts of dropped frames and refused connections, by reason."""
         return self._table.counters

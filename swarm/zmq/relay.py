@@ -40,13 +40,13 @@ class Relays:
         forward_bytes_per_s: float,
     ) -> None:
         self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
-        self._identity, self._run, self._table, self._relay = identity, run, table, relay
+        self._identity, self._run, self._table, self.relay = identity, run, table, relay
         self._meter = Meter(forward_bytes_per_s)
         self._hellos = Meter(HELLOS_PER_S)
 
     def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
         """As relay: pass a frame on with its authenticated sender as address, or count the drop."""
-        reason = self._forward(sender, lane, body, now_s) if self._relay else "forward: not a relay"
+        reason = self._forward(sender, lane, body, now_s) if self.relay else "forward: not a relay"
         if reason:
             self._table.counters[reason] += 1
 

@@ -26,6 +26,11 @@ class Gate:
         self.refused = set(refuse)
         self._banned: dict[bytes, None] = {}  # ordered set: the oldest leaves first
 
+    @property
+    def banned(self) -> tuple[bytes, ...]:
+        """The refused CURVE keys, oldest first."""
+        return tuple(self._banned)
+
     def admits(self, key: bytes) -> bool:
         """Return whether a connection with this CURVE key may go on to its first frame."""
         return len(key) == 32 and key not in self._banned

@@ -1,4 +1,5 @@
-"""What codec tests share: the examples of compression/check.py, and the two versions of what has a compiled kernel."""
+"""What codec tests share: the examples of compression/check.py, and the two versions of what has a
+compiled kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue, and how peers agree on one."""
+"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue,
+and how peers agree on one."""
 
 import contextlib
 import dataclasses
@@ -85,7 +86,8 @@ def backward_of(ctx, arrived):
 
 @pytest.fixture
 def activation(values, basis):
-    """A function (name, ctx, kind, seed) -> what a stage may send: any values, but of subspaces what lies in them."""
+    """A function (name, ctx, kind, seed) -> what a stage may send: any values,
+    but of subspaces what lies in them."""
 
     def make(name, ctx, kind="usual", seed=0):
         if not name.startswith("subspace"):
@@ -109,7 +111,8 @@ def ctx_limit(encode, ctx):
 
 
 def twin(name, x, ctx):
-    """What the flat codec of the same name makes of the values: memoryless ones must do the same."""
+    """What the flat codec of the same name makes of the values: memoryless ones must do the
+    same."""
     c, out, payload = codec(name), torch.empty(x.numel()), bytearray()
     c.encode(x.reshape(-1), ctx.flat(), payload)
     c.decode(payload, ctx.flat(), out)
@@ -304,7 +307,8 @@ def test_every_truncation_and_extension_is_refused(ends, activation, name):
 
 
 class Taken(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside, also of those that are freed again: no less than the peak."""
+    """Counts the bytes of all tensors made inside, also of those that are freed again:
+    no less than the peak."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +326,8 @@ class Taken(TorchDispatchMode):
 
 
 def memory_taken(action):
-    """Bytes of tensors, and peak of Python's own memory, while `action` runs; a refusal counts as an end."""
+    """Bytes of tensors, and peak of Python's own memory, while `action` runs;
+    a refusal counts as an end."""
     with Taken():
         torch.empty(
             1

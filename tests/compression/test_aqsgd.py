@@ -1,4 +1,5 @@
-"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted, both ends hold the same m or say so."""
+"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted,
+both ends hold the same m or say so."""
 
 import dataclasses
 import hashlib
@@ -47,7 +48,7 @@ def message_of(sender, x, ctx):
 
 def held(one, sample):
     """What an end remembers of a sample, as float32; None if nothing."""
-    entry = one._cache.get(sample)
+    entry = one.cache.get(sample)
     return None if entry is None else entry.values.float()
 
 
@@ -87,11 +88,12 @@ def test_both_ends_hold_the_same_bits_after_any_number_of_visits_and_that_is_wha
         for row, sample in zip(used, ctx.samples, strict=True):
             assert torch.equal(held(sender, sample), row)
             assert torch.equal(held(receiver, sample), row)
-    assert len(sender._cache) == 2
+    assert len(sender.cache) == 2
 
 
 def test_the_error_is_that_of_the_difference_and_shrinks_as_the_model_comes_to_rest():
-    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its own first error."""
+    """The bound of int4 on a − m, and a rounding to fp16: a memoryless int4 does not get below its
+    own first error."""
     sender, receiver, ctx = end(), end(), context(7)
     x, errors = normal(0, 7), []
     for visit in range(8):
@@ -159,7 +161,7 @@ def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_a
         receiver.decode(written([SampleDelta(HELD, bytes(8), sender.tag(1), b"")]), context(1))
 
 
-def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_sends_a_value_whole():
+def test_a_carrier_reads_a_messages_parts_by_what_was_held_and_sends_a_value_whole():
     sender, ctx = end(), context(1)
     (first,) = end().parts(message_of(sender, normal(0, 1), ctx), ctx)
     value = end().value(first, None, ctx)
@@ -174,7 +176,7 @@ def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_send
         assert torch.equal(
             receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float()
         )
-        assert len(receiver._cache) == kept
+        assert len(receiver.cache) == kept
 
 
 def test_a_message_that_was_overtaken_is_refused_and_harms_nothing():
@@ -237,7 +239,8 @@ events = st.lists(
 @settings(max_examples=60)
 @given(events, st.integers(1, 7), st.integers(0, 2**31))
 def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, seed):
-    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one that was meant."""
+    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one
+    that was meant."""
     more = {"max_samples": room, "max_cache_bytes": 5 * 2 * EACH}
     sender, receiver, late = end(**more), end(**more), []
     for step, (event, samples) in enumerate(script):
@@ -263,10 +266,10 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
                         "a whole sample was asked for again"
                     )
         for one in (sender, receiver):
-            assert len(one._cache) <= room
+            assert len(one.cache) <= room
             assert (
                 one.held_bytes
-                == sum(entry.values.nbytes for entry in one._cache._held.values())
+                == sum(one.cache.get(sample).values.nbytes for sample in one.cache)
                 <= 10 * EACH
             )
 
@@ -278,9 +281,9 @@ def meaning(sender, x, ctx):
     shadow = end(max_samples=99)
     for sample, values in before.items():
         if values is not None:
-            entry = sender._cache.get(sample)
+            entry = sender.cache.get(sample)
             half = values.half()
-            shadow._cache.put(
+            shadow.cache.put(
                 sample,
                 half,
                 entry.tag if entry and torch.equal(entry.values, half) else tag_of(half),
@@ -332,7 +335,7 @@ def test_what_has_no_room_is_sent_whole_each_time_and_never_asked_for():
             whole = len(message) == 17 + 2 * EACH
             assert whole == (visit == 0 or sample >= 2)
             receiver.decode(message, ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [0, 1]
+    assert sorted(receiver.cache) == sorted(sender.cache) == [0, 1]
 
 
 def test_samples_that_stay_away_make_room():
@@ -340,7 +343,7 @@ def test_samples_that_stay_away_make_room():
     for step in range(12):
         ctx = context(*((0, 1) if step == 0 else (8, 9)))
         receiver.decode(message_of(sender, normal(step, *ctx.samples), ctx), ctx)
-    assert sorted(receiver._cache._held) == sorted(sender._cache._held) == [8, 9]
+    assert sorted(receiver.cache) == sorted(sender.cache) == [8, 9]
 
 
 def test_a_cache_for_half_of_the_samples_serves_half_of_the_visits_in_shuffled_epochs():
@@ -394,7 +397,7 @@ def test_values_that_are_not_finite_are_not_sent_and_nothing_is_remembered_of_th
     x[1, 2, 3] = float("nan")
     with pytest.raises(UnencodableTensor, match="1 of 96"):
         sender.encode(x, ctx, out)
-    assert (out, len(sender._cache)) == (b"before", 0)
+    assert (out, len(sender.cache)) == (b"before", 0)
 
 
 def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
@@ -436,7 +439,7 @@ def test_gradients_are_sent_directly_and_remembered_nowhere():
         assert len(out) == codec("int8").max_bytes(EACH) == receiver.max_bytes(ctx)
         back = sender.decode_grad(out, ctx)
         assert float((back - grad).abs().amax()) <= float(grad.abs().amax()) / 253
-    assert len(sender._cache) == len(receiver._cache) == 0
+    assert len(sender.cache) == len(receiver.cache) == 0
 
 
 GOOD = message_of(end(), normal(0, 1), context(1))
@@ -458,7 +461,7 @@ def test_what_no_sender_writes_is_refused_and_remembered_nowhere(payload, words)
     receiver = end()
     with pytest.raises(CorruptPayload, match=words):
         receiver.decode(payload, context(1))
-    assert len(receiver._cache) == 0
+    assert len(receiver.cache) == 0
 
 
 def test_the_page_of_formats_says_where_everything_is():

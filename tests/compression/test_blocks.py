@@ -1,4 +1,5 @@
-"""Scales and codes: the limits that keep decoding finite and free of denormals, and the arithmetic, against numpy."""
+"""Scales and codes: the limits that keep decoding finite and free of denormals, and the arithmetic,
+against numpy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""What is special about ecsq: codes and steps as a slow twin finds them, bits near their entropy, hostile lists refused."""
+"""What is special about ecsq: codes and steps as a slow twin finds them, bits near their entropy,
+hostile lists refused."""
 
 import math
 import struct

@@ -1,4 +1,5 @@
-"""Products whose sums are exact: against rational arithmetic, and with the same bits in whatever order they are summed."""
+"""Products whose sums are exact: against rational arithmetic, and with the same bits in whatever
+order they are summed."""
 
 from fractions import Fraction
 

@@ -1,4 +1,5 @@
-"""What is special about FP4: levels are powers of two, the nearest on the straight line is taken, 0 has one code."""
+"""What is special about FP4: levels are powers of two, the nearest on the straight line is taken,
+0 has one code."""
 
 import struct
 
@@ -13,7 +14,8 @@ LEVELS = [0.0, *(2.0**e for e in range(-6, 1))]
 
 
 def nearest(numbers, block):
-    """Slow and obvious: for each number the nearest signed level of its block, of two the larger."""
+    """Slow and obvious: for each number the nearest signed level of its block,
+    of two the larger."""
     out = []
     for start in range(0, len(numbers), block):
         part = numbers[start : start + block]

@@ -1,4 +1,5 @@
-"""What is special about int8: how good its stated bound is, no drift of block means, and the code it never writes."""
+"""What is special about int8: how good its stated bound is, no drift of block means,
+and the code it never writes."""
 
 import pytest
 import torch

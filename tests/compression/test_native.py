@@ -1,4 +1,5 @@
-"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine has."""
+"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine
+has."""
 
 import importlib
 import math
@@ -315,7 +316,8 @@ def test_an_instruction_set_that_is_not_there_is_refused(kernel):
 
 @each_kernel
 def test_other_threads_go_on_while_the_loops_run(values, kernel):
-    """Nobody is forced to hand over Python's lock here, so they go on only if the kernel lets it go."""
+    """Nobody is forced to hand over Python's lock here, so they go on only if the kernel lets it
+    go."""
     x, ticks, done = values("usual", 2**20), [], threading.Event()
 
     def tick():

@@ -1,4 +1,5 @@
-"""The shared pieces: bytes in and out, and the one-pass check that must find what isfinite would find."""
+"""The shared pieces: bytes in and out, and the one-pass check that must find what isfinite would
+find."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Lists of numbers: what is written is read, in as few bits as a slow twin takes, near the entropy; hostile bytes end."""
+"""Lists of numbers: what is written is read, in as few bits as a slow twin takes, near the entropy;
+hostile bytes end."""
 
 import math
 import tracemalloc

@@ -1,4 +1,5 @@
-"""What is special about sign: a bit a value, the block's mean magnitude, and a sum that no machine rounds differently."""
+"""What is special about sign: a bit a value, the block's mean magnitude,
+and a sum that no machine rounds differently."""
 
 import math
 import struct
@@ -12,7 +13,7 @@ from farflock.compression.codec import CorruptPayload
 from farflock.compression.sign import Sign
 
 
-def test_bits_say_who_is_below_zero_the_first_value_in_the_lowest():
+def test_bits_mark_the_values_below_zero_lowest_bit_first():
     payload = encoded(Sign(), torch.tensor([1.0, -2.0, 0.0, -0.0, -3.0]))
     assert payload[4:] == bytes([0b10010])
     (scale,) = struct.unpack("<f", payload[:4])

@@ -1,4 +1,5 @@
-"""What is special about top-k in 2 bits: which are kept, the best two levels, the size, hostile positions."""
+"""What is special about top-k in 2 bits: which are kept, the best two levels, the size,
+hostile positions."""
 
 import itertools
 import math
@@ -17,7 +18,8 @@ from farflock.compression.topk import TopK
 
 
 def largest(numbers, k, chunk):
-    """Positions of the largest magnitudes of each chunk, of equal ones the first: slow and obvious."""
+    """Positions of the largest magnitudes of each chunk, of equal ones the first:
+    slow and obvious."""
     kept = []
     for start in range(0, len(numbers), chunk):
         stop = min(start + chunk, len(numbers))
@@ -27,7 +29,8 @@ def largest(numbers, k, chunk):
 
 
 def best_error(sizes):
-    """The least squared error that two levels can have: every cut of the sorted magnitudes tried."""
+    """The least squared error that two levels can have: every cut of the sorted magnitudes
+    tried."""
     sizes = sorted(sizes)
     groups = [(sizes[:cut], sizes[cut:]) for cut in range(1, len(sizes) + 1)]
     return min(sum(np.var(part) * len(part) for part in pair if part) for pair in groups)

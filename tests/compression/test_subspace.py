@@ -1,4 +1,5 @@
-"""Subspace pipelines against the constrained dense model: activations, gradients, training, a change of basis, token ids."""
+"""Subspace pipelines against the constrained dense model: activations, gradients, training,
+a change of basis, token ids."""
 
 import dataclasses
 import hashlib
@@ -44,7 +45,8 @@ def normal(*shape, seed=0):
 
 
 def weights(seed=0):
-    """An unconstrained small transformer: the embedding, a head, and in each layer attention, an MLP and its bias."""
+    """An unconstrained small transformer: the embedding, a head, and in each layer attention,
+    an MLP and its bias."""
     made = {
         "embedding": normal(VOCABULARY, WIDTH, seed=seed),
         "head": normal(VOCABULARY, WIDTH, seed=seed + 1) / 6,
@@ -129,7 +131,8 @@ def dense(theta, fixed, tokens, targets):
 
 
 def split(theta, basis, c, tokens, targets):
-    """The same with a stage for the embedding, for each layer and for the head, and the codec between all of them."""
+    """The same with a stage for the embedding, for each layer and for the head,
+    and the codec between all of them."""
     theta, ctx = leaves(theta), context(tokens)
     arrived, sent = [], [theta["embedding"][tokens] + basis.fixed_VD[tokens]]
     for layer in range(LAYERS):
@@ -148,7 +151,8 @@ def distance(x, y):
 
 
 def test_gradients_of_the_split_model_are_those_of_the_constrained_dense_one():
-    """E8: to rounding, whatever writes into the stream projected, which is all of it that its training uses."""
+    """E8: to rounding, whatever writes into the stream projected, which is all of it that its
+    training uses."""
     theta, basis = constrained()
     tokens, targets = batch()
     loss, expected = dense(theta, basis.fixed_VD, tokens, targets)
@@ -268,7 +272,8 @@ def test_bf16_arithmetic_of_a_constrained_stage_is_not_taken_for_a_forgotten_pro
 
 
 def test_means_stay_inside_and_quantised_ones_do_not_until_they_are_projected():
-    """Invariant (a): also for CheckFree's mean of neighbours, which is a mean of matrices of the same subspace."""
+    """Invariant (a): also for CheckFree's mean of neighbours, which is a mean of matrices of the
+    same subspace."""
     (one, basis), (other, _) = constrained(), constrained()
     other["0.w2"] = other["1.w2"]
     mean = {name: 0.3 * one[name] + 0.7 * other[name] for name in one}
@@ -386,7 +391,8 @@ def test_a_small_step_keeps_the_signs_of_the_columns_and_no_energy_moves_nothing
 
 
 def moved_run():
-    """A run at its change of basis: old and new weights, bases, and the codec that knows both from epoch 5 on."""
+    """A run at its change of basis: old and new weights, bases, and the codec that knows both from
+    epoch 5 on."""
     theta, basis = constrained()
     new, inside = basis.moved(energy_of(theta, basis, *batch()), 1.0, theta["embedding"])
     after = {name: value.clone() for name, value in theta.items()} | {"embedding": inside}

@@ -1,4 +1,5 @@
-"""A subspace codec whose frozen embedding changes on the way: what comes is read as it says itself, or refused by name."""
+"""A subspace codec whose frozen embedding changes on the way: what comes is read as it says itself,
+or refused by name."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""What is special about top-k: exactly the largest travel, equals are settled by place, hostile positions are refused."""
+"""What is special about top-k: exactly the largest travel, equals are settled by place,
+hostile positions are refused."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ pytestmark = pytest.mark.usefixtures("version")
 
 
 def largest(numbers, k, chunk):
-    """Positions of the k largest magnitudes of each chunk, of equal ones the first: slow and obvious."""
+    """Positions of the k largest magnitudes of each chunk, of equal ones the first:
+    slow and obvious."""
     kept = []
     for start in range(0, len(numbers), chunk):
         order = sorted(

@@ -1,4 +1,5 @@
-"""What is special about zstd: where it pays, and the frames that are refused before they cost memory."""
+"""What is special about zstd: where it pays, and the frames that are refused before they cost
+memory."""
 
 import struct
 import tracemalloc

@@ -11,7 +11,8 @@ from farflock.node.cli import main as cli
 
 @pytest.fixture
 def farflock(capfd):
-    """A function that runs a command in this process -> (exit code, standard output, standard error)."""
+    """A function that runs a command in this process -> (exit code, standard output,
+    standard error)."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
@@ -43,7 +44,8 @@ def trial():
 
 @pytest.fixture
 def run_of(trial):
-    """A function that makes a run: `of("diloco.100", 2.0)` sent what its budget allows; DDP sends 1000 bytes."""
+    """A function that makes a run: `of("diloco.100", 2.0)` sent what its budget allows;
+    DDP sends 1000 bytes."""
 
     def make(name, loss, seed=1, sent=None, **settings):
         arm, _, number = name.partition(".")
@@ -59,7 +61,8 @@ def run_of(trial):
 
 @pytest.fixture
 def scores(run_of):
-    """Made-up scores of three methods at 1/100: 75 % and 50 % of a gain of 0.4, and one that only diverged or sent too much."""
+    """Made-up scores of three methods at 1/100: 75 % and 50 % of a gain of 0.4,
+    and one that only diverged or sent too much."""
     screen = {
         "ddp": (
             run_of("ddp", 2.2, lr=1e-3),

@@ -24,7 +24,10 @@ def plays(tmp_path):
 
 
 def test_marks_go_and_words_stay():
-    expected = "Two Kings\n\nACT I\n\nSCENE I. A room.\n\nEnter KING\n\nKING\n[Aside]\nHow now--what?\n\nNothing.\n"
+    expected = (
+        "Two Kings\n\nACT I\n\nSCENE I. A room.\n\nEnter KING\n\n"
+        "KING\n[Aside]\nHow now--what?\n\nNothing.\n"
+    )
     assert plain(PLAY) == expected
 
 

@@ -90,10 +90,10 @@ class Traced(PipelineSimulation):
         if node.trainer is not None:
             trainer, begin, stage_directory = (
                 node.trainer,
-                node.trainer._begin_more,
+                node.trainer.begin_more,
                 node.stage_directory,
             )
-            trainer._begin_more = lambda: begin() if self._are_there(node) else None
+            trainer.begin_more = lambda: begin() if self._are_there(node) else None
             serving = stage_directory.serving
 
             def serving_seen():

@@ -1,4 +1,5 @@
-"""DDP's state has the moments of whatever inner optimizer there is: who takes it over steps as the one that it came from."""
+"""DDP's state has the moments of whatever inner optimizer there is: who takes it over steps as the
+one that it came from."""
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class Peer:
     "config", INNERS, ids=lambda config: f"{config.name} {config.momentum} {config.nesterov}"
 )
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_joiner_steps_as_the_one_whose_state_it_took(config, trend, steps):
+def test_a_joiner_steps_like_the_peer_whose_state_it_took(config, trend, steps):
     teacher, joiner = Peer(config, trend).step(*range(steps)), Peer(config, trend)
     joiner.method.restore(joiner.replica, teacher.state, "adopt")
     assert state_hash(joiner.state) == state_hash(teacher.state)
@@ -65,7 +66,7 @@ def test_a_joiner_steps_as_the_one_whose_state_it_took(config, trend, steps):
     assert any(name.startswith(TREND) for name in joiner.state) == trend
 
 
-def test_who_has_moments_and_takes_a_state_without_them_has_none_after_that():
+def test_a_peer_that_adopts_a_state_without_moments_loses_its_own():
     config = InnerConfig("sgd", 0.01, momentum=0.9)
     fresh, old = Peer(config, trend=True), Peer(config, trend=True).step(1, 2)
     old.method.restore(old.replica, fresh.state, "adopt")

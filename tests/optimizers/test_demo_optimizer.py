@@ -1,4 +1,5 @@
-"""DeMo with the class itself, beside a slow twin written from the paper's equations with scipy's transform."""
+"""DeMo with the class itself, beside a slow twin written from the paper's equations with scipy's
+transform."""
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def step(made, replica, gradient, number=0):
 
 
 def as_decoded(name, exchange):
-    """The tensors as every peer decodes them, cut as the product cuts them, and the bytes that travel."""
+    """The tensors as every peer decodes them, cut as the product cuts them,
+    and the bytes that travel."""
     shapes = {key: tuple(x.shape) for key, x in exchange.tensors.items()}
     cut = ShardLayout.of(shapes, codec(name), 0)
     payloads = [
@@ -64,7 +66,8 @@ def answer(exchange, gathered, mine="a", inside=True, **more):
 
 
 class Twin:
-    """M peers of the paper's algorithm 1 without the sign, one matrix that is one chunk; float64, step by step."""
+    """M peers of the paper's algorithm 1 without the sign, one matrix that is one chunk; float64,
+    step by step."""
 
     def __init__(self, start, peers, decay, lr, k):
         self.theta, self.decay, self.lr, self.k = start.double().numpy(), decay, lr, k
@@ -107,7 +110,8 @@ def test_three_peers_follow_the_twin_of_the_paper(vectors):
 
 
 def test_all_coefficients_without_decay_and_sign_are_a_plain_step(vectors):
-    """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as well."""
+    """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as
+    well."""
     made, replica = (
         DeMo(chunk=8, decay=0.0, codec="fp32", sign=False),
         vectors(lr=0.25, **normal(1)),
@@ -234,7 +238,8 @@ def test_each_chunk_of_a_matrix_keeps_its_own_k_largest(vectors):
     ("shape", "kept"), [((128, 192), 6 * 32), ((256,), 32), ((8192,), 64), ((4, 8, 64, 2), 32)]
 )
 def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
-    """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length: 2.5 bytes and a little a coefficient."""
+    """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length:
+    2.5 bytes and a little a coefficient."""
     made, replica = (
         DeMo(),
         vectors(x=torch.randn(shape, generator=torch.Generator().manual_seed(0))),
@@ -254,7 +259,8 @@ def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
         ({"chunk": 300}, "chunks of 300 × 300 are not possible"),
         (
             {"chunk": 32},
-            "codec topk:32/4096 chooses among 4096 values, a chunk of 32 × 32 has 1024; choose topk:32/1024",
+            "codec topk:32/4096 chooses among 4096 values, a chunk of 32 × 32 has 1024; "
+            "choose topk:32/1024",
         ),
         ({"chunk": 4, "codec": "topk:2/8"}, "has 16; choose topk:8/16"),
         ({"codec": "topk:32"}, "codec 'topk:32' is not known"),

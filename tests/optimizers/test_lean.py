@@ -1,4 +1,5 @@
-"""Lean averaging with the class itself: what is sent, where the rest is, and what leaves the momentum."""
+"""Lean averaging with the class itself: what is sent, where the rest is,
+and what leaves the momentum."""
 
 import numpy as np
 import pytest
@@ -115,7 +116,8 @@ def test_without_a_codec_it_is_the_mean_replica(vectors):
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:20"])
 def test_all_of_a_descent_arrives_in_the_end(vectors, spec):
-    """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on the way."""
+    """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on
+    the way."""
     made, replica = Lean(period=1, codec=spec, return_codec="fp32"), vectors(x=normal(0))
     exchange = work(made, replica, normal(1))
     aim = read(replica)
@@ -162,7 +164,8 @@ def test_a_failed_round_moves_nothing_and_its_work_goes_with_the_next_message(ve
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_a_round_without_me_moves_the_replica_along_with_phi(vectors, replayed):
-    """Sent too late, or decided while this peer was away: its work is the same as before, on top of another phi."""
+    """Sent too late, or decided while this peer was away: its work is the same as before,
+    on top of another phi."""
     made, replica = Lean(period=3, decay=0.5, **FLAT), vectors(x=normal(0))
     exchange = work(made, replica, *(normal(seed) for seed in (1, 2, 3)))
     theta, before = read(replica), phi(made, replica)
@@ -213,7 +216,8 @@ def test_nothing_is_asked_for_while_a_message_is_on_its_way(vectors):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam, steps):
-    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, a replica's own step, and becomes -mean, everybody's."""
+    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, a replica's own step,
+    and becomes -mean, everybody's."""
     made, replica = Lean(period=1, correction=1.0, cap=1e6, **FLAT), adam(normal(0))
     for number in range(steps):
         exchange = work(made, replica, normal(10 + number))
@@ -226,7 +230,8 @@ def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam
 
 
 def test_a_gradient_of_mine_that_the_mean_does_not_follow_leaves_my_momentum(adam):
-    """The sign: I went down alone, the others up as far; the exchange takes me back, and so it takes my momentum."""
+    """The sign: I went down alone, the others up as far; the exchange takes me back,
+    and so it takes my momentum."""
     made, replica = Lean(period=1, correction=1.0, cap=10.0, **FLAT), adam(torch.zeros(COUNT))
     exchange = work(made, replica, torch.ones(COUNT))
     assert bool((exchange.tensors["x"] < 0).all())

@@ -9,7 +9,8 @@ from farflock.optimizers.parts.inner import InnerConfig
 
 
 def train(made, steps, inner):
-    """Parameters after some steps of a small model under a method; `made` None: a bare PyTorch loop."""
+    """Parameters after some steps of a small model under a method; `made` None:
+    a bare PyTorch loop."""
     module = torch.nn.Linear(3, 2)
     with torch.no_grad():
         module.weight.copy_(torch.arange(6.0).reshape(2, 3) / 7)

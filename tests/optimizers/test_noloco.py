@@ -11,7 +11,8 @@ from farflock.optimizers.noloco import NoLoCo, stability_bound
 
 
 def swarm_spread(vectors, alpha, gamma, peers=64, rounds=80):
-    """Variance of phi over M peers in random pairs without gradients, first and last, and the drift of their mean.
+    """Variance of phi over M peers in random pairs without gradients, first and last,
+    and the drift of their mean.
 
     The constructor's check is bypassed: the values are set afterwards.
     """

@@ -1,4 +1,5 @@
-"""Snapshots that come from elsewhere: what does not fit is refused as a whole, what fits is taken over as asked."""
+"""Snapshots that come from elsewhere: what does not fit is refused as a whole,
+what fits is taken over as asked."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A peer that stopped goes on as if it never had: between any two calls, also while an exchange is pending."""
+"""A peer that stopped goes on as if it never had: between any two calls,
+also while an exchange is pending."""
 
 from dataclasses import replace
 
@@ -39,7 +40,8 @@ def result_of(exchange, failed):
 
 
 def play(quick, vectors, name, options, stop_at=None):
-    """Train; after step `stop_at` everything is copied into a new method and a new replica, which go on."""
+    """Train; after step `stop_at` everything is copied into a new method and a new replica,
+    which go on."""
     made, replica = fresh(quick, vectors, name, options)
     pending = []
     for step in range(STEPS):

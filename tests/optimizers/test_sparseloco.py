@@ -1,4 +1,5 @@
-"""SparseLoCo with the class itself: what is sent, what stays, and where a peer's work is when its message was not taken."""
+"""SparseLoCo with the class itself: what is sent, what stays, and where a peer's work is when its
+message was not taken."""
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def residual(made, replica):
 @pytest.mark.parametrize("spec", ["topk:4/32", "topk2:4/32", "topk:16/32", "int8", "fp32"])
 @pytest.mark.parametrize("feedback", [0.0, 0.95, 1.0])
 def test_a_message_is_what_others_decode_and_what_stays(vectors, spec, feedback):
-    """a = beta·e + (phi - theta) = sent + e, the quantiser's error in e: to the bit but for values far from their level."""
+    """a = beta·e + (phi - theta) = sent + e, the quantiser's error in e: to the bit but for values
+    far from their level."""
     made, replica = SparseLoCo(period=1, feedback=feedback, codec=spec), vectors(x=normal(0))
     for number in range(6):
         before, old = phi(made, replica), residual(made, replica)
@@ -90,7 +92,7 @@ def test_nothing_is_left_over_and_phi_is_the_mean_replica_where_everything_trave
     ("denominator", "expected"),
     [("participants", [1.0, 0.5, -1.0]), ("selectors", [2.0, 1.0, -1.0])],
 )
-def test_the_mean_is_over_everybody_or_over_those_who_sent_the_coordinate(
+def test_the_mean_is_over_all_peers_or_over_those_that_sent_the_coordinate(
     vectors, denominator, expected
 ):
     made, replica = (
@@ -115,7 +117,8 @@ def test_the_outer_rate_is_the_length_of_the_step(vectors, outer_lr):
 
 @pytest.mark.parametrize(("spec", "last"), [("topk:4/32", 4), ("topk2:8/32", 1)])
 def test_each_chunk_sends_k_values_and_the_last_its_share_at_least_one(vectors, spec, last):
-    """100 values are three chunks of 32 and one of 4: `topk2` sends round(k·4/32), `topk` up to k."""
+    """100 values are three chunks of 32 and one of 4: `topk2` sends round(k·4/32),
+    `topk` up to k."""
     made, replica = SparseLoCo(period=1, codec=spec), vectors(x=normal(0))
     sent = answer(made, work(made, replica, normal(1))).sent["x"]
     k = int(spec.split(":")[1].split("/")[0])
@@ -137,7 +140,8 @@ def test_two_peers_with_equal_state_send_equal_bytes(vectors):
 
 @pytest.mark.parametrize("spec", ["topk:2/32", "topk2:2/32"])
 def test_with_undecayed_feedback_all_of_a_constant_descent_arrives(vectors, spec):
-    """Every coordinate is sent sooner or later, and what is still to come stays bounded while the sum grows."""
+    """Every coordinate is sent sooner or later, and what is still to come stays bounded while the
+    sum grows."""
     made, replica, gradient = (
         SparseLoCo(period=1, feedback=1.0, codec=spec),
         vectors(x=torch.zeros(COUNT)),
@@ -183,7 +187,8 @@ def test_gradients_times_a_power_of_two_make_everything_that_much_larger(vectors
 
 
 def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(vectors):
-    """Not in the residual: it counts once. The next message is that of a peer that did both rounds' work in one."""
+    """Not in the residual: it counts once. The next message is that of a peer that did both rounds'
+    work in one."""
     made, replica = (
         SparseLoCo(period=1, feedback=1.0, codec="topk:4/32"),
         vectors(x=torch.zeros(COUNT)),

@@ -1,4 +1,5 @@
-"""Whole runs by command; and planted bugs: mistakes that real systems of this kind have made, which the watch must find."""
+"""Whole runs by command; and planted bugs: mistakes that real systems of this kind have made,
+which the watch must find."""
 
 import json
 import logging
@@ -16,7 +17,8 @@ from farflock.swarm.protocol.exchange import availability, mean
 
 
 def first_acknowledgement(patch):
-    """Whoever hears one acceptance takes the matter for decided; a leader applies before its follower confirms."""
+    """Whoever hears one acceptance takes the matter for decided; a leader applies before its
+    follower confirms."""
     patch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
     patch.setattr(availability, "is_quorum", lambda members, size: len(members) >= 1)
     patch.setattr(pair.Pair, "_confirmed", lambda self: True)
@@ -52,7 +54,8 @@ def dead_reducer_ignored(patch):
 
 
 def stale_view_accepted(patch):
-    """Each member uses the view that it happens to know for whatever round, and takes messages of any view it has seen."""
+    """Each member uses the view that it happens to know for whatever round,
+    and takes messages of any view it has seen."""
     patch.setattr(
         rounds.OpenRounds,
         "view_of",
@@ -112,7 +115,8 @@ def quiet_log():
 
 @pytest.fixture
 def simulated(capfd, monkeypatch, tmp_path):
-    """A function that runs `farflock sim ARGUMENTS --json` and returns what it printed; the user's data are elsewhere."""
+    """A function that runs `farflock sim ARGUMENTS --json` and returns what it printed;
+    the user's data are elsewhere."""
     monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path))
 
     def run(*arguments):

@@ -1,5 +1,6 @@
-"""Pipelines that do not wait, on the simulated network: each gradient is that of one function, whoever computes its passes; how
-late it is is measured, agreed upon and bounded; and over slow links more gets done."""
+"""Pipelines that do not wait, on the simulated network: each gradient is that of one function,
+whoever computes its passes; how late it is is measured, agreed upon and bounded;
+and over slow links more gets done."""
 
 import asyncio
 import collections
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.func import functional_call
 from worlds.pipeline_audit import CLOSE, Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
@@ -66,10 +68,10 @@ class Ways:
     def of(self, back):
         backs = {back.stage: back}
         for stage in range(back.stage, self.last):
-            backs[stage + 1] = self.audit._made[backs[stage].outside]
+            backs[stage + 1] = self.audit.made_by[backs[stage].outside]
         forwards, x = {}, backs[self.last].x
         for stage in range(self.last - 1, -1, -1):
-            forwards[stage] = self.audit._made[x]
+            forwards[stage] = self.audit.made_by[x]
             x = forwards[stage].x
         return forwards, backs
 
@@ -105,7 +107,8 @@ class Ways:
 
 
 def check_ages(audit):
-    """How late the notes say that a gradient is is how late it is, and within the bound; returns how often it was how late."""
+    """How late the notes say that a gradient is is how late it is, and within the bound;
+    returns how often it was how late."""
     found = collections.Counter()
     for stage, rounds in audit.ages.items():
         versions = {
@@ -131,10 +134,10 @@ def test_gradients_of_moving_weights_are_those_of_the_unsplit_model_at_one_versi
     assert max(check_ages(one)) >= 1, "nothing was late"
 
 
-def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_who_has_its_weights():
+def test_a_server_that_dies_between_two_passes_is_replaced_by_one_with_its_weights():
     one = late(servers=3, steps=7)
     by, dead = {}, []
-    make = one._pass
+    make = one.pass_of
 
     def made_by(life, *given, **named):
         found = make(life, *given, **named)
@@ -153,7 +156,7 @@ def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_wh
             dead.append(number)
             one.sim.kill(number, None)
 
-    one._pass, one.on_event = made_by, die
+    one.pass_of, one.on_event = made_by, die
     one.run().check().check_finished()
     assert len(dead) == 2
     Ways(one).check()
@@ -180,7 +183,7 @@ def left_out(one):
     return sum(life.serving.server.served["late"] for life in one.lives)
 
 
-def test_without_old_weights_what_crosses_a_round_is_dropped_and_counts_nowhere_before_its_stage():
+def test_without_old_weights_a_microbatch_that_crosses_a_round_is_dropped():
     one = late(asynchronous=Asynchronous(1), steps=5).run().check()
     one.check_finished()
     Ways(one).check()
@@ -228,13 +231,13 @@ CORRECTED = [
 
 def in_lockstep(one):
     """Run with a trainer that begins a batch when all servers have applied the round before."""
-    look = one._look
+    look = one.watch
 
     def waiting(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -245,7 +248,7 @@ def in_lockstep(one):
             if node.serving is not None
         )
 
-    one._look = waiting
+    one.watch = waiting
     return one.run().check().check_finished()
 
 
@@ -328,7 +331,8 @@ def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed
 
 
 def pace(staleness, asynchronous, seconds=60.0):
-    """Microbatches a second that are merged at the first stage, and the trainer's last losses, over a slow line."""
+    """Microbatches a second that are merged at the first stage, and the trainer's last losses,
+    over a slow line."""
     one = late(
         staleness,
         steps=None,
@@ -368,8 +372,7 @@ def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
     one.begun_anew = True
 
     async def die_out(sim):
-        while not (sim.settled and len(one.named[1]) >= 2):
-            await asyncio.sleep(0.05)
+        await until(lambda: sim.settled and len(one.named[1]) >= 2)
         for number, part in enumerate(one.world.parts):
             if part.stage == 1:
                 sim.kill(number, 3.0 + number)

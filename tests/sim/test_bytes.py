@@ -1,8 +1,10 @@
-"""What each method says that it sends, against the counter of the transport: nothing is sent that the formula does not know.
+"""What each method says that it sends, against the counter of the transport:
+nothing is sent that the formula does not know.
 
-Formulas are those of a round of the whole group, from the number of values and the codec (written out here once more): each of
-M peers' contributions to a mean goes to its reducer, and the result to all but that one; what is gathered goes from each to
-each; a pair swaps. Beside that there may be control messages, whose size does not depend on the model's.
+Formulas are those of a round of the whole group, from the number of values and the codec (written
+out here once more): each of M peers' contributions to a mean goes to its reducer,
+and the result to all but that one; what is gathered goes from each to each; a pair swaps.
+Beside that there may be control messages, whose size does not depend on the model's.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import math
 
 import pytest
 import torch
+from worlds.waiting import until
 
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingReplica
@@ -39,7 +42,9 @@ ITEM = 60  # in a close list, of each shard of each peer: a digest, who is in it
 CONTROL = (
     FRAME + 160 + ITEM * 3 * PEERS
 )  # any other message: at most a close list with three shards of each peer
-MESSAGES = 40  # of these for each two peers in a round: offers, wants, holdings and votes, each sent again every half second
+# Of these for each two peers in a round: offers, wants, holdings and votes, each sent again every
+# half second.
+MESSAGES = 40
 WINDOW_S = 8.0
 IDLE = 40  # ... and in the rest of the time: pings, and who is there
 
@@ -77,7 +82,8 @@ def pairs(out, *counts):
 
 H3 = {"period": 3}
 OUT = {"codec": "fp16", "return_codec": "bf16"}
-# By method: options, and bytes of one round of each stream. A method that is not here sends what its own specimens say.
+# By method: options, and bytes of one round of each stream. A method that is not here sends what
+# its own specimens say.
 FORMULAS = {
     "local": ({}, {}),
     "ddp": (OUT, {"grad": mean("fp16", "bf16", A, B)}),
@@ -124,7 +130,8 @@ FORMULAS = {
 
 
 class Busy(CountingReplica):
-    """Every value of every peer moves in each step in another way: no two chunks are equal, so none is sent only once."""
+    """Every value of every peer moves in each step in another way: no two chunks are equal,
+    so none is sent only once."""
 
     def add_gradient(self, step):
         own = torch.Generator().manual_seed(1000 * self._place + step)
@@ -199,13 +206,15 @@ class Counted(Chaos):
         return frame
 
     async def still(self):
-        """From a moment on at which nothing is on its way nobody trains any more; what is said then is said to the end."""
-        while any(
-            not task.done()
-            for life in self.population.lives.values()
-            for task in life.loop.under_way.values()
-        ):
-            await asyncio.sleep(0.01)
+        """From a moment on at which nothing is on its way nobody trains any more;
+        what is said then is said to the end."""
+        lives = self.population.lives
+        await until(
+            lambda: all(
+                task.done() for life in lives.values() for task in life.loop.under_way.values()
+            ),
+            every_s=0.01,
+        )
         self.going.clear()
         await asyncio.sleep(3.0)
 
@@ -255,9 +264,7 @@ def formula_of(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_transport_counts_what_the_formula_says_and_control_messages_that_do_not_grow_with_the_model(
-    monkeypatch, name
-):
+def test_the_transport_counts_the_formulas_bytes_and_a_bounded_control_traffic(monkeypatch, name):
     monkeypatch.setattr(wire, "SHARD_VALUES", SHARD_VALUES)
     options, formula = formula_of(name)
 

@@ -1,9 +1,10 @@
-"""Every method x alone, 2, 4 and 7 peers x every misfortune, on the product's own nodes in virtual time, watched all along:
-equal bits (or nearly, or only equal means, as the method promises), tokens and bytes that add up, nothing twice, progress.
+"""Every method x alone, 2, 4 and 7 peers x every misfortune, on the product's own nodes in virtual
+time, watched all along: equal bits (or nearly, or only equal means, as the method promises),
+tokens and bytes that add up, nothing twice, progress.
 
-Every day all misfortunes strike one after the other, in an order drawn for each cell; each of them must show. Methods take
-turns with 2 and 7 peers. Among the long tests are all other cells; there misfortunes strike alone too, and every arm of the
-disasters takes its turn.
+Every day all misfortunes strike one after the other, in an order drawn for each cell;
+each of them must show. Methods take turns with 2 and 7 peers. Among the long tests are all other
+cells; there misfortunes strike alone too, and every arm of the disasters takes its turn.
 """
 
 import logging

@@ -1,8 +1,9 @@
-"""Whole runs to their last token, on the product's own nodes in virtual time: who ends how, and with which state.
+"""Whole runs to their last token, on the product's own nodes in virtual time: who ends how,
+and with which state.
 
-Peers are unequal, come in one after the other, and what the network does changes when the run nears its end. Each node
-ends as a process does (node/process/node_process.py): it takes part until the run is over, stays a little for the
-others, saves, and leaves."""
+Peers are unequal, come in one after the other, and what the network does changes when the run nears
+its end. Each node ends as a process does (node/process/node_process.py):
+it takes part until the run is over, stays a little for the others, saves, and leaves."""
 
 import asyncio
 import random
@@ -34,7 +35,8 @@ MOST_S = 3600.0  # of virtual time, for a run
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A run: peers' steps take up to `spread` times longer than the fastest one's; `faults` are those of the end."""
+    """A run: peers' steps take up to `spread` times longer than the fastest one's;
+    `faults` are those of the end."""
 
     arm: ChaosCase
     peers: int = 3
@@ -98,7 +100,7 @@ class Endings:
             self.nodes.append(node)
             await node.run(self.terms.total)
             lingers_s = self._now() + LINGER_S
-            while not peer.alone and self._now() < lingers_s:
+            while not peer.alone and self._now() < lingers_s:  # noqa: ASYNC110 - two conditions
                 await asyncio.sleep(0.1)
             driver = node.loop.driver
             state = state_hash(driver.method.snapshot(driver.replica))
@@ -208,14 +210,15 @@ def test_by_their_own_estimates_they_would_end_apart(monkeypatch, name):
     assert sum(apart) >= 3
 
 
-def test_who_has_a_state_of_its_own_anyway_ends_when_it_thinks_that_the_run_does():
+def test_a_peer_with_a_state_of_its_own_ends_when_it_estimates_the_runs_end():
     terms = Terms(ChaosCase("noloco", {"period": 3, "codec": "fp32"}), **WORLDS["unequal"])
     for seed in range(SEEDS):
         assert max(node.stayed_s for node in ended(terms, seed)) <= 2 * DEADLINE_S + LINGER_S
 
 
 class OneHangs(Endings):
-    """The last to come lives and computes for ever at its second step; `names` are those that the others say they wait for."""
+    """The last to come lives and computes for ever at its second step; `names` are those that the
+    others say they wait for."""
 
     names: frozenset = frozenset()
 
@@ -267,7 +270,7 @@ class OthersDie(Endings):
         await asyncio.gather(life, return_exceptions=bool(index))
 
 
-def test_who_is_left_without_the_others_ends_by_its_estimate_and_not_before_it_is_sure():
+def test_a_peer_without_the_others_ends_by_its_estimate_and_not_before_it_is_sure():
     terms = Terms(ARMS["diloco"], spread=0.0, total=600)
 
     async def whole():

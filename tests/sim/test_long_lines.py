@@ -1,9 +1,11 @@
-"""Pipelines over lines of half a second: a message is a second on its way, an agreement four and more."""
+"""Pipelines over lines of half a second: a message is a second on its way,
+an agreement four and more."""
 
 import asyncio
 
 import pytest
 from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH, STEPS, STALENESS = 8, 2, 3
 TOTAL = 8 * BATCH * STEPS  # tokens
 SLOW = LinkModel(latency_s=0.5)  # of each of the two lines between peers
-PATIENCE_S = 150.0  # for a microbatch: a call takes four seconds and more, its passes six of them, a round as long again
+# For a microbatch: a call takes four seconds and more, its passes six of them, a round as long
+# again.
+PATIENCE_S = 150.0
 
 
 def audit(seed, asynchronous, limit_s=400.0):
@@ -33,12 +37,12 @@ def audit(seed, asynchronous, limit_s=400.0):
     ("seed", "asynchronous"), [(0, None), (3, Asynchronous(STALENESS + 1))], ids=["waits", "late"]
 )
 def test_all_are_let_in_and_train_and_each_gradient_counts_once(seed, asynchronous):
-    """Members who put a view forward every two, three or four seconds would overtake each other for ever."""
+    """Members who put a view forward every two, three or four seconds would overtake each other for
+    ever."""
     one, admitted_s = audit(seed, asynchronous), []
 
     async def watch(sim):
-        while not sim.settled:
-            await asyncio.sleep(0.5)
+        await until(lambda: sim.settled, every_s=0.5)
         admitted_s.append(asyncio.get_running_loop().time())
 
     one.run(watch).check().check_finished(PATIENCE_S)

@@ -1,5 +1,5 @@
-"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at each stage, and whoever dies,
-those who are left go on with the state that all had."""
+"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at
+each stage, and whoever dies, those who are left go on with the state that all had."""
 
 import asyncio
 import collections
@@ -23,7 +23,8 @@ MANY = 50
 
 
 def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
-    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    """One to run: so many steps, or as long as the test wants. Of the peers,
+    replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
@@ -58,8 +59,8 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
     def in_lockstep(number, node):
         look(number, node)
         trainer = node.trainer
-        begins = trainer._may_begin
-        trainer._may_begin = lambda: (
+        begins = trainer.may_begin
+        trainer.may_begin = lambda: (
             begins()
             and all_at(node.stage_directory.epoch)
             and trainer.source.begun < half(node.stage_directory.epoch)
@@ -72,7 +73,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         servings = [serving for node in one.sim.nodes.values() for serving in node.servings]
         return all(serving.state_sync.applied_round == epoch for serving in servings)
 
-    look, one._look = one._look, in_lockstep
+    look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
     model = build(one.plan.model, one.plan.run_seed).double()
     optimizer, whole = one.plan.inner.build(model), Stage(model)
@@ -88,12 +89,12 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
         optimizer.step()
         for stage in range(3):
-            for weights in one._weights.get((stage, number), []):
+            for weights in one.versions.get((stage, number), []):
                 for name, x in weights.items():
                     torch.testing.assert_close(
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
-    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
     assert not one.events["forward computed"], "an activation went to somebody"
 
 
@@ -125,17 +126,15 @@ def test_replicas_and_pipelines_train_one_model():
     assert replica.role == "replica"
     assert replica.work["backward"] > 0, "trainers do not ask it"
     assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
-    telling = {
-        number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None
-    }
+    telling = {number for number, node in one.sim.nodes.items() if node.peer.loads.mine is not None}
     assert telling == set(range(6)), "who tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
     assert brought == {me(one, number) for number in (1, 4, 8)}
 
 
 def mixed_with_churn(seed, steps=8):
-    """Two servers of each of three stages, two trainers, two full replicas; all but the trainers die now and then, and one
-    replica and one server for certain."""
+    """Two servers of each of three stages, two trainers, two full replicas;
+    all but the trainers die now and then, and one replica and one server for certain."""
     one = audit(
         3, 2, 2, replicas=2, steps=steps, seed=seed, world={"churn_s": 5.0, "away_s": (3.0, 8.0)}
     )
@@ -151,7 +150,7 @@ def mixed_with_churn(seed, steps=8):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_with_deaths_of_replicas_and_servers_nothing_is_lost_or_doubled_and_the_stages_stay_in_step(
+def test_when_replicas_and_servers_die_nothing_is_lost_or_doubled_and_stages_stay_in_step(
     seed,
 ):
     one = mixed_with_churn(seed)
@@ -214,7 +213,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
     assert lost - named, "it never had anything that was lost with it"
 
 
-def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcomers_have_its_state():
+def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_state():
     one = audit(3, 1, 1, replicas=2)
     seen = {}
 

@@ -1,5 +1,6 @@
-"""Pipelines on the simulated network: whatever dies and whatever gets lost, each microbatch counts once at each stage, with the
-gradient that the unsplit model has for it; nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
+"""Pipelines on the simulated network: whatever dies and whatever gets lost,
+each microbatch counts once at each stage, with the gradient that the unsplit model has for it;
+nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
 
 import asyncio
 import collections
@@ -95,8 +96,8 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     def in_lockstep(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -104,7 +105,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
         return all(serving.state_sync.applied_round == epoch for serving in servers)
 
-    look, one._look = one._look, in_lockstep
+    look, one.watch = one.watch, in_lockstep
     one.run().check().check_finished()
     me = identity_of(one.plan, 6).peer
     first = min(number for _, number in one.named[0][0])
@@ -118,12 +119,12 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
             parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
         optimizer.step()
         for stage in range(3):
-            for weights in one._weights.get((stage, number), []):
+            for weights in one.versions.get((stage, number), []):
                 for name, x in weights.items():
                     torch.testing.assert_close(
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
-    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
 
 
 # deaths
@@ -139,7 +140,7 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothi
     assert len(one.finished()) > 20
 
 
-def test_a_stage_that_dies_out_is_taken_up_again_by_who_comes_back():
+def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
     one = audit(stages=3, servers=2, steps=8, rate=0.3)
     one.begun_anew = True
 
@@ -197,7 +198,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
         if node.serving is None or node.serving.index or late:
             return
         late.append(node.serving.server)
-        run_pass = late[0]._computing.run_pass
+        run_pass = late[0].computing.run_pass
 
         async def slow_pass(work, cost):
             found = await run_pass(work, cost)
@@ -205,9 +206,9 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
                 await asyncio.sleep(one.pipeline.trainer.backward_timeout_s + 1.0)
             return found
 
-        late[0]._computing = replace(late[0]._computing, run_pass=slow_pass)
+        late[0].computing = replace(late[0].computing, run_pass=slow_pass)
 
-    look, one._look = one._look, with_slow_ones
+    look, one.watch = one.watch, with_slow_ones
     one.run().check().check_finished()
     asked = collections.Counter(
         key for life in one.lives if life.stage == 0 for key in life.computed
@@ -240,7 +241,8 @@ def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
 
 
 def swarm_of_24(seed, steps):
-    """Five servers of each of four stages, and four trainers; servers die all the time, one line is bad."""
+    """Five servers of each of four stages, and four trainers; servers die all the time,
+    one line is bad."""
     world = {"churn_s": 4.0, "away_s": (3.0, 10.0)}
     one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world)
 
@@ -289,7 +291,8 @@ def pace(policy, measured_s, seed=0):
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer.source.lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
+            # As lucky as can be: each has its own line of servers, where the policy has lines.
+            node.trainer.source.lane = number
 
     async def main():
         sim = PipelineSimulation(

@@ -1,12 +1,13 @@
-"""Pipelines whose servers do not all read the same codecs: everybody works, each edge has what both of its ends read, and each
-microbatch counts once with its gradient, also while those come and go who know less."""
+"""Pipelines whose servers do not all read the same codecs: everybody works,
+each edge has what both of its ends read, and each microbatch counts once with its gradient,
+also while those come and go who know less."""
 
-import asyncio
 import collections
 from dataclasses import replace
 
 import pytest
 from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.node.pipeline.passes.requests import Forward, decode_request
 from farflock.node.simulate.pipeline import PipelineWorld, parts
@@ -25,8 +26,8 @@ class Codecs(Audit):
         self.close = {"rtol": 1e-4, "atol": 1e-6}  # fp32 on some of the edges
         self.answered = collections.Counter()
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         for serving in node.servings:
             self._count(number, serving.server)
 
@@ -52,7 +53,8 @@ class Codecs(Audit):
 
 
 def codecs(old, steps=4, seed=0, servers=SERVERS, **world):
-    """A run in which these peers know fp32 alone. Peer s + STAGES·n is the n-th server of stage s, then comes the trainer."""
+    """A run in which these peers know fp32 alone. Peer s + STAGES·n is the n-th server of stage s,
+    then comes the trainer."""
     total = 8 * BATCH * steps if steps else 10**9
     made = [
         replace(part, codec=OLD) if number in old else part
@@ -95,13 +97,11 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
     seen = []
 
     async def during(sim):
-        while len(one.named[0]) < 3:
-            await asyncio.sleep(0.5)
+        await until(lambda: len(one.named[0]) >= 3, every_s=0.5)
         seen.append(one.codecs_of(1))
         sim.kill(2 + STAGES, None)
         done = len(one.named[0])
-        while len(one.named[0]) < done + 4:
-            await asyncio.sleep(0.5)
+        await until(lambda: len(one.named[0]) >= done + 4, every_s=0.5)
         sim.end()
 
     one.run(during).check()

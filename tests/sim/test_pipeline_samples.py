@@ -1,9 +1,11 @@
-"""Pipelines with AQ-SGD on the simulated network: samples come again and travel as differences, and whatever dies, is lost or
-forgotten, each gradient that counts is that of the activations which the forward passes had.
+"""Pipelines with AQ-SGD on the simulated network: samples come again and travel as differences,
+and whatever dies, is lost or forgotten, each gradient that counts is that of the activations which
+the forward passes had.
 
-The expected gradient is that of the unsplit model whose activations are, between stages, replaced by those that the stage
-behind decoded, with derivatives straight through. That these are always the same for a microbatch, forward and back, at any
-server, is checked where they are decoded; and that they are close to what was computed.
+The expected gradient is that of the unsplit model whose activations are, between stages,
+replaced by those that the stage behind decoded, with derivatives straight through.
+That these are always the same for a microbatch, forward and back, at any server,
+is checked where they are decoded; and that they are close to what was computed.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import pytest
 import torch
 from worlds.kills import POINTS, ScheduledKills
 from worlds.pipeline_audit import STILL, Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
 from farflock.node.pipeline.contrib.sample_memory import ServerMemory, _names
@@ -34,8 +37,9 @@ SAMPLES = 16
 
 
 class Remembered(Audit):
-    """An audit of decoded activations. `sent` counts the kinds in which samples came in, forward and back; `farthest` is the
-    greatest distance of one that came in from what was computed, of the greatest value there."""
+    """An audit of decoded activations. `sent` counts the kinds in which samples came in,
+    forward and back; `farthest` is the greatest distance of one that came in from what was
+    computed, of the greatest value there."""
 
     lossy, close = True, SINGLE
 
@@ -57,7 +61,8 @@ class Remembered(Audit):
         return job.caller, job.request.number, payload
 
     def _named(self, job, source, payload):
-        """By the tags of what the samples are after it: equal for a difference, the whole, and a tag alone."""
+        """By the tags of what the samples are after it: equal for a difference, the whole,
+        and a tag alone."""
         batch = self.plan.batch
         tags = tuple(bytes(payload[at + 8 : at + 16]) for at in range(batch, 17 * batch, 16))
         return job.caller, job.request.number, source, tags
@@ -67,10 +72,10 @@ class Remembered(Audit):
         self.farthest = max(self.farthest, float((found - value).abs().amax() / value.abs().amax()))
         return found
 
-    def _watch_passes(self, life):
-        super()._watch_passes(life)
+    def watch_passes(self, life):
+        super().watch_passes(life)
         passes = life.serving.server.passes
-        read = passes._read
+        read = passes.read
 
         def reading(job):
             found = read(job)
@@ -80,7 +85,7 @@ class Remembered(Audit):
                 self._note(job, found[1])
             return found
 
-        passes._read = reading
+        passes.read = reading
 
     def _note(self, job, x):
         way = "forward" if isinstance(job.request, Forward) else "back"
@@ -175,7 +180,7 @@ def test_a_cache_for_half_of_the_samples_saves_less_and_harms_nothing():
     assert 0 < one.memory_bytes <= 2 * (SAMPLES // 2) * each
 
 
-def test_a_full_replica_beside_them_serves_a_trainer_and_takes_samples_of_its_own_through_all_stages():
+def test_a_full_replica_serves_a_trainer_and_takes_its_own_samples_through_all_stages():
     one = audit(stages=3, servers=1, replicas=1, steps=10, seed=1).run().check().check_finished()
     replica = identity_of(one.plan, 4).peer
     assert {key[0] for key in one.finished()} == {replica, identity_of(one.plan, 3).peer}
@@ -193,7 +198,7 @@ def test_backward_passes_at_kept_versions_use_the_activations_of_their_forward_p
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_server_that_dies_at_any_point_of_the_protocol_leads_to_whole_samples_and_loses_and_doubles_nothing(
+def test_a_server_that_dies_at_any_point_leads_to_whole_samples_and_loses_nothing(
     seed,
 ):
     one = audit(stages=3, servers=2, seed=seed)
@@ -218,8 +223,7 @@ def test_frames_that_are_lost_doubled_late_or_altered_cost_bytes_alone():
     one = audit(stages=3, servers=1, steps=6, seed=5)
 
     async def hinder(sim):
-        while not sim.settled:
-            await asyncio.sleep(0.1)
+        await until(lambda: sim.settled, every_s=0.1)
         sim.network.faults = Faults(
             loss=0.03, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.0
         )
@@ -229,7 +233,8 @@ def test_frames_that_are_lost_doubled_late_or_altered_cost_bytes_alone():
 
 
 def test_ends_that_forget_all_at_any_time_get_it_whole():
-    """As a server would that is short of memory; a trainer that forgets says so in its next request."""
+    """As a server would that is short of memory; a trainer that forgets says so in its next
+    request."""
     one = audit(stages=3, servers=1, steps=12, rate=0.1)
 
     async def forget(sim):
@@ -240,9 +245,9 @@ def test_ends_that_forget_all_at_any_time_get_it_whole():
             ]
             for node in nodes[turn % 2 : turn % 2 + 1]:
                 if node.trainer is not None:
-                    node.trainer.inputs.memory._caches.clear()
+                    node.trainer.inputs.memory.caches.clear()
                 else:
-                    node.serving.server.passes.ends = ServerMemory(node._edges)
+                    node.serving.server.passes.ends = ServerMemory(node.edges)
 
     one.run(forget).check().check_finished()
     assert one.lacks > 3
@@ -255,25 +260,25 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
     lives = []
 
     async def kill_one(sim):
-        while one.events["confirm answered"] < 80:
-            await asyncio.sleep(0.1)
+        await until(lambda: one.events["confirm answered"] >= 80, every_s=0.1)
         lives.append(sim.nodes[3].trainer)
         sim.kill(3, 3.0)
-        while sum(key[0] == me for keys in one.named[0].values() for key in keys) < 60:
-            await asyncio.sleep(0.1)
+        await until(
+            lambda: sum(key[0] == me for keys in one.named[0].values() for key in keys) >= 60,
+            every_s=0.1,
+        )
         lives.append(sim.nodes[3].trainer)
         sim.end()
 
     one.run(kill_one).check()
     before, after = (trainer.inputs.memory for trainer in lives)
-    assert set(before._caches[0]._held) == set(after._caches[0]._held) == set(range(SAMPLES)), (
-        "the same ids"
-    )
+    assert set(before.caches[0]) == set(after.caches[0]) == set(range(SAMPLES)), "the same ids"
     assert after.counts["whole samples"] >= SAMPLES
 
 
 def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeypatch):
-    """The audit can fail: who ignores tags computes a backward pass with another visit's activation."""
+    """The audit can fail: who ignores tags computes a backward pass with another visit's
+    activation."""
     honest = ServerMemory.input
 
     def careless(self, caller, payload, request):
@@ -282,7 +287,7 @@ def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeyp
         except NotHeld:
             (sample,) = request.visit.samples
             (name,) = _names(caller, request.source, Visit((sample,)))
-            entry = self._got._cache.get(name)
+            entry = self._got.cache.get(name)
             if entry is None:
                 raise
             return entry.values.double()[None]

@@ -1,4 +1,5 @@
-"""Pipelines one of whose servers makes what nobody can read, for as long as it lives: the others go on without it."""
+"""Pipelines one of whose servers makes what nobody can read, for as long as it lives:
+the others go on without it."""
 
 from dataclasses import replace
 
@@ -21,31 +22,31 @@ class Spoiling(Audit):
         super().__init__(*given)
         self.liar, self.back, self.spoilt = liar, back, 0
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if number == self.liar:
             for serving in node.servings:
                 self._spoil(serving.server)
 
     def _spoil(self, server):
-        forward_all, backward_one = server.passes._forward_all, server.passes._backward_one
+        forward_all, backward_one = server.passes.forward, server.passes.backward
 
         def forward(jobs):
+            replies, version = forward_all(jobs)
             return [
-                self._nonsense(reply) if isinstance(reply, bytes) else reply
-                for reply in forward_all(jobs)
-            ]
+                self._nonsense(reply) if isinstance(reply, bytes) else reply for reply in replies
+            ], version
 
         def backward(job):
-            found = backward_one(job)
-            if not isinstance(found, BackwardResult):
-                return found
-            return replace(found, payloads=tuple(map(self._nonsense, found.payloads)))
+            found, version = backward_one(job)
+            if isinstance(found, BackwardResult):
+                found = replace(found, payloads=tuple(map(self._nonsense, found.payloads)))
+            return found, version
 
         if self.back:
-            server.passes._backward_one = backward
+            server.passes.backward = backward
         else:
-            server.passes._forward_all = forward
+            server.passes.forward = forward
 
     def _nonsense(self, payload):
         self.spoilt += 1

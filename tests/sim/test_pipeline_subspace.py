@@ -1,17 +1,19 @@
-"""Pipelines with a subspace codec on the simulated network: a few numbers a token say all, so that every gradient which counts
-is that of the unsplit constrained model, and whatever happens to weights, they keep to the subspace of the run.
+"""Pipelines with a subspace codec on the simulated network: a few numbers a token say all,
+so that every gradient which counts is that of the unsplit constrained model,
+and whatever happens to weights, they keep to the subspace of the run.
 
-The unsplit model here is the ordinary one whose constrained weights W are replaced by F + (W - F) P, with P as a plain matrix
-and gradients by autograd: it shares with the stages' own projections nothing but U.
+The unsplit model here is the ordinary one whose constrained weights W are replaced by F + (W - F)
+P, with P as a plain matrix and gradients by autograd: it shares with the stages' own projections
+nothing but U.
 """
 
-import asyncio
 import dataclasses
 
 import pytest
 import torch
 from torch.func import functional_call
 from worlds.pipeline_audit import STILL, Audit, pipeline, plan
+from worlds.waiting import until
 
 from farflock.compression.subspace import outside
 from farflock.node.pipeline.passes.constraint import EMBEDDING
@@ -32,7 +34,8 @@ SINGLE = {"rtol": 2e-4, "atol": 2e-5}  # of fp32 stages, 8 microbatches of 8 tok
 
 
 class Subspaced(Audit):
-    """An audit against the constrained model; after everything that changes a server's weights, these are looked at."""
+    """An audit against the constrained model; after everything that changes a server's weights,
+    these are looked at."""
 
     def __init__(self, plan, pipeline, world, close=DOUBLE):
         super().__init__(plan, pipeline, world)
@@ -82,7 +85,8 @@ class Subspaced(Audit):
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
     def train_unsplit(self, keys):
-        """Of the unsplit model a step with the mean gradient of these, and the projection after it."""
+        """Of the unsplit model a step with the mean gradient of these, and the projection after
+        it."""
         gradients = [self.gradient_now(key) for key in keys]
         for name, parameter in self.reference.model.named_parameters():
             parameter.grad = sum(one[name] for one in gradients) / TOKENS
@@ -91,15 +95,15 @@ class Subspaced(Audit):
             for name, parameter in self.reference.model.named_parameters():
                 parameter.copy_(self.projected(name, parameter))
 
-    def _call(self, stage, weights, x):
-        return super()._call(
+    def call_stage(self, stage, weights, x):
+        return super().call_stage(
             stage, {name: self.projected(name, w.double()) for name, w in weights.items()}, x
         )
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if node.serving is not None:
-            replica, basis = node.serving.loop.driver.replica, node._edges.codec.basis
+            replica, basis = node.serving.loop.driver.replica, node.edges.codec.basis
             self.digests.add(basis.digest)
             self._watch(replica, node.serving.model)
 
@@ -184,13 +188,13 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
     one = audit(stages=3, servers=1, steps=4, rate=config.lr, inner=config)
     one.pipeline = dataclasses.replace(one.pipeline, trainer=waits)
     one.optimizer = config.build(one.reference.model)
-    look = one._look
+    look = one.watch
 
     def in_lockstep(number, node):
         look(number, node)
         if node.trainer is not None:
-            begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: (
+            begin = node.trainer.begin_more
+            node.trainer.begin_more = lambda: (
                 begin() if all_at(node.stage_directory.epoch) else None
             )
 
@@ -198,13 +202,13 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
         return all(serving.state_sync.applied_round == epoch for serving in servers)
 
-    one._look = in_lockstep
+    one.watch = in_lockstep
     one.run().check_inside()
     start = {name: x.detach().clone() for name, x in one.reference.model.named_parameters()}
     for number in range(3):
         assert one.named[0][number] == one.named[1][number] == one.named[2][number]
         one.train_unsplit(one.named[0][number])
-        seen = [weights for stage in range(3) for weights in one._weights.get((stage, number), [])]
+        seen = [weights for stage in range(3) for weights in one.versions.get((stage, number), [])]
         assert seen
         for weights in seen:
             for name, x in weights.items():
@@ -217,7 +221,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
 
 
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
-def test_in_single_precision_over_random_paths_too_and_all_servers_of_a_stage_stay_equal_to_the_bit(
+def test_in_single_precision_all_servers_of_a_stage_stay_equal_to_the_bit(
     inner,
 ):
     one = single(
@@ -257,12 +261,12 @@ def test_outer_steps_on_weights_sent_in_four_bits_end_in_the_subspace():
     options = {"period": 2, "codec": "int4", "return_codec": "bf16"}
     given = {"method": "diloco", "options": options, "stages": 3, "servers": 2, "steps": 6}
     one = single(InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1), **given)
-    one._weights_of = lambda life: {}  # between rounds servers differ, as the method wants
+    one.weights_of = lambda life: {}  # between rounds servers differ, as the method wants
     one.run().check_inside().check_finished()
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_under_churn_who_comes_later_adopts_projected_weights_and_the_same_basis(seed):
+def test_under_churn_newcomers_adopt_projected_weights_and_the_same_basis(seed):
     inner = InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1)
     one = single(
         inner, stages=2, servers=3, trainers=1, steps=10, seed=seed, world={"churn_s": 4.0}
@@ -278,8 +282,7 @@ def test_a_stage_made_from_its_neighbours_of_which_one_is_free_begins_in_the_sub
     one.begun_anew = True
 
     async def die_out(sim):
-        while not sim.settled or len(one.named[2]) < 2:
-            await asyncio.sleep(0.1)
+        await until(lambda: sim.settled and len(one.named[2]) >= 2, every_s=0.1)
         for number, part in enumerate(one.world.parts):
             if part.stage == 2:
                 sim.kill(number, 4.0 + number)
@@ -300,31 +303,32 @@ def test_what_passes_edges_is_a_stamp_and_so_many_coordinates_a_token_both_ways(
     ):
         one = audit(stages=3, servers=1, steps=1, codec=codec)
         one.run()
-        sizes = {len(payload) for payload in one._made if payload}
+        sizes = {len(payload) for payload in one.made_by if payload}
         assert sizes == {12 + 8 * each}, "8 tokens"
 
 
-def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_others_do_the_work():
-    """As a machine would whose arithmetic is another one, and that the manifest's digest did not stop."""
+def test_a_server_with_another_basis_refuses_by_name_and_computes_nothing():
+    """As a machine would whose arithmetic is another one, and that the manifest's digest did not
+    stop."""
     one = single(InnerConfig("sgd", 0.02), stages=2, servers=2, steps=2)
     other = dataclasses.replace(one.basis, version=2)
-    look, refusals, computed = one._look, [], []
+    look, refusals, computed = one.watch, [], []
 
     def looking(number, node):
         look(number, node)
         if node.serving is not None and number == 3:
-            codec = dataclasses.replace(node._edges.codec, basis=other)
+            codec = dataclasses.replace(node.edges.codec, basis=other)
             passes = node.serving.server.passes
-            passes.ends = EdgeEnds(dataclasses.replace(node._edges, codec=codec))
-            read, stage = passes._read, passes.stage
+            passes.ends = EdgeEnds(dataclasses.replace(node.edges, codec=codec))
+            read, stage = passes.read, passes.stage
 
             def reading(job):
                 refusals.append(read(job))
                 return refusals[-1]
 
-            passes._read, stage.backward = reading, computed.append
+            passes.read, stage.backward = reading, computed.append
 
-    one._look = looking
+    one.watch = looking
     one.run().check().check_finished()
     assert refusals
     said = {refusal.why for refusal in refusals}

@@ -1,5 +1,6 @@
-"""Planned paths on the simulated network: microbatches go where the plan says, each gradient is that of the stages on its
-path in their order, and where a planned server dies its stage mates take over."""
+"""Planned paths on the simulated network: microbatches go where the plan says,
+each gradient is that of the stages on its path in their order, and where a planned server dies its
+stage mates take over."""
 
 import collections
 
@@ -28,8 +29,8 @@ class Followed(Audit):
         super().__init__(*given)
         self.asked = {}
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         if node.trainer is None:
             return
         trainer, me = node.trainer, node.peer.me
@@ -62,9 +63,7 @@ def of_plan(one, key):
 
 @pytest.mark.parametrize("lanes", [SKIPPING, SWAPPING], ids=["skips", "swaps"])
 @pytest.mark.parametrize("rate", [STILL, 0.3])
-def test_each_microbatch_takes_its_path_and_has_the_gradient_of_the_stages_on_it_in_their_order(
-    lanes, rate
-):
+def test_each_microbatch_has_the_gradient_of_the_stages_on_its_path_in_their_order(lanes, rate):
     one = audit(lanes, rate=rate).run().check().check_finished()
     keys = one.finished()
     assert len(keys) >= 4 * BATCH
@@ -96,7 +95,8 @@ def test_where_a_planned_server_dies_its_mates_do_its_work_and_nothing_is_lost_o
     one, dead = audit(SKIPPING, steps=10, servers=2), []
 
     def die(what, number):
-        """Between a forward pass and its backward pass, and then one that has put a gradient aside."""
+        """Between a forward pass and its backward pass, and then one that has put a gradient
+        aside."""
         stage = one.world.parts[number].stage
         wanted = {"forward answered": 1, "backward computed": 3}.get(what)
         if (

@@ -1,4 +1,5 @@
-"""The watch is worth something only if it finds mistakes: six planted ones, each within 100 seeds."""
+"""The watch is worth something only if it finds mistakes: six planted ones,
+each within 100 seeds."""
 
 import logging
 

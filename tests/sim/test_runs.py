@@ -1,4 +1,5 @@
-"""Whole runs of the shipped manifests, by the command that README names: 20 % of all frames lost, peers die and come back.
+"""Whole runs of the shipped manifests, by the command that README names: 20 % of all frames lost,
+peers die and come back.
 
 The everyday sizes are the same runs with fewer peers and tokens.
 """

@@ -1,4 +1,5 @@
-"""Many seeds of the whole product among faults: each is a swarm of 4 to 12 peers; a failing one prints its command."""
+"""Many seeds of the whole product among faults: each is a swarm of 4 to 12 peers;
+a failing one prints its command."""
 
 import collections
 import logging
@@ -16,7 +17,8 @@ TOLD_EVERY = 50
 
 
 def disasters(first, count, tell=lambda done: None):
-    """Run seeds; fail with the commands that bring the violations back, or with the faults that never fired."""
+    """Run seeds; fail with the commands that bring the violations back, or with the faults that
+    never fired."""
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
     fired, failures = collections.Counter(), []
     for done, report in enumerate(run_seeds(first, count, WORKERS), 1):
@@ -50,7 +52,8 @@ def test_two_thousand_seeds_violate_nothing_and_every_fault_meets_every_phase(ca
     "seed",
     [
         1454,  # a death while a slow peer keeps a round until its deadline: the round may fail
-        1708,  # two that had lost the same round took their states from each other, and offered it again
+        # Two that had lost the same round took their states from each other, and offered it again.
+        1708,
     ],
 )
 def test_seeds_that_failed_once(seed):
@@ -66,7 +69,10 @@ def test_the_same_seed_gives_the_same_run_in_whichever_process():
 
 
 def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
-    program = "from farflock.node.simulate.chaos import run_seed; print([run_seed(seed) for seed in (15, 19)])"
+    program = (
+        "from farflock.node.simulate.chaos import run_seed; "
+        "print([run_seed(seed) for seed in (15, 19)])"
+    )
     command = [sys.executable, "-W", "error", "-c", program]
     runs = [
         subprocess.run(

@@ -1,8 +1,10 @@
-"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo), on the simulated network.
+"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo),
+on the simulated network.
 
-All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in
-effect; replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained
-weights as they were along its way, or the free ones of a replica.
+All share an average. Pipelines begin each round with its projection, around the frozen embedding of
+the version that is in effect; replicas begin with the average itself. Each gradient that counts is
+that of the model which its passes had: constrained weights as they were along its way,
+or the free ones of a replica.
 """
 
 import dataclasses
@@ -10,7 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from worlds.pipeline_audit import Audit, Whole, pipeline, plan
+from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.pipeline_records import Whole
 from worlds.waiting import until
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME
@@ -31,8 +34,8 @@ SGD = InnerConfig("sgd", 0.05, (0.9, 0.95), 0.0)
 
 
 class Selective(Audit):
-    """An audit of a mixed run. Members part between rounds, so every pass is held against the weights that it saw; and after
-    each round what a member holds is held against the average."""
+    """An audit of a mixed run. Members part between rounds, so every pass is held against the
+    weights that it saw; and after each round what a member holds is held against the average."""
 
     close: ClassVar = {"rtol": 1e-9, "atol": 1e-10}
     check_means = False  # rounds are differences of weights
@@ -50,8 +53,8 @@ class Selective(Audit):
         self.looked = 0  # rounds after which a member's weights were held against the average
         self.nodes = []
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         self.nodes.append(node)
         for serving in node.servings:
             self._watch_average(number, node, serving)
@@ -60,16 +63,16 @@ class Selective(Audit):
         driver, audit = serving.loop.driver, self
         apply = driver.apply
 
-        def after(action, progress):
-            second_phase = apply(action, progress)
-            audit._after_round(
+        def after(action, *given):
+            second_phase = apply(action, *given)
+            audit.after_round(
                 number, node, serving, driver, action.exchange.key.round, action.result
             )
             return second_phase
 
         driver.apply = after
 
-    def _after_round(self, number, node, serving, driver, rounds, result):
+    def after_round(self, number, node, serving, driver, rounds, result):
         average = driver.method.eval_params(driver.replica)
         if serving.index == 0:
             known = self.averages.setdefault(rounds, average[EMBEDDING])
@@ -77,7 +80,7 @@ class Selective(Audit):
                 "two members of the first stage have other averages"
             )
             if number not in self.free:
-                self.spoken.append((number, rounds, node._edges.codec.spoken))
+                self.spoken.append((number, rounds, node.edges.codec.spoken))
         if result.status != "ok" or not result.taken:
             return  # work that the round did not take is kept on top
         self.looked += 1
@@ -86,7 +89,7 @@ class Selective(Audit):
             expected = (
                 x.double()
                 if number in self.free
-                else self.projected(name, x.double(), node._edges.codec)
+                else self.projected(name, x.double(), node.edges.codec)
             )
             torch.testing.assert_close(held[name].detach().double(), expected, rtol=0, atol=1e-6)
             if number in self.free:
@@ -116,7 +119,7 @@ class Selective(Audit):
             else self.averages[(version - 1) * self.pipeline.table_every - 1]
         )
 
-    def _weights_of(self, life):
+    def weights_of(self, life):
         """As they are now."""
         return {
             name: x.detach().clone()
@@ -158,7 +161,7 @@ class Selective(Audit):
         """Whoever holds a version has the average that it is named after, to the bit."""
         seen = 0
         for node in self.nodes:
-            held = node._edges.codec.held
+            held = node.edges.codec.held
             assert len(held) <= self.pipeline.turns.most, (
                 f"a {node.role} holds versions {sorted(held)}"
             )
@@ -187,7 +190,8 @@ def audit(
     method=DILOCO,
     **given,
 ):
-    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    """One to run: so many steps, or as long as the test wants. Of the peers,
+    replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     name, options = method
@@ -204,7 +208,7 @@ def audit(
     )
 
 
-def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_and_each_gradient_is_of_its_model():
+def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
     one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
@@ -286,15 +290,16 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
 
 
 def late_at(one, number, has_it):
-    """The server of this number gets no table of version 4 and later until `has_it`; returns what it refused meanwhile."""
-    look, seen = one._look, []
+    """The server of this number gets no table of version 4 and later until `has_it`;
+    returns what it refused meanwhile."""
+    look, seen = one.watch, []
 
     def looking(number_now, node):
         look(number_now, node)
         if number_now != number:
             return
-        keeper, passes = node._embedding, node.serving.server.passes
-        fetch, read = keeper._fetch, passes._read
+        keeper, passes = node.embedding, node.serving.server.passes
+        fetch, read = keeper.fetch, passes.read
 
         async def late(version):
             return (version < 4 or has_it(seen)) and await fetch(version)
@@ -305,9 +310,9 @@ def late_at(one, number, has_it):
                 seen.append(found.why)
             return found
 
-        keeper._fetch, passes._read = late, reading
+        keeper.fetch, passes.read = late, reading
 
-    one._look = looking
+    one.watch = looking
     return seen
 
 
@@ -318,7 +323,7 @@ async def go_on(one, sim):
     sim.end()
 
 
-def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
+def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     one = audit(servers=1, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: len(seen) >= 20)
 
@@ -328,10 +333,10 @@ def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_go
 
     one.run(long_enough).check().check_finished()
     assert all(why.startswith("version") and "is not here yet" in why for why in seen)
-    assert max(one.sim.nodes[1]._edges.codec.held) > 6
+    assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
-def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
+def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: rounds_of(one) >= 12)
     served = []
@@ -350,7 +355,7 @@ def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
     assert one.sim.nodes[1].work["forward"] > late, "it is asked again once it has the version"
 
 
-def test_a_replica_is_not_asked_and_refuses_who_asks_it():
+def test_a_replica_is_not_asked_and_refuses_any_request():
     one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
     replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
     assert replica.role == "replica"
@@ -364,22 +369,22 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     assert "free" in answer.why
 
 
-def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
+def test_a_holder_that_serves_a_false_table_is_outvoted_by_its_makers():
     one = audit(servers=2, trainers=1, replicas=1, steps=14)
-    look, lied = one._look, []
+    look, lied = one.watch, []
 
     def looking(number, node):
         look(number, node)
         if number == 0:
 
             async def lying(slot):
-                version = node._embedding._in_slot(slot)
+                version = node.embedding.in_slot(slot)
                 lied.append(version)
                 return encode_state({NAME: torch.zeros_like(one.basis.fixed_VD)}, version, 0)
 
-            node._embedding._offered = lying
+            node.embedding.offered = lying
 
-    one._look = looking
+    one.watch = looking
     one.run().check().check_finished()
     assert max(lied) > 2
 

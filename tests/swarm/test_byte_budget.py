@@ -21,7 +21,7 @@ def test_what_is_free_is_given_at_once_up_to_what_was_asked_for():
     run_virtual(main())
 
 
-def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
+def test_waiters_go_in_order_even_if_a_later_one_would_fit():
     async def main():
         window, order = ByteBudget(100), []
 
@@ -40,7 +40,7 @@ def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
     run_virtual(main())
 
 
-def test_who_has_begun_goes_ahead_of_who_waits_and_takes_no_more_than_there_is():
+def test_a_transfer_in_progress_goes_before_waiters_and_takes_no_more_than_there_is():
     async def main():
         window, order = ByteBudget(100), []
 

@@ -1,4 +1,5 @@
-"""What every directory promises its callers, and no more: the real one on loopback, and the one in memory at its worst."""
+"""What every directory promises its callers, and no more: the real one on loopback,
+and the one in memory at its worst."""
 
 import asyncio
 import contextlib
@@ -92,7 +93,8 @@ def on_every_directory(law):
 
 
 async def soon(condition, again=None):
-    """Wait until an async condition holds; `again` is repeated meanwhile, as callers repeat their announcements."""
+    """Wait until an async condition holds; `again` is repeated meanwhile,
+    as callers repeat their announcements."""
     ends_s = asyncio.get_running_loop().time() + SOON_S
     while not await condition():
         assert asyncio.get_running_loop().time() < ends_s, "it never came to hold"
@@ -147,7 +149,7 @@ async def test_a_record_that_is_not_announced_again_is_gone_when_its_lifetime_is
 
 
 @on_every_directory
-async def test_who_announces_alone_is_told_so_and_is_seen_by_who_comes_later(world):
+async def test_a_peer_that_announces_alone_is_told_so_and_is_seen_by_later_ones(world):
     founder = await world.open(1)
     blob = record(1)
     assert not await founder.announce(RUN, blob)
@@ -209,7 +211,7 @@ async def test_a_directory_serves_the_run_that_it_was_opened_for(world):
 
 
 @on_every_directory
-async def test_what_a_peer_announced_outlives_its_directory_and_what_it_calls_after_closing_ends_quietly(
+async def test_announcements_outlive_their_directory_and_calls_after_closing_end_quietly(
     world,
 ):
     others = [await world.open(1), await world.open(2)]

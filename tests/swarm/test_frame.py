@@ -1,4 +1,5 @@
-"""One frame on the wire: what was packed comes back, and everything else is refused without taking memory."""
+"""One frame on the wire: what was packed comes back, and everything else is refused without taking
+memory."""
 
 import json
 import math

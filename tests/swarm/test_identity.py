@@ -1,4 +1,5 @@
-"""One key, one name: the libp2p id, the key file, and signatures that are good for one purpose only."""
+"""One key, one name: the libp2p id, the key file, and signatures that are good for one purpose
+only."""
 
 import os
 import stat

@@ -1,4 +1,5 @@
-"""What all links promise, whatever they run on: the simulator's in virtual time, and real ones over loopback."""
+"""What all links promise, whatever they run on: the simulator's in virtual time,
+and real ones over loopback."""
 
 import asyncio
 import collections
@@ -160,7 +161,7 @@ async def test_a_frame_over_the_limit_is_our_own_fault_and_raises(world):
 
 
 @on_all_links
-async def test_send_does_not_wait_even_for_who_does_not_read(world):
+async def test_send_does_not_wait_even_for_a_peer_that_does_not_read(world):
     a, b = await acquainted(world, 1, 2)
     begun_s = time.monotonic()
     for _ in range(5000):
@@ -169,7 +170,9 @@ async def test_send_does_not_wait_even_for_who_does_not_read(world):
 
 
 @on_all_links
-async def test_bulk_for_who_does_not_read_is_bounded_by_its_timeout_and_control_still_passes(world):
+async def test_bulk_for_a_peer_that_does_not_read_ends_at_its_timeout_and_control_still_passes(
+    world,
+):
     a, b = await acquainted(world, 1, 2)
     loop, queued = asyncio.get_running_loop(), 0
     if isinstance(world, Simulated):
@@ -202,7 +205,7 @@ def measured(links, other):
 
 
 @on_all_links
-async def test_a_peers_end_makes_it_suspect_within_a_second_dead_in_five_and_its_next_life_alive_again(
+async def test_a_peer_that_ended_is_suspect_in_a_second_dead_in_five_and_its_next_life_alive(
     world,
 ):
     a, b = await acquainted(world, 1, 2)

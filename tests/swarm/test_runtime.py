@@ -10,7 +10,8 @@ from farflock.swarm.runtime import KEPT_SAMPLES, MAX_PARTNERS, RunClock
 
 
 def answered(clock, partner, offset_s, rtt_s=0.1, there=0.5, at_s=100.0):
-    """One ping at `at_s` to a partner whose run time is the local one plus `offset_s`; `there` is the way's share."""
+    """One ping at `at_s` to a partner whose run time is the local one plus `offset_s`;
+    `there` is the way's share."""
     clock.answered(partner, at_s, at_s + rtt_s, at_s + rtt_s * there + offset_s)
 
 
@@ -84,10 +85,10 @@ def test_the_number_of_partners_is_bounded_and_the_oldest_goes_first():
     answered(clock, "first", 1e6)
     for number in range(MAX_PARTNERS):
         answered(clock, f"peer {number}", 10.0)
-    assert len(clock._samples) == MAX_PARTNERS
-    assert "first" not in clock._samples
+    assert len(clock.partners) == MAX_PARTNERS
+    assert "first" not in clock.partners
     answered(clock, "peer 0", 10.0)
-    assert len(clock._samples) == MAX_PARTNERS
+    assert len(clock.partners) == MAX_PARTNERS
 
 
 def test_on_a_lossy_uneven_network_the_estimate_is_within_a_few_milliseconds():

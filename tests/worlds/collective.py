@@ -44,8 +44,9 @@ def contribution(member, shard, *, broken=False):
 
 
 class ExchangeWorld:
-    """`n` machines in virtual time. Chunks are JSON that says whose contributions are in them, so that a result can
-    be checked against its mask. Of the `n` machines the last `voters` only vote."""
+    """`n` machines in virtual time. Chunks are JSON that says whose contributions are in them,
+    so that a result can be checked against its mask. Of the `n` machines the last `voters` only
+    vote."""
 
     def __init__(
         self,
@@ -260,7 +261,8 @@ class ExchangeWorld:
         return self
 
     def check_witnesses(self):
-        """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum lives."""
+        """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum
+        lives."""
         for machine in self.machines:
             if machine.closing.decision.accepted and not machine.roster.contributes:
                 close = decode_close_list(
@@ -278,7 +280,8 @@ class ExchangeWorld:
 
     @property
     def orphaned(self):
-        """Whether nothing is left of some of the decided content, or nobody is left to have brought any before the deadline."""
+        """Whether nothing is left of some of the decided content, or nobody is left to have brought
+        any before the deadline."""
         if len(self.contributors) == self.n:
             return False
         closes = [machine.close for machine in self.machines if machine.close is not None]

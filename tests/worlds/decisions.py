@@ -19,7 +19,8 @@ class Ruled(AcceptanceRules):
 
 
 class Schedule:
-    """Members and a bag of messages; chance decides what is delivered, doubled, lost, and who crashes."""
+    """Members and a bag of messages; chance decides what is delivered, doubled, lost,
+    and who crashes."""
 
     def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
         self.chance = random.Random(seed)
@@ -65,7 +66,8 @@ class Schedule:
         self.observe(me)
 
     def observe(self, me):
-        """What was decided at a member once stays, and is the same everywhere, crashed ones included."""
+        """What was decided at a member once stays, and is the same everywhere,
+        crashed ones included."""
         value = self.members[me].decided
         if me in self.seen:
             assert value == self.seen[me], "a decision changed"
@@ -109,7 +111,8 @@ class Schedule:
             self.step()
 
     def calm_down(self, tries=2):
-        """From now on nothing is lost or refused anew and each live member tries some times, one after the other."""
+        """From now on nothing is lost or refused anew and each live member tries some times,
+        one after the other."""
         self.loss = self.refusals = 0.0
         live = [me for me in range(self.size) if me not in self.crashed]
         for me in live * tries:

@@ -1,5 +1,6 @@
-"""Whole `Peer`s that serve the stages of a model, on the simulated network; a contribution is a name,
-as in `herd`, so that whatever counts twice or in the wrong stage shows."""
+"""Whole `Peer`s that serve the stages of a model, on the simulated network;
+a contribution is a name, as in `herd`, so that whatever counts twice or in the wrong stage
+shows."""
 
 import asyncio
 import collections
@@ -38,7 +39,8 @@ def stream(stage, wants="all", witnessed=False):
 
 
 class Node:
-    """One life of one peer: it brings a named contribution to each round of its stage, and looks on at the others."""
+    """One life of one peer: it brings a named contribution to each round of its stage,
+    and looks on at the others."""
 
     def __init__(self, flock, number, stage, life, wants):
         self.flock, self.number, self.stage, self.life, self.wants = (
@@ -96,7 +98,8 @@ class Node:
                 self.peer.open(stream(stage, self.wants, self.flock.witnessed))
 
     async def join(self):
-        """With the state of a mate, or where there is none, after the last round that anybody knows of."""
+        """With the state of a mate, or where there is none, after the last round that anybody knows
+        of."""
         port, view = self.peer.context, self.view
         mates = (
             [view.peers[index] for index in view.serving(self.stage)]
@@ -237,7 +240,8 @@ class Flock:
 
 
 def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
-    """Run a test `main(flock)` whose nodes serve these stages, in virtual time; check that all laws held."""
+    """Run a test `main(flock)` whose nodes serve these stages, in virtual time;
+    check that all laws held."""
 
     def decorate(main):
         def test():

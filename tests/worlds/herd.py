@@ -1,7 +1,8 @@
-"""Whole `Peer`s on the simulated network with the smallest node on top that can show a fault; tests load it by path.
+"""Whole `Peer`s on the simulated network with the smallest node on top that can show a fault.
 
-A contribution is a name; a reduced shard lists the names in it; a node's state is a hash chain over the rounds it has
-applied. So whatever counts twice, in the wrong round, or differently at two peers, shows.
+A contribution is a name; a reduced shard lists the names in it; a node's state is a hash chain over
+the rounds it has applied. So whatever counts twice, in the wrong round,
+or differently at two peers, shows.
 """
 
 import asyncio
@@ -53,7 +54,8 @@ def identity(number):
 
 
 class Node:
-    """One life of one peer: it founds or joins, adopts, and brings a named contribution to each round."""
+    """One life of one peer: it founds or joins, adopts, and brings a named contribution to each
+    round."""
 
     def __init__(self, herd, number, incarnation, founds):
         self.herd, self.number, self.incarnation, self.founds = herd, number, incarnation, founds
@@ -192,7 +194,8 @@ class Herd:
             self.agreed(node, outcome, contents, name)
 
     def swapped(self, node, contents, name):
-        """A pair's contribution counts at its owner and at one other peer, and both mean the same two."""
+        """A pair's contribution counts at its owner and at one other peer, and both mean the same
+        two."""
         for content in contents[:1]:
             names = json.loads(content)["names"]
             assert name in names
@@ -206,7 +209,8 @@ class Herd:
                 )
 
     def agreed(self, node, outcome, contents, name):
-        """There is one result of a round, with everybody's contribution in it at most once and in its own round."""
+        """There is one result of a round, with everybody's contribution in it at most once and in
+        its own round."""
         number = outcome.key.round
         result = (contents, outcome.participants, outcome.tokens, node.state)
         if number not in self.results:
@@ -243,7 +247,7 @@ class Herd:
             if isinstance(result, Exception):
                 raise result
         for node in self.nodes.values():
-            assert not node.peer._tasks
+            assert not node.peer.tasks
 
 
 async def grown(herd, count):
@@ -262,7 +266,8 @@ async def grown(herd, count):
 
 
 def in_virtual_time(count=0, **options):
-    """Run a test `main(herd)` of so many nodes in virtual time; end them, and check that all laws held."""
+    """Run a test `main(herd)` of so many nodes in virtual time; end them,
+    and check that all laws held."""
 
     def decorate(main):
         def test():

@@ -38,7 +38,8 @@ STEPS = int(DEADLINE_S / STEP_S) + 60
 
 
 class Round:
-    """One pair under loss, doubling, delay, cut links, crashes and late starts; `run` checks how it may end."""
+    """One pair under loss, doubling, delay, cut links, crashes and late starts;
+    `run` checks how it may end."""
 
     def __init__(self, seed, *, faults):
         self.chance = chance = random.Random(seed)

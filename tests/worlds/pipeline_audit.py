@@ -1,28 +1,34 @@
-"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model; tests load it by path.
+"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model.
 
-Every pass is recorded with the weights that it saw, and every payload with the pass that made it. So the gradient that a
-microbatch is to have at a stage is known, whatever path it took, how often it was asked for, who died meanwhile and how far
-apart the weights were along its way: that of the unsplit model whose stages have these weights, with activations as the
-forward passes made them and derivatives by the weights of the backward passes.
+Every pass is recorded with the weights that it saw, and every payload with the pass that made it.
+So the gradient that a microbatch is to have at a stage is known, whatever path it took,
+how often it was asked for, who died meanwhile and how far apart the weights were along its way:
+that of the unsplit model whose stages have these weights, with activations as the forward passes
+made them and derivatives by the weights of the backward passes.
 
-Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and the unsplit model's gradient
-is computed once more without any of the records.
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights,
+and the unsplit model's gradient is computed once more without any of the records.
 """
 
 import asyncio
 import collections
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.func import functional_call
+from worlds.pipeline_records import Life, Pass, WatchedSums, Whole, counted
 
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.stage_tensors import names_of
 from farflock.node.pipeline.full_replica import FullTrainer
-from farflock.node.pipeline.passes.requests import Forward
+from farflock.node.pipeline.passes.requests import (
+    Confirm,
+    Done,
+    Forward,
+    decode_answer,
+    decode_request,
+)
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
@@ -69,61 +75,9 @@ def pipeline(stages=3, batch=8, codec="raw", **options):
     return PipelinePlan(tuple(even(MODEL, stages)), batch * TOKENS, codec, **(given | options))
 
 
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """A pass that was computed: at which stage, after which round, by which weights, of which input, forward or with which
-    outside."""
-
-    stage: int
-    round: int
-    weights: dict[str, torch.Tensor]
-    x: bytes
-    outside: bytes | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """A pass there and back through all stages of a full replica, by these weights of the unsplit model; `stage` is of whose
-    gradient it is asked."""
-
-    stage: int
-    weights: dict[str, torch.Tensor]
-
-
-@dataclass
-class Life:
-    """What is seen of one life of a server."""
-
-    number: int
-    stage: int
-    serving: Any
-    computed: dict[tuple[str, int], Pass] = field(
-        default_factory=dict
-    )  # the backward pass whose gradient is put aside
-    merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
-    used: Any = None  # the weights that the stage computed with last
-    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
-
-
-@dataclass
-class WatchedSums:
-    """A server's sums, of which `add` is watched."""
-
-    sums: Any
-    add: Any
-
-    def __getattr__(self, name):
-        return getattr(self.sums, name)
-
-
-def counted(noted):
-    """What counts of a round's notes, with how late it is; what is left out does not."""
-    return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}
-
-
 class Audit:
-    """One simulated run with an eye on every node; `check` after it ended. `on_event(what, number)` is called with what a
-    server of this peer number just does: tests kill it there."""
+    """One simulated run with an eye on every node; `check` after it ended. `on_event(what,
+    number)` is called with what a server of this peer number just does: tests kill it there."""
 
     close = CLOSE  # of sums of gradients
     lossy = False  # whether activations arrive as others than they were computed: `arrived`
@@ -134,7 +88,8 @@ class Audit:
         self.lives = []  # of servers
         self.mixed_versions = 0  # gradients whose microbatch met weights of different rounds
         self.taken = []  # (life, sums, keys) of every step
-        self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
+        # by stage, round and peer, the backward passes of each key of its contribution
+        self.brought = {}
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
         self.ages = collections.defaultdict(
             dict
@@ -149,13 +104,15 @@ class Audit:
         self.sim = None
         self.reference = Stage(build(plan.model, plan.run_seed).double())
         self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
-        self._weights = {}  # by stage and round, what all servers of the stage have then: one version, unless begun anew
-        self._made = {}  # by payload, the pass that made it
+        # by stage and round, the weights that all servers of the stage have then:
+        # one version, unless the stage was begun again
+        self.versions = {}
+        self.made_by = {}  # by payload, the pass that made it
         self._gradients, self._expected, self._policies = {}, {}, {}
 
     def run(self, during=None):
         async def main():
-            self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self._look)
+            self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self.watch)
             beside = [
                 asyncio.create_task(work(self.sim))
                 for work in (self._measure, during)
@@ -184,24 +141,28 @@ class Audit:
 
     # what is recorded
 
-    def _look(self, number, node):
+    def watch(self, number, node):
         lives = [Life(number, serving.index, serving) for serving in node.servings]
         self.lives += lives
         for life in lives:
-            self._watch_passes(life)
+            self.watch_passes(life)
             self._watch_books(life, node.peer.me)
             self._watch_rounds(life)
         if node.trainer is not None and len(lives) == len(self.pipeline.stages):
             self._watch_whole(node, lives)
 
-    def _event(self, what, life):
+    def note_event(self, what, life):
         self.events[what] += 1
         self.on_event(what, life.number)
 
-    def _watch_passes(self, life):
+    def watch_passes(self, life):
         server, passes, audit = life.serving.server, life.serving.server.passes, self
-        forward_all, backward_one, do = passes._forward_all, passes._backward_one, server._do
-        stage = server.stage
+        forward, backward, serve, stage = (
+            passes.forward,
+            passes.backward,
+            server.serve,
+            server.stage,
+        )
 
         def watched(compute):
             def computing(*given):
@@ -214,31 +175,39 @@ class Audit:
         stage.forward, stage.backward = watched(stage.forward), watched(stage.backward)
 
         def forwarding(asked):
-            replies = forward_all(asked)
+            replies, version = forward(asked)
             for each, reply in zip(asked, replies, strict=True):
                 if isinstance(reply, bytes):
-                    audit._made[audit.output_of(each, reply)] = audit._pass(
-                        life, audit.input_of(each)
-                    )
-            audit._event("forward computed", life)
-            return replies
+                    made = audit.pass_of(life, audit.input_of(each))
+                    audit.made_by[audit.output_of(each, reply)] = made
+            audit.note_event("forward computed", life)
+            return replies, version
 
         def going_back(asked):
-            audit._event("backward begins", life)
-            found = backward_one(asked)
+            audit.note_event("backward begins", life)
+            found, version = backward(asked)
             if not isinstance(found, BackwardResult):
-                return found
+                return found, version
             given = audit.input_of(asked), audit.gradient_named(asked, asked.payloads[-1])
-            one = audit._pass(life, *given, version=asked.request.version)
+            one = audit.pass_of(life, *given, version=asked.request.version)
             life.computed[asked.caller, asked.request.number] = one
-            audit._made |= {audit.gradient_named(asked, payload): one for payload in found.payloads}
-            return found
+            names = [audit.gradient_named(asked, payload) for payload in found.payloads]
+            audit.made_by |= dict.fromkeys(names, one)
+            return found, version
 
-        async def doing(jobs):
-            await do(jobs)
-            audit._event("backward computed" if jobs[0].is_backward else "forward answered", life)
+        async def serving(caller, request, payloads):
+            asked = decode_request(request)
+            if isinstance(asked, Confirm):
+                audit.note_event("confirm came", life)
+            reply = await serve(caller, request, payloads)
+            if isinstance(asked, Confirm):
+                audit.note_event("confirm answered", life)
+            elif isinstance(decode_answer(reply.body), Done):
+                went = "forward answered" if isinstance(asked, Forward) else "backward computed"
+                audit.note_event(went, life)
+            return reply
 
-        passes._forward_all, passes._backward_one, server._do = forwarding, going_back, doing
+        passes.forward, passes.backward, server.serve = forwarding, going_back, serving
 
     def input_of(self, job):
         """Names the input that a pass was given."""
@@ -258,25 +227,25 @@ class Audit:
 
     def _watch_whole(self, node, lives):
         """A full replica's own microbatches."""
-        compute, audit = node.trainer._compute, self
+        compute, audit = node.trainer.compute, self
 
         def computing(servers, microbatch):
-            audit._event("whole begins", lives[0])
+            audit.note_event("whole begins", lives[0])
             found = compute(servers, microbatch)
-            weights = {name: x for life in lives for name, x in audit._weights_of(life).items()}
+            weights = {name: x for life in lives for name, x in audit.weights_of(life).items()}
             for life in lives:
                 life.computed[node.peer.me, microbatch.step] = Whole(life.stage, weights)
-            audit._event("whole computed", lives[0])
+            audit.note_event("whole computed", lives[0])
             return found
 
-        node.trainer._compute = computing
+        node.trainer.compute = computing
 
-    def _pass(self, life, x, outside=None, version=None):
+    def pass_of(self, life, x, outside=None, version=None):
         if self.pipeline.asynchronous is None:
             return Pass(
                 life.stage,
                 life.serving.state_sync.applied_round,
-                self._weights_of(life),
+                self.weights_of(life),
                 x,
                 outside,
             )
@@ -285,8 +254,9 @@ class Audit:
             life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside
         )
 
-    def _weights_of(self, life):
-        """Of this server now: the same as every server's of the stage that has applied as many rounds."""
+    def weights_of(self, life):
+        """Of this server now: the same as every server's of the stage that has applied as many
+        rounds."""
         key = life.stage, life.serving.state_sync.applied_round
         if key[1] not in life.weights:
             life.weights[key[1]] = self._seen_weights(
@@ -295,10 +265,10 @@ class Audit:
         return life.weights[key[1]]
 
     def _seen_weights(self, key, now):
-        for known in self._weights.setdefault(key, []):
+        for known in self.versions.setdefault(key, []):
             if all(torch.equal(known[name], x) for name, x in now.items()):
                 return known
-        versions = self._weights[key]
+        versions = self.versions[key]
         assert self.begun_anew or not versions, (
             f"two servers of stage {key[0]} differ after round {key[1]}"
         )
@@ -306,20 +276,9 @@ class Audit:
         return versions[-1]
 
     def _watch_books(self, life, peer):
-        server, accounts, audit = life.serving.server, life.serving.server.accounts, self
-        confirm, add, take, brought, closed = (
-            server._confirm,
-            accounts.sums.add,
-            accounts.take,
-            accounts.brought,
-            accounts.closed,
-        )
-
-        async def confirming(key, attempt):
-            audit._event("confirm came", life)
-            answer = await confirm(key, attempt)
-            audit._event("confirm answered", life)
-            return answer
+        accounts, audit = life.serving.server.accounts, self
+        add, take = accounts.sums.add, accounts.take
+        brought, closed = accounts.brought, accounts.closed
 
         def adding(key, staged, loss, number):
             life.merged[key] = life.computed[key]
@@ -341,7 +300,7 @@ class Audit:
                 audit.brought[life.stage, number, peer] = {
                     key: life.merged[key] for key in counted(noted)
                 }
-            audit._event("offered", life)
+            audit.note_event("offered", life)
             return noted
 
         def closing(number, noted):
@@ -352,9 +311,9 @@ class Audit:
             )
             audit.ages[life.stage][number] = counted(noted) if noted else {}
             closed(number, noted)
-            audit._event("closed", life)
+            audit.note_event("closed", life)
 
-        server._confirm, accounts.take = confirming, taking
+        accounts.take = taking
         accounts.sums = WatchedSums(accounts.sums, adding)
         accounts.brought, accounts.closed = bringing, closing
 
@@ -390,7 +349,7 @@ class Audit:
             "queued": server.waiting,
             "replies": len(pending.replies),
         }
-        return sizes | {"slots": len(pending.staging._slots), "closed": len(closed)}
+        return sizes | {"slots": len(pending.staging), "closed": len(closed)}
 
     def _note_most(self, sizes):
         for what, size in sizes.items():
@@ -399,8 +358,8 @@ class Audit:
     # what must hold
 
     def gradient(self, key):
-        """Of one microbatch's summed loss, by the unsplit model with its initial weights, or by one that is made of the stages
-        that it visits, in that order."""
+        """Of one microbatch's summed loss, by the unsplit model with its initial weights,
+        or by one that is made of the stages that it visits, in that order."""
         if key not in self._gradients:
             whole = self.order(key) == tuple(range(len(self._stages)))
             found = (
@@ -442,8 +401,9 @@ class Audit:
         return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
-        """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
-        forward passes and whose derivatives those of the backward passes."""
+        """What the backward pass `back` is to give, by name: one graph through all stages,
+        whose activations are those of the forward passes and whose derivatives those of the
+        backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
             return self.gradient(key)
         if isinstance(back, Whole):
@@ -452,14 +412,14 @@ class Audit:
         source = dict(zip(order[1:], order[:-1], strict=True))
         backs = {back.stage: back}
         for before, stage in itertools.pairwise(order[order.index(back.stage) :]):
-            backs[stage] = self._made[backs[before].outside]
+            backs[stage] = self.made_by[backs[before].outside]
         forwards, x = {}, backs[order[-1]].x
         for stage in reversed(order[:-1]):
-            forwards[stage] = self._made[x]
+            forwards[stage] = self.made_by[x]
             x = forwards[stage].x
         for stage, one in backs.items():
             assert one.stage == stage
-            assert stage == 0 or self._made[one.x] is forwards[source[stage]], (
+            assert stage == 0 or self.made_by[one.x] is forwards[source[stage]], (
                 "a pass whose input is of another way"
             )
         marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
@@ -499,20 +459,20 @@ class Audit:
         for place, stage in enumerate(order):
             there = forwards[stage].weights if stage in forwards else None
             with torch.no_grad():
-                value = self._call(stage, there, x) if there is not None else None
+                value = self.call_stage(stage, there, x) if there is not None else None
                 if value is not None:
                     value = self.arrived((backs | forwards)[order[place + 1]].x, value)
             if place < order.index(wanted):
                 x = value
                 continue
-            back = self._call(stage, leaves if stage == wanted else backs[stage].weights, x)
+            back = self.call_stage(stage, leaves if stage == wanted else backs[stage].weights, x)
             x = back if value is None else back + (value - back).detach()
         loss = torch.nn.functional.cross_entropy(
             x.flatten(0, 1), targets.flatten(), reduction="sum"
         )
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
-    def _call(self, stage, weights, x):
+    def call_stage(self, stage, weights, x):
         """What a stage computes with these weights, in double precision."""
         return functional_call(
             self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,)
@@ -547,7 +507,8 @@ class Audit:
         return self
 
     def _check_round(self, stage, number, results):
-        """The keys of a round are those of its contributions, each of one of them; its mean is theirs."""
+        """The keys of a round are those of its contributions, each of one of them;
+        its mean is theirs."""
         passes, keys = {}, sorted(self.ages[stage][number])
         for peer in results[0].participants:
             mine = self.brought[stage, number, peer]
@@ -579,7 +540,8 @@ class Audit:
         return done
 
     def check_finished(self, patience_s=60.0):
-        """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
+        """What a trainer believes to count does count, at each stage; nothing is in doubt,
+        and nothing waits for ever."""
         assert not sum(
             node.trainer.commits.lost
             for node in self.sim.nodes.values()
@@ -619,4 +581,4 @@ def begun_of(trainer):
 
 def tasks_of(trainer):
     """How many tasks of its own it has; a full replica asks nobody for anything."""
-    return 0 if isinstance(trainer, FullTrainer) else len(trainer._tasks)
+    return 0 if isinstance(trainer, FullTrainer) else trainer.tasks

@@ -1,4 +1,4 @@
-"""Peers that call each other over the simulated network, and what they keep for a call; tests load it by path."""
+"""Peers that call each other over the simulated network, and what they keep for a call."""
 
 import asyncio
 import collections
@@ -31,7 +31,8 @@ def backwards(*payloads):
 
 
 class Echo:
-    """Answers with the request and with all payloads backwards; may be slow, refuse, or raise; knows what it was asked."""
+    """Answers with the request and with all payloads backwards; may be slow, refuse, or raise;
+    knows what it was asked."""
 
     def __init__(self, slow_s=0.0, refuse=None, answer=None):
         self.slow_s, self.refuse, self.answer = slow_s, refuse, answer
@@ -57,7 +58,8 @@ class Echo:
 
 
 class Life(Spawner):
-    """One life of one peer: its calls on the network, with the loops that feed them; keeps no chunk that nobody pins."""
+    """One life of one peer: its calls on the network, with the loops that feed them;
+    keeps no chunk that nobody pins."""
 
     def __init__(self, world, name, incarnation, handler, options):
         super().__init__(world.failures)
@@ -96,14 +98,13 @@ class Life(Spawner):
     @property
     def kept(self):
         """Everything that is kept for any call."""
-        calls, serving = self.calls, self.calls._serving
-        busy = 0 if calls._sending.idle else 1
+        calls, serving = self.calls, self.calls.serving
         return (
-            len(calls._asked),
-            len(serving._served),
-            serving._held_bytes,
+            calls.asking,
+            len(serving),
+            serving.held_bytes,
             self.store.size_bytes,
-            busy,
+            calls.sending,
         )
 
     def kill(self):

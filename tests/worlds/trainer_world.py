@@ -1,4 +1,4 @@
-"""A trainer among scripted servers, in virtual time; tests load it by path."""
+"""A trainer among scripted servers, in virtual time."""
 
 import asyncio
 import collections
@@ -50,8 +50,8 @@ class Order(dict):
 
 
 class World:
-    """Two servers of each stage, `0a` and `0b` and so on, that do what they are asked unless a script says otherwise; and all
-    that a trainer reads of the swarm."""
+    """Two servers of each stage, `0a` and `0b` and so on, that do what they are asked unless a
+    script says otherwise; and all that a trainer reads of the swarm."""
 
     me = "t"
     stages = STAGES
@@ -152,7 +152,8 @@ class World:
             self.under_way[place] -= 1
 
     def remembering(self, peer, request, payloads):
-        """As a server does with a codec that remembers samples: what comes out of a stage is its input and one more."""
+        """As a server does with a codec that remembers samples: what comes out of a stage is its
+        input and one more."""
         memory, x = self.memories[peer], torch.zeros(1, TOKENS, 2)
         try:
             x = memory.input(self.me, payloads[1], request) if request.stage else x
@@ -163,14 +164,15 @@ class World:
         return encode(Done(LIFE)), (memory.output(self.me, x + 1 + request.number / 16, request),)
 
     def script(self, peer, kind, *steps):
-        """The next requests of this kind to this server are answered so, later ones as they should."""
+        """The next requests of this kind to this server are answered so, later ones as they
+        should."""
         self.scripts[peer, kind] += steps
 
     # watching
 
     async def until(self, condition, within_s=60.0):
         async with asyncio.timeout(within_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.05)
 
     def asked(self, *kinds, stage=None):

@@ -1,4 +1,5 @@
-"""One method's trial: a swarm of the product's own nodes, hit by one misfortune after the other, each until it shows.
+"""One method's trial: a swarm of the product's own nodes, hit by one misfortune after the other,
+each until it shows.
 
 Played on the rig of the disasters, hence watched by all that watches them.
 """
@@ -8,6 +9,7 @@ import collections
 import zlib
 
 import torch
+from worlds.waiting import now
 
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import ChaosCase
@@ -68,8 +70,8 @@ class Trial(Chaos):
 
     async def until(self, shown):
         """Whether something comes to pass in time."""
-        end_s = asyncio.get_running_loop().time() + MOST_S
-        while not (there := shown()) and asyncio.get_running_loop().time() < end_s:
+        end_s = now() + MOST_S
+        while not (there := shown()) and now() < end_s:  # noqa: ASYNC110 - anything may show
             await asyncio.sleep(0.1)
         return there
 
@@ -88,7 +90,8 @@ class Trial(Chaos):
         return await self.frames_suffer("reorder", delay_s=1.0)
 
     async def corrupt(self):
-        """Frames change on the way; chunks are not what they are called; somebody sends what no codec writes."""
+        """Frames change on the way; chunks are not what they are called; somebody sends what no
+        codec writes."""
         self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
         there = there and await self.until(
@@ -106,7 +109,8 @@ class Trial(Chaos):
         return there
 
     async def late(self):
-        """Somebody is cut off until its exchange is overdue (a pair's ends then), and hears of it later."""
+        """Somebody is cut off until its exchange is overdue (a pair's ends then),
+        and hears of it later."""
         victim, before = self.last(), self.watch.statuses["failed"] + self.watch.statuses["alone"]
         life, peer = self.population.lives[victim], self.population.identities[victim].peer
         self.network.partition(

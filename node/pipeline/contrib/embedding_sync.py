@@ -110,7 +110,7 @@ class EmbeddingSync(FrozenEmbedding):
         """Download and serve versions forever."""
         for slot in range(self._tables.turns.most):
             self._peer.snapshots.serve(
-                f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot)
+                f"{NAME}/{slot}", partial(self.offered, slot), partial(self.in_slot, slot)
             )
         # By slot: a lost version must not hold up the others.
         downloads: dict[int, asyncio.Task[bool]] = {}
@@ -121,7 +121,7 @@ class EmbeddingSync(FrozenEmbedding):
                     if slot in downloads and downloads[slot].done():
                         downloads.pop(slot).result()
                     if slot not in downloads:
-                        downloads[slot] = asyncio.ensure_future(self._fetch(version))
+                        downloads[slot] = asyncio.ensure_future(self.fetch(version))
                 await self._compute(self._tidy)
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
@@ -139,9 +139,9 @@ class EmbeddingSync(FrozenEmbedding):
         """Fetch the version that weights are written with; the others can wait."""
         version = self._tables.turns.in_effect(applied)
         if version in self._tables.lacking(applied):
-            await self._fetch(version)
+            await self.fetch(version)
 
-    async def _fetch(self, version: int) -> bool:
+    async def fetch(self, version: int) -> bool:
         """Download a version from a stage that has it, the first stage first; True if held now."""
         for stage, others in enumerate(living(self._peer, self._stages)):
             if others and await self._fetch_from(version, stage):
@@ -197,7 +197,7 @@ class EmbeddingSync(FrozenEmbedding):
                 each.cancel()
             await asyncio.gather(task, began, return_exceptions=True)
 
-    def _in_slot(self, slot: int) -> int:
+    def in_slot(self, slot: int) -> int:
         """Return the last version served in this slot, negative if there is none. The first version
         is not served: every peer has it."""
         held = [version for version in self._tables.codec.held if version != FIRST_VERSION]
@@ -205,11 +205,11 @@ class EmbeddingSync(FrozenEmbedding):
             (version for version in held if version % self._tables.turns.most == slot), default=-1
         )
 
-    async def _offered(self, slot: int) -> Snapshot:
+    async def offered(self, slot: int) -> Snapshot:
         return await self._compute(partial(self._encoded, slot))
 
     def _encoded(self, slot: int) -> Snapshot:
-        version = self._in_slot(slot)
+        version = self.in_slot(slot)
         table = self._tables.table(version)
         content: dict[str, Any] = {} if table is None else {NAME: torch.clone(table)}
         return encode_state(content, version if content else -1, 0)

@@ -145,7 +145,7 @@ class TrainerMemory:
 
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
-        self._caches: dict[int, Cache] = {}
+        self.caches: dict[int, Cache] = {}
         # by stage: tag by (server life, sample), most recently used last
         self._there: dict[int, dict[tuple[str, int], bytes]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -153,7 +153,7 @@ class TrainerMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes of remembered values."""
-        return sum(cache.held_bytes for cache in self._caches.values())
+        return sum(cache.held_bytes for cache in self.caches.values())
 
     def known(self, stage: int, samples: tuple[int, ...]) -> Known:
         """Return what is held of a stage's outputs for these samples."""
@@ -216,7 +216,7 @@ class TrainerMemory:
                 cache.put(sample, entry.values, entry.tag)
 
     def _cache(self, stage: int) -> Cache:
-        return self._caches.setdefault(
+        return self.caches.setdefault(
             stage, Cache(self._end.max_samples, self._end.max_cache_bytes)
         )
 

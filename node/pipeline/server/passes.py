@@ -164,7 +164,7 @@ class StagePasses:
             return Gone(self._applied(), late=True), None
 
     def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
-        request, read = asked.request, self._read(asked)
+        request, read = asked.request, self.read(asked)
         assert isinstance(request, Backward)
         if not isinstance(read, tuple):
             return read
@@ -195,11 +195,11 @@ class StagePasses:
     def _read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
         """Read a forward pass's input; return `Stale` if its codec version is superseded."""
         try:
-            return self._read(asked)
+            return self.read(asked)
         except Superseded:
             return Stale(self._applied())
 
-    def _read(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread:
+    def read(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread:
         """Read the token ids (B, L) and the stage's input; may raise `Superseded`."""
         try:
             tokens_BL = self.ends.edges.unpack(asked.payloads[0])

@@ -101,7 +101,7 @@ class StageServer:
         versions: WeightVersions,
     ) -> None:
         staging = GradientLeases(terms.places, terms.lease_s)
-        self._computing, self._life, self._applied = computing, life, applied
+        self.computing, self._life, self._applied = computing, life, applied
         self.passes = StagePasses(index, stage, ends, versions, applied, terms.staleness)
         self.pending = PendingGradients(staging)
         tokens, knows_loss = ends.edges.tokens, stage.is_last
@@ -191,7 +191,7 @@ class StageServer:
         await self._merge(key, PendingGradient(staged, loss, number))
 
     async def _merge(self, key: GradientKey, found: PendingGradient) -> None:
-        await self._computing.compute(
+        await self.computing.compute(
             lambda: self.accounts.sums.add(key, found.staged, found.loss_sum, found.round)
         )
         self.accounts.count_merge()
@@ -223,7 +223,7 @@ class StageServer:
 
     async def _do_forward(self, jobs: list[_Job], started_s: float) -> None:
         asked = [job.asked for job in jobs]
-        outputs, version = await self._computing.run_pass(
+        outputs, version = await self.computing.run_pass(
             lambda: self.passes.forward(asked), len(jobs)
         )
         took_s = (self._now() - started_s) / len(jobs)
@@ -239,7 +239,7 @@ class StageServer:
         request, caller = job.asked.request, job.asked.caller
         assert isinstance(request, Backward)
         key = (caller, request.number)
-        found, version = await self._computing.run_pass(
+        found, version = await self.computing.run_pass(
             lambda: self.passes.backward(job.asked), BACKWARD_COST
         )
         took_s = self._now() - started_s

@@ -67,7 +67,7 @@ class Trainer:
                 if self._failure is not None:
                     raise self._failure
                 self._look_around()
-                self._begin_more()
+                self.begin_more()
                 await asyncio.sleep(TICK_S)
         finally:
             for task in self._tasks:
@@ -80,6 +80,11 @@ class Trainer:
     def kept(self) -> int:
         """Microbatches in flight: walking, or waiting to be named by a round."""
         return len(self._flights)
+
+    @property
+    def tasks(self) -> int:
+        """Walks, passes and confirmations in progress."""
+        return len(self._tasks)
 
     def waits(self) -> list[OpenWait]:
         """Return the calls in progress, and the stages that have no server to ask."""
@@ -103,7 +108,8 @@ class Trainer:
             if stage not in flight.asking:
                 self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
-    def _begin_more(self) -> None:
+    def begin_more(self) -> None:
+        """Begin as many microbatches as may be in flight."""
         # Depth hides the links' latency; `kept` bounds what waits to be named.
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
             flight = self.source.draw(self._stage_directory.epoch)

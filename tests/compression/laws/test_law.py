@@ -1,5 +1,6 @@
-"""The laws of `Codec` (compression/codec.py), point by point, on every codec of the catalogue and some relatives. The laws
-themselves are functions (compression/check.py); here are the bounds that the docstrings of our codecs state.
+"""The laws of `Codec` (compression/codec.py), point by point, on every codec of the catalogue and
+some relatives. The laws themselves are functions (compression/check.py);
+here are the bounds that the docstrings of our codecs state.
 """
 
 import math
@@ -45,15 +46,16 @@ def absmax_of_block(x, block):
 
 
 def blockwise_bound(x, block, levels):
-    """absmax/(2·levels) of each value's block with a little for rounding, and the size of what counts as nothing."""
+    """absmax/(2·levels) of each value's block with a little for rounding,
+    and the size of what counts as nothing."""
     absmax = absmax_of_block(x, block)
     rounding = {127: 2.0**-14, 7: 2.0**-18}[levels]
     return absmax / (2 * levels) * (1 + rounding) + levels * 2.0**-126
 
 
 def bound(name, x):
-    """The largest error that the docstring of the codec allows, for each value, in float64; of a codec that is not named
-    here, what it states itself."""
+    """The largest error that the docstring of the codec allows, for each value, in float64;
+    of a codec that is not named here, what it states itself."""
     kind, _, numbers = name.removesuffix("+zstd").partition(":")
     size = x.double().abs()
     match kind:
@@ -87,7 +89,8 @@ def bound(name, x):
 
 
 def topk_bound(x, k, chunk):
-    """int8's bound on what is kept, everything on what is not; kept are the largest, of equal ones the first."""
+    """int8's bound on what is kept, everything on what is not; kept are the largest,
+    of equal ones the first."""
     out = x.double().abs()
     for start in range(0, len(x), chunk):
         part = x[start : start + chunk]
@@ -97,7 +100,8 @@ def topk_bound(x, k, chunk):
 
 
 def topk2_bound(x, k, chunk):
-    """A little more than the largest magnitude of the chunk for what is kept, everything for what is not."""
+    """A little more than the largest magnitude of the chunk for what is kept,
+    everything for what is not."""
     out = x.double().abs()
     for start in range(0, len(x), chunk):
         part = x[start : start + chunk]
@@ -108,7 +112,8 @@ def topk2_bound(x, k, chunk):
 
 
 def ecsq_bound(x):
-    """11/16 of a step, which is at most the largest magnitude (test_ecsq.py holds it to the rate), and what is above 2^127."""
+    """11/16 of a step, which is at most the largest magnitude (test_ecsq.py holds it to the rate),
+    and what is above 2^127."""
     cut = x.double().abs().clamp(max=2.0**127)
     if not len(x):
         return cut

@@ -1,4 +1,5 @@
-"""Portable arithmetic: the same bytes and the same values whatever vector instructions and denormal mode torch uses."""
+"""Portable arithmetic: the same bytes and the same values whatever vector instructions and denormal
+mode torch uses."""
 
 import json
 import sys
@@ -23,7 +24,8 @@ def inputs():
         yield (bits - 2**31).to(torch.float32) * 2.0**-45               # like a pseudo-gradient
         yield (bits % 7 - 3).to(torch.float32)                           # ties
         any_bits = torch.where((bits >> 23) % 256 == 255, bits ^ (1 << 30), bits)
-        yield (any_bits - (any_bits >> 31 << 32)).to(torch.int32).view(torch.float32)   # every exponent
+        as_int32 = (any_bits - (any_bits >> 31 << 32)).to(torch.int32)
+        yield as_int32.view(torch.float32)  # all exponents
 
 def decode(name, payload, count):
     out = torch.empty(count)
@@ -48,7 +50,8 @@ def hashes(name):
 def products(flush):
     # of a payload that is made up: who writes one may find other factors on another machine
     codes = (mixed(4 * (96 + 512), 5) % 255 - 127).to(torch.int8)
-    payload = torch.tensor([2.0**-9 / 3, 0.1, 7.7, 1e-30]).numpy().tobytes() + codes.numpy().tobytes()
+    scales = torch.tensor([2.0**-9 / 3, 0.1, 7.7, 1e-30])
+    payload = scales.numpy().tobytes() + codes.numpy().tobytes()
     out = torch.empty(96 * 512)
     torch.set_flush_denormal(flush)
     codec("lowrank:4").decode(payload, Context(columns=512), out)
@@ -57,7 +60,8 @@ def products(flush):
 
 report = {"capability": torch.backends.cpu.get_cpu_capability(), "codecs": {}, "kernels": {}}
 report["products"] = [products(False), products(True)]
-for name in [*CODECS, "int8:100", "int4:6", "topk:3/10", "fp4:6", "sign:10", "topk2:3/10", "ecsq:150"]:
+further = ["int8:100", "int4:6", "topk:3/10", "fp4:6", "sign:10", "topk2:3/10", "ecsq:150"]
+for name in [*CODECS, *further]:
     with native.using(None):
         report["codecs"][name] = hashes(name)
     for kernel in native.kernels():

@@ -1,7 +1,7 @@
 """A second reader of every codec payload, written from docs/wire-format.md alone, in plain Python.
 
-It shares no code with compression/. It is slow and obvious, and it must agree with `decode` to the bit: on what the
-values are, and on which payloads are refused.
+It shares no code with compression/. It is slow and obvious, and it must agree with `decode` to the
+bit: on what the values are, and on which payloads are refused.
 """
 
 import itertools
@@ -51,7 +51,8 @@ class Refused(Exception):
 
 
 def bits_of(number):
-    """The 32 bits of a number, rounded once to binary32; products of a small whole number and an fp32 are exact before."""
+    """The 32 bits of a number, rounded once to binary32; products of a small whole number and an
+    fp32 are exact before."""
     return struct.unpack("<I", struct.pack("<f", number))[0]
 
 

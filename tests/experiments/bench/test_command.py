@@ -1,4 +1,5 @@
-"""`farflock bench`: JSON lines on standard output, everything else beside it, and usage errors that name the remedy."""
+"""`farflock bench`: JSON lines on standard output, everything else beside it,
+and usage errors that name the remedy."""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ FIELDS = ["metric", "value", "yardstick", "ratio", "n", "load", "unit", "note"]
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The options that each benchmark was run with, by name; each yields `NAME.a` and `NAME.b` and measures nothing."""
+    """The options that each benchmark was run with, by name; each yields `NAME.a` and `NAME.b` and
+    measures nothing."""
     options_of = {}
 
     def load_module(path):

@@ -1,4 +1,5 @@
-"""Hosts on one machine: they see each other at the rate they were given, and nothing of them stays."""
+"""Hosts on one machine: they see each other at the rate they were given,
+and nothing of them stays."""
 
 import os
 import signal
@@ -17,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.net
 
-ANSWER = "import socket; s = socket.create_server(('{}', 7)); c, _ = s.accept(); c.sendall(b'here'); c.close()"
+ANSWER = (
+    "import socket; s = socket.create_server(('{}', 7)); "
+    "c, _ = s.accept(); c.sendall(b'here'); c.close()"
+)
 ASK = "import socket; c = socket.create_connection(('{}', 7), 5); print(c.recv(4).decode())"
 
 

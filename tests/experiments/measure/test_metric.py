@@ -1,4 +1,5 @@
-"""A line of the scoreboard says what was measured, and its arithmetic is that of medians of alternating runs."""
+"""A line of the scoreboard says what was measured, and its arithmetic is that of medians of
+alternating runs."""
 
 import itertools
 import json

@@ -1,4 +1,5 @@
-"""The catalogue's law: a name says one computation, which refuses what it does not know before it computes anything."""
+"""The catalogue's law: a name says one computation, which refuses what it does not know before it
+computes anything."""
 
 import dataclasses
 

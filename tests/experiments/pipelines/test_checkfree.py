@@ -1,4 +1,5 @@
-"""The experiment's own machinery: equal arms without failures, the same run from the same seed, and nobody else's loss."""
+"""The experiment's own machinery: equal arms without failures, the same run from the same seed,
+and nobody else's loss."""
 
 import dataclasses
 
@@ -86,7 +87,8 @@ def test_an_arm_is_the_same_each_time_and_a_failure_leaves_its_mark(text, name):
     ],
 )
 def test_no_other_stage_and_no_batch_pointer_changes(text, name, stage, how):
-    """Invariant 6: parameters, moments and counters of the others, bit for bit; invariant 3 for the stage itself."""
+    """Invariant 6: parameters, moments and counters of the others, bit for bit;
+    invariant 3 for the stage itself."""
     pipeline = Pipeline(TINY, text, name in checkfree.SWAPPED)
     for _ in range(3):
         pipeline.train()

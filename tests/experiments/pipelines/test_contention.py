@@ -49,7 +49,8 @@ hops = st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.floats(0, 1)
 @given(st.lists(hops, max_size=20))
 @settings(deadline=None)
 def test_no_wire_and_no_line_carries_two_messages_at_a_time(sent):
-    """Each message is on its lines from its arrival, less latency and transfer, for as long as the transfer takes."""
+    """Each message is on its lines from its arrival, less latency and transfer,
+    for as long as the transfer takes."""
     line, now_s, busy = wires(overhead=0.0), 0.0, {}
     for sender, receiver, wait_s in sent:
         now_s += wait_s
@@ -115,8 +116,8 @@ def test_effects_are_ratios_of_what_was_simulated():
 
 
 def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
-    full = contention._in_turn(contention._chains(released.FULL), 3)
-    skipping = contention._in_turn(contention._chains(released.RANDOM), 5)
+    full = contention.paths_in_turn(contention.chains_of(released.FULL), 3)
+    skipping = contention.paths_in_turn(contention.chains_of(released.RANDOM), 5)
     assert len(full.paths) == len(skipping.paths) == contention.MICROBATCHES
     for plan, chains in ((full, 3), (skipping, 5)):
         uses = [

@@ -47,7 +47,7 @@ def test_what_diverges_has_an_infinite_loss():
     assert read(SHORT, Arm("adamw", 4), 1e30, 1) == math.inf
 
 
-def test_each_optimizer_is_compared_with_itself_without_delay_and_nadam_has_the_momentum_of_its_source():
+def test_each_optimizer_is_compared_with_itself_and_nadam_has_its_papers_momentum():
     assert len({arm.name for arm in ARMS}) == len(ARMS) == 8
     assert {(arm.base, arm.delay) for arm in ARMS} >= {
         ("adamw", 0),
@@ -61,7 +61,8 @@ def test_each_optimizer_is_compared_with_itself_without_delay_and_nadam_has_the_
 
 @pytest.fixture
 def invented(monkeypatch):
-    """Every arm is best at 1e-2, where its loss is its place and a tenth of the seed, and diverges at the rates given."""
+    """Every arm is best at 1e-2, where its loss is its place and a tenth of the seed,
+    and diverges at the rates given."""
 
     def replace(diverging=()):
         def read(size, arm, rate, seed):

@@ -1,4 +1,5 @@
-"""Our planner on the released instance: its plans keep to the rules, and are held against the released one in its program."""
+"""Our planner on the released instance: its plans keep to the rules, and are held against the
+released one in its program."""
 
 import math
 

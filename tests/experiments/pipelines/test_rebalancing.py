@@ -1,4 +1,5 @@
-"""Traces of joins and departures, queues of a closed network, and what the product's rule makes of both."""
+"""Traces of joins and departures, queues of a closed network, and what the product's rule makes of
+both."""
 
 import random
 
@@ -31,7 +32,7 @@ def size(**changes):
     return Size(**{**SMALL, "seeds": [1], **changes})
 
 
-def test_a_trace_is_in_order_begins_evenly_and_lets_nobody_leave_who_is_not_there():
+def test_a_trace_is_in_order_begins_evenly_and_only_present_peers_leave():
     events = list(trace(size(), random.Random(1)))
     assert [when_s for when_s, *_ in events] == sorted(when_s for when_s, *_ in events)
     assert events[-1][0] < 6 * HOUR_S
@@ -70,7 +71,7 @@ def test_the_share_is_work_over_what_an_even_spread_does():
     assert share(speeds, 15.0, 40.0) == pytest.approx((5 * 4 + 20 * 1) / (25 * 4))
 
 
-def test_no_policy_changes_who_is_there():
+def test_no_policy_changes_which_peers_are_there():
     """The best that is possible is the same for all: moves only move."""
     events = list(trace(size(), random.Random(3)))
     still, moved = (

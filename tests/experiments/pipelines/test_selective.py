@@ -1,4 +1,5 @@
-"""The experiment's machinery: who compresses stays in the subspace, the others are free, and a round is the same to all."""
+"""The experiment's machinery: who compresses stays in the subspace, the others are free,
+and a round is the same to all."""
 
 import math
 
@@ -91,7 +92,8 @@ def test_a_round_tells_everybody_the_same_mean_of_what_the_codec_leaves():
 
 
 def test_replicas_that_start_in_the_subspace_of_all_columns_lose_nothing():
-    """With as many columns as the stream is wide, the projection is the identity but for rounding."""
+    """With as many columns as the stream is wide, the projection is the identity but for
+    rounding."""
     plain = selective.train(SIZE, Arm("", 0, 64), 6e-3, 1, TEXT)
     whole = selective.train(SIZE, Arm("", 2, 64), 6e-3, 1, TEXT)
     for name, x in plain.items():

@@ -1,4 +1,5 @@
-"""SkipPipe's published times, to the last digit; its plans against the rules; its program against a literal twin."""
+"""SkipPipe's published times, to the last digit; its plans against the rules;
+its program against a literal twin."""
 
 import collections
 import math
@@ -103,7 +104,8 @@ def test_the_program_forgets_a_microbatch_whose_slot_is_taken_when_its_second_en
 
 
 def literal(starts, delays, c, memory, ticks=400):
-    """The rules as they were written down, with every sweep of every tick; returns what finished."""
+    """The rules as they were written down, with every sweep of every tick;
+    returns what finished."""
     nodes = [{"mem": memory, "inbox": [], "last": 0.0, "open": []} for _ in delays]
     for start in starts:
         after = dict(zip(start.path, start.path[1:], strict=False))

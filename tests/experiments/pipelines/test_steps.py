@@ -1,4 +1,5 @@
-"""A simulated step takes what formulas say, in every order, and no message overtakes another on its wire."""
+"""A simulated step takes what formulas say, in every order, and no message overtakes another on its
+wire."""
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,7 @@ def test_1f1b_s_depths_count_down_to_the_last_stage():
     assert one_f_one_b(2, 3) == [6, 3]
 
 
-def test_a_stage_that_waits_for_more_forwards_than_it_can_get_is_refused_unless_gradients_go_first():
+def test_a_stage_that_waits_for_too_many_forwards_is_refused_unless_gradients_go_first():
     line = pipeline(2, HopTime(1.0), StageTime(1.0, 1.0))
     with pytest.raises(ValueError, match="let none grow"):
         step_s(line, 4, [1, 2])

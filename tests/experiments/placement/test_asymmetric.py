@@ -1,4 +1,5 @@
-"""Stages for unequal machines: every byte and rate of the model counted by hand, and plans against all there are."""
+"""Stages for unequal machines: every byte and rate of the model counted by hand,
+and plans against all there are."""
 
 import itertools
 import random
@@ -27,7 +28,8 @@ def machine(rate=1.0, memory=100 * GB, up=FAST, down=FAST):
 
 
 def by_hand(model, layers, machines, teams):
-    """Samples a second of the slowest stage, written from the formula anew; None if somebody lacks memory."""
+    """Samples a second of the slowest stage, written from the formula anew;
+    None if somebody lacks memory."""
     speeds = []
     for stage, (count, members) in enumerate(zip(layers, teams, strict=True)):
         first, last = stage == 0, stage == len(layers) - 1
@@ -51,7 +53,8 @@ def by_hand(model, layers, machines, teams):
 
 
 def exhaustive(model, machines, stages, replicas):
-    """The best of all boundaries and all ways to give machines stages or nothing; None if nothing can be served."""
+    """The best of all boundaries and all ways to give machines stages or nothing;
+    None if nothing can be served."""
     best = None
     for cuts in itertools.combinations(range(1, model.layers), stages - 1):
         layers = [end - begin for begin, end in itertools.pairwise((0, *cuts, model.layers))]
@@ -147,13 +150,14 @@ def test_memory_is_counted_to_the_last_part():
     assert last.memory_bytes == 300 + 50 + 4 * (5 * 7 + 3 * 2)
 
 
-def test_who_fits_nowhere_is_spare():
+def test_a_node_that_fits_nowhere_is_spare():
     machines = [machine(), machine(memory=GB / 2), machine()]
     assert split(PLAIN, machines, stages=2, replicas=1).spare == (1,)
 
 
 def test_the_only_large_machine_is_kept_for_the_stage_that_nobody_else_can_hold():
-    """By speed alone the first, fastest machine would go to the slowest stage of all, which small ones can serve too."""
+    """By speed alone the first, fastest machine would go to the slowest stage of all,
+    which small ones can serve too."""
     model = ModelCosts(4, GB, 0, head_bytes=5 * GB, head_layers=0, edge_bytes=0)
     machines = [
         machine(rate=4, memory=8 * GB),

@@ -1,4 +1,5 @@
-"""The baseline does what the paper says: crossover of pieces, mended sizes, both gains by hand, a population that improves."""
+"""The baseline does what the paper says: crossover of pieces, mended sizes, both gains by hand,
+a population that improves."""
 
 import itertools
 import random

@@ -1,4 +1,5 @@
-"""DT-FM's cost model against twins that try everything: all matchings by permutation, all orders, every sum by hand."""
+"""DT-FM's cost model against twins that try everything: all matchings by permutation, all orders,
+every sum by hand."""
 
 import itertools
 import random

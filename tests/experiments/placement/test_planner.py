@@ -1,4 +1,5 @@
-"""The planner: the optimum where all layouts can be tried, never above the genetic baseline, and the same plan again."""
+"""The planner: the optimum where all layouts can be tried, never above the genetic baseline,
+and the same plan again."""
 
 import itertools
 import math
@@ -20,7 +21,8 @@ def scattered(nodes, seed):
 
 
 def clustered(nodes, seed, places=3):
-    """Near and fast inside a place, far and slow between them; nodes are dealt to places by chance."""
+    """Near and fast inside a place, far and slow between them; nodes are dealt to places by
+    chance."""
     chance = np.random.default_rng(seed)
     at, spots = chance.integers(0, places, nodes), chance.random((places, 2))
     far = np.linalg.norm(spots[at][:, None] - spots[at], axis=2)
@@ -137,7 +139,7 @@ def test_the_work_is_a_bound(monkeypatch):
     assert len(looked) <= 6 + 400 // 8
 
 
-def test_near_nodes_share_a_stage_when_gradients_are_what_is_sent_and_a_pipeline_when_they_are_not():
+def test_near_nodes_share_a_stage_if_gradients_are_sent_and_a_pipeline_if_they_are_not():
     at = np.arange(64) % 8
     rate = np.where(at[:, None] == at, 1e9, 1e6)
     links = LinkCosts.of(np.full((64, 64), 0.01), rate)

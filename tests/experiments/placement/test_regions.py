@@ -1,4 +1,5 @@
-"""The tables of real links: what is known of them from elsewhere comes out, and a damaged table is refused with the place."""
+"""The tables of real links: what is known of them from elsewhere comes out,
+and a damaged table is refused with the place."""
 
 from importlib.resources import files
 

@@ -1,4 +1,5 @@
-"""What is tried is checked before anything runs: each method of the catalogue, four trials, options that exist."""
+"""What is tried is checked before anything runs: each method of the catalogue, four trials,
+options that exist."""
 
 import pytest
 
@@ -8,7 +9,10 @@ from farflock.optimizers import catalog
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.trial_options import TrialOptions
 
-LINES = "[lines.ddp]\nlr = [1e-3, 2e-3]\nwarmup = [0.1, 0.2]\n[lines.none]\nlr = [1e-3]\nwarmup = [0.1]\n"
+LINES = (
+    "[lines.ddp]\nlr = [1e-3, 2e-3]\nwarmup = [0.1, 0.2]\n"
+    "[lines.none]\nlr = [1e-3]\nwarmup = [0.1]\n"
+)
 TRIAL = (
     '[[arms.diloco.trials.{}]]\nwhy = "{}"\nlr = 1e-3\nwarmup = 0.1\noptions = {{ period = {} }}\n'
 )

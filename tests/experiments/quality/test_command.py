@@ -1,4 +1,5 @@
-"""`farflock bench quality`: options of its own, lines of JSON, and never among those that run without a name."""
+"""`farflock bench quality`: options of its own, lines of JSON, and never among those that run
+without a name."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What is said about time: efforts in proportion, a share that never falls, and words for seconds."""
+"""What is said about time: efforts in proportion, a share that never falls,
+and words for seconds."""
 
 import pytest
 

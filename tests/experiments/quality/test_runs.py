@@ -1,4 +1,5 @@
-"""A file of finished runs: what was kept is found again, by another process too, and a crash costs one line at most."""
+"""A file of finished runs: what was kept is found again, by another process too,
+and a crash costs one line at most."""
 
 import msgspec
 import pytest

@@ -1,4 +1,5 @@
-"""Shares, and what is chosen by them: on made-up losses, so that every number can be checked by hand."""
+"""Shares, and what is chosen by them: on made-up losses, so that every number can be checked by
+hand."""
 
 import math
 from statistics import stdev
@@ -13,7 +14,7 @@ def test_a_share_is_of_the_gain_of_its_own_seed():
     assert shares([2.4, 3.0], [2.0, 2.0], [2.1, 2.5]) == pytest.approx([0.75, 0.5])
 
 
-def test_one_that_is_worse_than_none_has_a_negative_share_and_one_better_than_ddp_more_than_all():
+def test_a_method_worse_than_none_has_a_negative_share_and_one_better_than_ddp_over_one():
     assert shares([2.4, 2.4], [2.0, 2.0], [2.6, 1.9]) == pytest.approx([-0.5, 1.25])
 
 

@@ -1,4 +1,5 @@
-"""The stages of the benchmark: who is screened, who is in the final, at which rate, and that nothing is run twice."""
+"""The stages of the benchmark: who is screened, who is in the final, at which rate,
+and that nothing is run twice."""
 
 import math
 from dataclasses import replace
@@ -46,7 +47,8 @@ def arms(trial):
 
 @pytest.fixture
 def played(monkeypatch, arms, tmp_path):
-    """A function (loss of a job, its bytes, what else the bench is told) -> its scores and the jobs that were run."""
+    """A function (loss of a job, its bytes, what else the bench is told) -> its scores and the jobs
+    that were run."""
 
     def play(loss=None, sent=lambda job: 1.0, size=SIZE, budgets=(100,), only=()):
         ran = []
@@ -225,7 +227,8 @@ def test_the_quick_size_has_one_trial_a_method_and_two_points_a_line(arms):
 
 
 def test_the_real_machinery_from_end_to_end(trial, tmp_path):
-    """Two steps of a tiny model: an arm that exchanges each step is far above 1/100, one that never does is within it."""
+    """Two steps of a tiny model: an arm that exchanges each step is far above 1/100,
+    one that never does is within it."""
     exact = {"codec": "fp32", "return_codec": "fp32"}
     methods = {
         "diloco": Arm({"100": [trial(options={"period": 1, **exact})]}),

@@ -1,4 +1,5 @@
-"""The smallest recipe that trains, jobs of it, outcomes with given numbers, and the command line in this process."""
+"""The smallest recipe that trains, jobs of it, outcomes with given numbers,
+and the command line in this process."""
 
 import pytest
 
@@ -123,7 +124,8 @@ def outcome():
 
 @pytest.fixture
 def farflock(capfd):
-    """A function that runs a command in this process -> (exit code, standard output, standard error)."""
+    """A function that runs a command in this process -> (exit code, standard output,
+    standard error)."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:

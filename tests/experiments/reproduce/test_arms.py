@@ -80,7 +80,8 @@ def test_the_same_job_gives_the_same_outcome(swarm):
 
 
 def test_bytes_are_those_of_an_all_reduce_of_two(swarm):
-    """Two peers, two rounds: half of the pseudo-gradient goes out as a contribution, half comes back as a mean."""
+    """Two peers, two rounds: half of the pseudo-gradient goes out as a contribution,
+    half comes back as a mean."""
     outcome = run(swarm())
     ideal = 2 * outcome.parameters * 4
     assert ideal < outcome.metrics["bytes"] < 1.1 * ideal

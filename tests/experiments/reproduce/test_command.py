@@ -112,7 +112,8 @@ def test_all_goes_on_after_a_recipe_that_fails_and_says_so_in_the_end(
 
 @pytest.fixture
 def mine(monkeypatch, recipe_text):
-    """There is one recipe, whose runs are over at once; returns their jobs. The runs number `mine.interrupt` is interrupted."""
+    """There is one recipe, whose runs are over at once; returns their jobs.
+    The runs number `mine.interrupt` is interrupted."""
 
     class Jobs(list):
         interrupt = 0

@@ -53,7 +53,10 @@ def test_the_text_says_what_the_recipe_says(name):
 
 def test_the_claims_of_the_specification_and_of_every_method_are_there():
     methods = {arm.method for name in TRAINING for arm in recipe.load(name).arms.values()}
-    wanted = "sparseloco streaming delayed co2 demo flexdemo desloc edit sparta sparta-diloco async noloco diloco"
+    wanted = (
+        "sparseloco streaming delayed co2 demo flexdemo desloc edit "
+        "sparta sparta-diloco async noloco diloco"
+    )
     assert methods >= set(wanted.split())
     assert len(TRAINING) >= 18
 
@@ -105,7 +108,8 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
         (
             "batch = 4",
             "batch = 5",
-            "5 sequences a step cannot be shared evenly by the 2 peers of all; choose a multiple of 2",
+            "5 sequences a step cannot be shared evenly by the 2 peers of all; "
+            "choose a multiple of 2",
         ),
         ('model = "tiny"', 'model = "tinny"', "did you mean 'tiny'"),
         ('model = "tiny"', "model = { dim = 3 }", "correct its sizes"),

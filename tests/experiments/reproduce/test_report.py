@@ -11,7 +11,8 @@ from farflock.node.errors import Usage
 
 @pytest.fixture
 def told(recipe_text, outcome):
-    """A function (tier) -> a study, its results and its facts: DDP 1, none 2, the arms 1.2 and 1.5."""
+    """A function (tier) -> a study, its results and its facts: DDP 1, none 2,
+    the arms 1.2 and 1.5."""
 
     def tell(tier="cpu", long=1.5):
         study = Study(recipe.read("mine", recipe_text), tier)

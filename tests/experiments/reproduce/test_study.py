@@ -1,4 +1,5 @@
-"""A recipe in practice: every arm is searched alike, nothing is run twice, and what cannot be compared is not."""
+"""A recipe in practice: every arm is searched alike, nothing is run twice,
+and what cannot be compared is not."""
 
 import pytest
 
@@ -12,7 +13,8 @@ from farflock.node.errors import Failure
 
 @pytest.fixture
 def played(monkeypatch, outcome, tmp_path):
-    """A function (recipe's text, loss of a job) -> the study, its results, and the jobs that were run."""
+    """A function (recipe's text, loss of a job) -> the study, its results,
+    and the jobs that were run."""
 
     def play(text, loss, tier="cpu", metrics=lambda job: {}):
         ran = []
@@ -45,7 +47,8 @@ def period(job):
 
 
 def loss(job):
-    """DDP 1.0, none 2.0, H = 1 1.2, H = 2 1.5, with a little noise over seeds; the higher rate is better."""
+    """DDP 1.0, none 2.0, H = 1 1.2, H = 2 1.5, with a little noise over seeds;
+    the higher rate is better."""
     base = {1: 1.2, 2: 1.5}.get(period(job), 2.0 if is_none(job) else 1.0)
     return base + 0.01 * job.seed + (0.1 if job.lr < 4e-3 else 0.0)
 
@@ -197,4 +200,4 @@ def test_progress_ends_at_one_and_never_falls(recipe_text, monkeypatch, outcome,
 
 def test_the_search_s_best_run_counts_as_the_first_seed(recipe_text):
     mine = Study(recipe.read("mine", recipe_text), "cpu")
-    assert key(mine._searched("short")[1]) == key(mine.job("short", 1, (4e-3, 0.25)))
+    assert key(mine.searched("short")[1]) == key(mine.job("short", 1, (4e-3, 0.25)))

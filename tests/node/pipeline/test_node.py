@@ -86,12 +86,12 @@ class Accounts(Audit):
         self.agreed = collections.defaultdict(set)  # by stage, stream and round
         self.noted = collections.Counter()  # by stage and round, who had that state
 
-    def _weights_of(self, life):
+    def weights_of(self, life):
         life.weights.clear()  # they change between two rounds as well
-        return super()._weights_of(life)
+        return super().weights_of(life)
 
-    def _look(self, number, node):
-        super()._look(number, node)
+    def watch(self, number, node):
+        super().watch(number, node)
         for serving in node.servings:
             self._note_states(serving)
 
@@ -209,7 +209,7 @@ def test_a_server_that_fails_ends_its_nodes_run():
 
             server.passes._backward_one = fails_in_time
 
-    look, one._look = one._look, with_a_bug
+    look, one.watch = one.watch, with_a_bug
     with pytest.raises(ZeroDivisionError, match="a bug"):
         one.run()
 
@@ -232,7 +232,7 @@ def test_who_is_a_member_before_it_runs_lets_calls_wait():
 
             node.run = later
 
-    look, one._look = one._look, late_founder
+    look, one.watch = one.watch, late_founder
     one.run().check()
     assert began[0] > 0, "nobody asked the founder before it ran"
     assert one.tale.virtual_s < 120
@@ -405,7 +405,7 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
             node.stage_directory.tokens = heard
         look(number, node)
 
-    look, one._look = one._look, late
+    look, one.watch = one.watch, late
     one.run().check()
     ended = collections.defaultdict(set)
     for node in one.sim.nodes.values():
@@ -446,15 +446,15 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
         for number in (0, 1):
             begun[number] = one.sim.nodes[number].tokens
 
-    look, again._look = again._look, load_state
+    look, again.watch = again.watch, load_state
     again.run(watch)
     for stage, rounds in again.named.items():
         before = max(one.named[stage])
         assert min(rounds) == before + 1, stage
         assert max(rounds) >= before + steps - 1
-        first = min(entry for entry in again._weights if entry[0] == stage)
+        first = min(entry for entry in again.versions if entry[0] == stage)
         assert first[1] == before
-        for name, x in again._weights[first][0].items():
+        for name, x in again.versions[first][0].items():
             assert torch.equal(x.float(), saved[stage].parts["model"][name])
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
@@ -488,11 +488,11 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
         node._saved = saved
         look(number, node)
 
-    look, again._look = again._look, load_state
+    look, again.watch = again.watch, load_state
     again.run().check().check_finished()
     for stage, rounds in again.named.items():
         assert min(rounds) == before[stage] + 1
-        for name, x in again._weights[stage, before[stage]][0].items():
+        for name, x in again.versions[stage, before[stage]][0].items():
             assert torch.equal(x.float(), saved[stage].parts["model"][name])
     assert again.sim.nodes[0].tokens >= 2 * steps * BATCH * TOKENS
 

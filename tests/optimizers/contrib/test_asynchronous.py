@@ -1,5 +1,6 @@
-"""Asynchronous local SGD by hand: delayed Nesterov against a slow twin, staleness, local steps by speed, messages that wait.
-Whole swarms are in tests/optimizers/swarm/test_asynchronous.py."""
+"""Asynchronous local SGD by hand: delayed Nesterov against a slow twin, staleness,
+local steps by speed, messages that wait. Whole swarms are in
+tests/optimizers/swarm/test_asynchronous.py."""
 
 import hashlib
 import math
@@ -220,7 +221,7 @@ def test_a_dropped_arrival_counts_for_nothing_but_its_sender_pulls():
     assert torch.equal(replica.held["x"], after["phi.x"])
 
 
-def test_who_pulled_after_the_last_update_is_not_stale_whatever_failed_since():
+def test_a_peer_that_pulled_after_the_last_update_is_not_stale_whatever_failed_since():
     made, replica = Async(period=1), Still()
     (asked,) = train(made, replica, 1)
     answer(made, replica, asked)
@@ -359,7 +360,7 @@ def test_after_a_failed_round_the_message_waits_for_the_next_local_step():
     assert made.due(replica, Progress(4)) == []
 
 
-def test_who_pulls_keeps_the_steps_made_since_its_message():
+def test_a_peer_that_pulls_keeps_the_steps_made_since_its_message():
     made, replica = Async(period=3, lr=1.0, momentum=0.0, buffer=1), Still()
     (asked,) = train(made, replica, 3)
     for step in range(2):

@@ -1,4 +1,5 @@
-"""DES-LOC against section 9 of its specification: a slow twin, the limits in which it is something else, and joiners."""
+"""DES-LOC against section 9 of its specification: a slow twin, the limits in which it is something
+else, and joiners."""
 
 import math
 from dataclasses import replace
@@ -28,7 +29,8 @@ def gradient(peer, step, x):
 
 
 class Lockstep:
-    """Peers in lockstep with exact means, on real AdamW replicas; `alike` gives all of them the first one's gradients."""
+    """Peers in lockstep with exact means, on real AdamW replicas; `alike` gives all of them the
+    first one's gradients."""
 
     def __init__(self, peers, alike=False, codecs=lambda x: x, scale=1.0, **options):
         self.alike, self.codecs, self.scale = alike, codecs, scale
@@ -187,7 +189,8 @@ def test_after_a_sync_of_the_second_moment_all_are_equal_and_none_is_negative(co
 
 
 def test_a_lossy_codec_carries_the_root_of_the_second_moment_and_keeps_its_scale():
-    """Squares of gradients of 1e-5, times 1 - beta2, are below half of fp16's least number; their roots are not."""
+    """Squares of gradients of 1e-5, times 1 - beta2, are below half of fp16's least number;
+    their roots are not."""
     small = Lockstep(
         2,
         codecs=half,
@@ -249,7 +252,7 @@ def join(swarm, options):
     return method, replica
 
 
-def test_a_joiner_takes_the_last_means_and_the_step_count_that_they_are_from_and_counts_become_equal():
+def test_a_joiner_takes_the_last_means_with_their_step_count_and_counts_become_equal():
     options = {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}
     swarm = Lockstep(2, **options)
     swarm.run(0, 6)
@@ -265,7 +268,8 @@ def test_a_joiner_takes_the_last_means_and_the_step_count_that_they_are_from_and
 
 
 def test_a_joiners_first_update_is_no_larger_than_others():
-    """A zero second moment with the group's step count would make it 1/sqrt(1 - beta2) times as large, here 10."""
+    """A zero second moment with the group's step count would make it 1/sqrt(1 - beta2) times as
+    large, here 10."""
     options = {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 100}
     swarm = Lockstep(2, **options)
     swarm.run(0, 60)
@@ -280,7 +284,8 @@ def test_a_joiners_first_update_is_no_larger_than_others():
 
 
 def test_where_the_second_moment_is_zero_the_step_count_is_not_the_groups():
-    """Such a value's first gradient would be corrected as if it had been averaged over all those steps."""
+    """Such a value's first gradient would be corrected as if it had been averaged over all those
+    steps."""
     options = {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 2}
     swarm = Lockstep(2, scale=0.0, **options)
     swarm.run(0, 8)
@@ -288,7 +293,7 @@ def test_where_the_second_moment_is_zero_the_step_count_is_not_the_groups():
     assert float(replica.read(["x"], "step")["x"]) == 0
 
 
-def test_who_carries_keeps_its_own_moments():
+def test_a_peer_that_carries_keeps_its_own_moments():
     options = {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 2}
     swarm, other = Lockstep(2, **options), Lockstep(1, scale=2, **options)
     swarm.run(0, 4)

@@ -1,5 +1,5 @@
-"""EDiT by hand: two phases in any order, what is sent and at which weight, portable bits, and what the constructor refuses.
-Whole swarms are in tests/optimizers/swarm/test_edit.py."""
+"""EDiT by hand: two phases in any order, what is sent and at which weight, portable bits,
+and what the constructor refuses. Whole swarms are in tests/optimizers/swarm/test_edit.py."""
 
 import hashlib
 import math
@@ -109,7 +109,7 @@ def test_the_second_phase_sends_the_pseudo_gradient_times_weight_over_mean_weigh
     assert delta.tensors["b"].tolist() == [1.0] * 3
 
 
-def test_a_peer_with_the_same_norms_is_no_confusion_about_who_i_am(replica):
+def test_a_peer_with_the_same_norms_is_not_taken_for_this_one(replica):
     made = plain(temperature=1.0)
     asked = first_phase(made, replica)
     (delta,) = made.apply(
@@ -146,7 +146,7 @@ def test_a_norm_that_nobody_has_is_an_anomaly_even_in_the_warm_up(replica, said)
 # the mean
 
 
-def test_who_did_not_come_to_the_second_phase_is_divided_out(replica):
+def test_a_peer_missing_from_the_second_phase_is_divided_out(replica):
     made = plain(temperature=1.0)
     asked = first_phase(made, replica)
     mine = asked.tensors["norms"].tolist()
@@ -228,7 +228,7 @@ def test_a_mean_that_failed_leaves_everything_and_the_next_message_covers_all(re
 # phases out of order
 
 
-def test_who_was_not_in_the_first_phase_offers_zeros_of_no_weight_and_keeps_its_work(replica):
+def test_a_peer_missing_from_the_first_phase_offers_weightless_zeros_and_keeps_its_work(replica):
     made = plain()
     asked = first_phase(made, replica)
     (delta,) = made.apply(replica, asked, gathered(asked, taken=False, you=norms(1.0, 1.0)))
@@ -241,7 +241,8 @@ def test_who_was_not_in_the_first_phase_offers_zeros_of_no_weight_and_keeps_its_
 
 
 def teacher_and_pupil(vectors, **options):
-    """Two equal peers, of which the second hears of rounds later; and the rounds: norms and mean, twice."""
+    """Two equal peers, of which the second hears of rounds later; and the rounds: norms and mean,
+    twice."""
     teacher, pupil = plain(temperature=1.0, **options), plain(temperature=1.0, **options)
     replicas = [vectors(a=torch.zeros(4), b=torch.zeros(3)) for _ in range(2)]
     rounds = []

@@ -1,4 +1,5 @@
-"""FlexDeMo with the class itself: which blocks travel in which round, and what leaves the momentum."""
+"""FlexDeMo with the class itself: which blocks travel in which round, and what leaves the
+momentum."""
 
 from collections import Counter
 
@@ -54,7 +55,8 @@ def step(made, replica, seed):
 
 
 def answer(exchange, mean=None, ranges=None, **more):
-    """What a group says: my own part is the mean unless told otherwise; what codecs leave is all of it."""
+    """What a group says: my own part is the mean unless told otherwise; what codecs leave is all of
+    it."""
     count = exchange.tensors["blocks"].numel()
     taken = {"blocks": [(0, count)] if ranges is None else ranges}
     mean = exchange.tensors if mean is None else {"blocks": mean}
@@ -63,7 +65,8 @@ def answer(exchange, mean=None, ranges=None, **more):
 
 
 def travelled(made, replica, rounds):
-    """The flat places of what each round carries, found by giving every value its place as its number."""
+    """The flat places of what each round carries, found by giving every value its place as its
+    number."""
     found = []
     for number in range(rounds):
         made._book.number = number
@@ -81,7 +84,8 @@ def travelled(made, replica, rounds):
 @pytest.mark.parametrize("rate", [1.0, 0.5, 0.3, 1 / 5, 1 / 16, 1 / 40])
 @pytest.mark.parametrize("first", [0, 7])
 def test_every_value_travels_exactly_once_in_any_q_rounds(vectors, replicator, rate, first):
-    """Whatever the sizes: 1064 values are 16 blocks and 40 values, fewer than the 40 turns of the last rate."""
+    """Whatever the sizes: 1064 values are 16 blocks and 40 values, fewer than the 40 turns of the
+    last rate."""
     made = FlexDeMo(replicator=replicator, rate=rate)
     found = travelled(made, replica_of(vectors), first + made.turns)[first:]
     assert made.turns == round(1 / rate)
@@ -103,7 +107,8 @@ def test_slicing_takes_contiguous_slices_in_turn(vectors):
 
 
 def test_random_draws_every_block_as_often_as_every_other():
-    """Chi-square: 32 blocks, 8 drawn in each of 2,000 rounds; the statistic's mean is 23.25, its 99.99 % quantile 58."""
+    """Chi-square: 32 blocks, 8 drawn in each of 2,000 rounds; the statistic's mean is 23.25,
+    its 99.99 % quantile 58."""
     made, rounds, blocks = FlexDeMo(replicator="random", rate=0.25), 2000, 32
     counts = Counter()
     for number in range(rounds):
@@ -115,7 +120,7 @@ def test_random_draws_every_block_as_often_as_every_other():
     assert sum((count - expected) ** 2 / expected for count in counts.values()) < 58
 
 
-def test_random_draws_anew_with_each_round_and_each_seed_and_alike_for_all_who_have_both():
+def test_random_draws_differ_by_round_and_seed_and_are_alike_where_both_are():
     one, same, other = (
         FlexDeMo(replicator="random"),
         FlexDeMo(replicator="random"),
@@ -232,7 +237,8 @@ def test_a_late_result_leaves_the_momentum_it_would_have_left_in_time(vectors):
 
 
 def test_a_gradient_that_waits_for_its_local_step_survives_a_replayed_round(vectors):
-    """Under other people's loops a missed round is replayed between their backward and their step."""
+    """Under other people's loops a missed round is replayed between their backward and their
+    step."""
     made, replica = FlexDeMo(replicator="full"), replica_of(vectors)
     exchange = step(made, replica, 1)
     made.apply(replica, exchange, answer(exchange))

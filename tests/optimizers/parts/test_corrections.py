@@ -1,5 +1,5 @@
-"""Corrections of late gradients against slow twins in NumPy, written from the papers' recursions; and that without a delay
-nothing happens."""
+"""Corrections of late gradients against slow twins in NumPy, written from the papers' recursions;
+and that without a delay nothing happens."""
 
 import itertools
 import math
@@ -49,7 +49,8 @@ def sgd(point, **options):
 
 
 def trajectory(point, inner, delay, age=None, predict=None, steps=STEPS):
-    """All weights under gradients of the weights served `delay` steps ago, of the oldest at first."""
+    """All weights under gradients of the weights served `delay` steps ago,
+    of the oldest at first."""
     predict = predict or (lambda: point.w.detach().clone())
     served, path = [predict()], [point.w.detach().numpy().copy()]
     for step in range(steps):
@@ -428,9 +429,7 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 
 
 @given(st.floats(0.1, 0.999), st.floats(1, 1000), st.floats(1, 1000))
-def test_a_sample_moves_the_weights_as_far_and_is_forgotten_over_as_many_samples_in_batches_of_any_size(
-    m, size, other
-):
+def test_a_samples_effect_and_the_memory_of_it_do_not_depend_on_the_batch_size(m, size, other):
     at = Momentum(0.1, m, size)
     then = at.at(other)
     assert then.rate / (1 - then.momentum) / then.samples == pytest.approx(

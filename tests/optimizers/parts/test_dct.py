@@ -124,7 +124,8 @@ def test_a_constant_chunk_is_one_coefficient():
     ],
 )
 def test_a_length_is_cut_into_its_largest_fitting_divisor_unless_that_makes_splinters(length, part):
-    """50257 = 29 · 1733 and the primes are filled with zeros; 96 and 100 have divisors of at least half a side."""
+    """50257 = 29 · 1733 and the primes are filled with zeros; 96 and 100 have divisors of at least
+    half a side."""
     assert chunk_length(length, 64) == part
 
 

@@ -1,4 +1,5 @@
-"""Sketches of parameters: what they estimate, that signs come from the round, and who is found to have parted."""
+"""Sketches of parameters: what they estimate, that signs come from the round,
+and who is found to have parted."""
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ def tensors(seed, scale=1.0):
 
 
 def slow(held, round_number):
-    """Value by value, as the docstring says: sum i takes every 64th from the i-th on, each with a bit of its own."""
+    """Value by value, as the docstring says: sum i takes every 64th from the i-th on,
+    each with a bit of its own."""
     sums = np.zeros(SUMS)
     for place, x in enumerate(held.values()):
         drawn = words(0x64726966, place, round_number, 2 * -(-x.numel() // SUMS)).tolist()
@@ -95,7 +97,7 @@ def test_without_any_parameters_there_is_no_distance():
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=3, max_size=3),
     st.randoms(),
 )
-def test_no_minority_moves_who_is_right(liars, lies, chance):
+def test_a_minority_cannot_move_the_majority(liars, lies, chance):
     honest, members = moved(0.0), liars + 1
     sketches = [honest + 1e-6 * number for number in range(members)] + [
         torch.full((SUMS,), lie) for lie in lies[:liars]

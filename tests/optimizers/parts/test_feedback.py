@@ -37,7 +37,8 @@ def test_each_range_is_settled_by_itself():
 
 
 def test_with_beta_one_all_that_was_meant_arrives_or_waits():
-    """Delivered plus residual equals the sum of all values, over many rounds of a codec that sends half."""
+    """Delivered plus residual equals the sum of all values, over many rounds of a codec that sends
+    half."""
     delivered, residual, meant = torch.zeros(8), None, torch.zeros(8)
     for number in range(20):
         x = torch.arange(8.0) * (number + 1) - 13

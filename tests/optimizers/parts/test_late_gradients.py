@@ -1,5 +1,6 @@
-"""Corrections of late gradients at work: on quadratics, where stability can be computed, and on a small Llama that reads
-Shakespeare. Every step takes the gradient at weights that are some steps old, from node/pipeline/contrib/stash.py.
+"""Corrections of late gradients at work: on quadratics, where stability can be computed,
+and on a small Llama that reads Shakespeare. Every step takes the gradient at weights that are some
+steps old, from node/pipeline/contrib/stash.py.
 """
 
 import math
@@ -39,8 +40,8 @@ POINTS_A_DECADE = 230
 class Arm:
     """SGD, the age of its gradients in steps, and what is done about it.
 
-    Rates are effective ones, eta/(1-momentum), so that momenta can be compared. `estimate` takes gradients at PipeMare's guess
-    of the old weights and keeps no stash.
+    Rates are effective ones, eta/(1-momentum), so that momenta can be compared.
+    `estimate` takes gradients at PipeMare's guess of the old weights and keeps no stash.
     """
 
     name: str
@@ -77,7 +78,8 @@ def corrected(delay):
 
 
 class Corrected:
-    """Trains a module with gradients that are `arm.delay` steps old; in the first steps with the oldest there are."""
+    """Trains a module with gradients that are `arm.delay` steps old; in the first steps with the
+    oldest there are."""
 
     def __init__(self, module, arm, rate, steps):
         self.module, self._arm, self._inner = module, arm, arm.inner(module, rate)
@@ -93,7 +95,8 @@ class Corrected:
             Trend(self._inner, trend_decay(arm.delay) if arm.estimate else 0.0)
 
     def step(self, loss_of, share=1.0, clip_norm=None):
-        """One step at this share of the rate; returns the loss at the weights that it was taken at."""
+        """One step at this share of the rate; returns the loss at the weights that it was taken
+        at."""
         parameters = list(self.module.parameters())
         with self._weights(max(self._stash.epoch - self._arm.delay, 0)) as age:
             loss = loss_of(self.module)
@@ -108,7 +111,8 @@ class Corrected:
             group["lr"] = late if self._arm.reschedule else rate * share
         self._stash.leave()
         self._inner.step()
-        if self._arm.predict:  # the new epoch's passes use the weights that are expected when their gradients come back
+        if self._arm.predict:
+            # The new epoch's passes use the weights expected when their gradients come back.
             along = along_trend if self._arm.predict == "trend" else along_velocity
             self._stash.serve(along(self.module, self._inner, self._arm.delay))
         return float(loss.detach())
@@ -125,7 +129,8 @@ class Corrected:
 
 
 class Quadratic(nn.Module):
-    """Sum of lambda_i·w_i^2/2 with all w_i = 1 at first: as many problems at once, as no method here but braking mixes them."""
+    """Sum of lambda_i·w_i^2/2 with all w_i = 1 at first: as many problems at once,
+    as no method here but braking mixes them."""
 
     def __init__(self, curvatures):
         super().__init__()
@@ -165,7 +170,8 @@ def largest(trainer, steps):
 
 
 def half_life(factors, width):
-    """Of the slowest in a window of curvatures of that width, for the window where it is fastest."""
+    """Of the slowest in a window of curvatures of that width, for the window where it is
+    fastest."""
     if len(factors) <= width:
         return math.inf
     factor = float(factors.unfold(0, width + 1, 1).amax(dim=1).min())

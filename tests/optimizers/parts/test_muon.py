@@ -1,4 +1,5 @@
-"""Muon against the equations in NumPy, its choice of parameters, and that it is one optimizer to whoever looks."""
+"""Muon against the equations in NumPy, its choice of parameters, and that it is one optimizer to
+whoever looks."""
 
 import copy
 
@@ -15,7 +16,8 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 class Net(nn.Module):
-    """An embedding, two hidden matrices of which one has the embedding's shape, a norm, a convolution and a head."""
+    """An embedding, two hidden matrices of which one has the embedding's shape, a norm,
+    a convolution and a head."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -157,7 +159,7 @@ def test_one_of_the_two_kinds_may_be_missing(module):
     assert all(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_a_scheduler_and_whoever_sets_the_rate_reach_both_kinds():
+def test_a_scheduler_and_a_direct_change_of_the_rate_reach_both_kinds():
     module = Net()
     optimizer = InnerConfig("muon", lr=0.1, weight_decay=0.0).build(module)
     for group in optimizer.param_groups:

@@ -116,7 +116,8 @@ def _bits(outer):
 
 
 def digest():
-    """One hash over all outer steps at sizes that vector loops take in bulk and at their tails; run by a subprocess too."""
+    """One hash over all outer steps at sizes that vector loops take in bulk and at their tails;
+    run by a subprocess too."""
     found = hashlib.sha256()
     for outer in OUTERS.values():
         for size in (1, 7, 257, 4099):

@@ -1,4 +1,5 @@
-"""Shared randomness: the published vectors, the same bits everywhere, and draws that are what they say."""
+"""Shared randomness: the published vectors, the same bits everywhere, and draws that are what they
+say."""
 
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ def hexes(text):
 
 
 def slow_philox(counter, key):
-    """The paper's text in Python's own integers: S-boxes 0xD2511F53 and 0xCD9E8D57, Weyl keys, ten rounds."""
+    """The paper's text in Python's own integers: S-boxes 0xD2511F53 and 0xCD9E8D57, Weyl keys,
+    ten rounds."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c0, 2**32)

@@ -43,8 +43,8 @@ def test_what_was_gathered_stays_as_it_is():
 
 
 def digest():
-    """One hash at sizes that vector loops take in bulk and at their tails; run by a subprocess too. The values come from
-    integers, for torch.randn itself has other bits on other processors."""
+    """One hash at sizes that vector loops take in bulk and at their tails; run by a subprocess too.
+    The values come from integers, for torch.randn itself has other bits on other processors."""
     found = hashlib.sha256()
     for size in (1, 7, 257, 4099):
         generator = torch.Generator().manual_seed(size)

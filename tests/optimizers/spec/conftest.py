@@ -1,4 +1,5 @@
-"""A loopback for methods: M virtual peers in one process, exact weighted means in canonical order, scripted misfortune."""
+"""A loopback for methods: M virtual peers in one process, exact weighted means in canonical order,
+scripted misfortune."""
 
 from dataclasses import replace
 
@@ -39,7 +40,8 @@ class Loopback:
         return self.methods[peer].due(self.replicas[peer], Progress(self.steps[peer]))
 
     def sync(self, *, missing=(), failed=()):
-        """All peers that are due exchange; `missing` ones are not taken, `failed` ones hear of no result."""
+        """All peers that are due exchange; `missing` ones are not taken, `failed` ones hear of no
+        result."""
         asked = {
             peer: exchanges[0] for peer in range(len(self.methods)) if (exchanges := self.due(peer))
         }

@@ -1,4 +1,5 @@
-"""The small parts that methods are made of: schedule, feedback, inner optimizers, state hash, catalogue."""
+"""The small parts that methods are made of: schedule, feedback, inner optimizers, state hash,
+catalogue."""
 
 import pytest
 import torch

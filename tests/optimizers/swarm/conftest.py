@@ -1,4 +1,5 @@
-"""The loopback swarm (optimizers/testing/loopback.py) on the product's driver, replica and codecs, as fixtures."""
+"""The loopback swarm (optimizers/testing/loopback.py) on the product's driver, replica and codecs,
+as fixtures."""
 
 import pytest
 

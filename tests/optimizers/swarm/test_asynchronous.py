@@ -1,5 +1,6 @@
-"""Swarms of asynchronous local SGD whose rounds close on `enough` arrivals: nothing is lost or counted twice, all members hold
-the same bits, and machines of unequal speed arrive together."""
+"""Swarms of asynchronous local SGD whose rounds close on `enough` arrivals:
+nothing is lost or counted twice, all members hold the same bits, and machines of unequal speed
+arrive together."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def arriving(**options):
 
 
 def adding(**options):
-    """Every arrival moves phi by itself and nothing else, so that all local work can be added up exactly."""
+    """Every arrival moves phi by itself and nothing else, so that all local work can be added up
+    exactly."""
     return arriving(lr=1.0, momentum=0.0, buffer=1, dylu=False, **options)
 
 
@@ -191,7 +193,7 @@ def test_a_joiner_begins_at_phi_and_arrives_unstale(loopback, same):
     assert float(mine[0]["staleness"]) <= 6
 
 
-def test_who_leaves_takes_only_its_own_work_along(loopback, same):
+def test_a_peer_that_leaves_takes_only_its_own_work_along(loopback, same):
     swarm = loopback(arriving(), "abc")
     swarm.steps(7)
     swarm.leave("b")

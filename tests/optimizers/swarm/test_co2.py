@@ -1,4 +1,5 @@
-"""CO2 against a slow twin written from the specification, its clip and its staleness penalty, and whole swarms."""
+"""CO2 against a slow twin written from the specification, its clip and its staleness penalty,
+and whole swarms."""
 
 import hashlib
 import itertools
@@ -41,8 +42,9 @@ def unlucky(swarm):
 
 
 def twin(rounds, period, peers, values, rate, *, delay, lr, momentum, clip, penalty):
-    """The specification in float64 on bowls: parameters are averaged, and the average moves the anchor a round later.
-    Yields the anchor after each round, and whether the clip or the penalty did anything."""
+    """The specification in float64 on bowls: parameters are averaged, and the average moves the
+    anchor a round later. Yields the anchor after each round, and whether the clip or the penalty
+    did anything."""
     phi = {
         name: values(f"initial {name}", shape).double().numpy() for name, shape in SHAPES.items()
     }
@@ -198,7 +200,8 @@ def test_a_distance_does_not_wrap_around():
 
 
 def test_the_penalty_divides_by_how_much_faster_phi_moves_than_before(loopback):
-    """Moves of 1, 2 and then a pseudo-gradient of 4: twice as fast as before, so that it counts half."""
+    """Moves of 1, 2 and then a pseudo-gradient of 4: twice as fast as before,
+    so that it counts half."""
     grown = {0: 1.0, 1: 2.0, 2: 4.0}
 
     def growing(peer, step, name, theta):
@@ -228,7 +231,8 @@ def test_slowing_down_is_no_reason_for_larger_steps(loopback):
 
 
 def test_work_that_was_not_taken_is_sent_again(loopback):
-    """After the failed round the message is what it would have been, further from phi by the lost work."""
+    """After the failed round the message is what it would have been, further from phi by the lost
+    work."""
     swarms = [loopback(co2(2, clip=None, penalty=False), "ab") for _ in range(2)]
     swarms[1].fails = lambda number: number == 0
     for swarm in swarms:
@@ -325,7 +329,8 @@ def test_options_that_cannot_train_are_refused_with_the_nearest_that_can(options
 
 
 def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
-    """Dyadic gradients, four peers, some rounds late, partial or failed: a change here is a change of protocol."""
+    """Dyadic gradients, four peers, some rounds late, partial or failed: a change here is a change
+    of protocol."""
     found = {}
     for delay in (0, 1):
         swarm = loopback(co2(3, delay=delay, clip=0.125, codec="int8", return_codec="bf16"), "abcd")

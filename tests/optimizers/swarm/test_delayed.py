@@ -1,4 +1,5 @@
-"""Outer steps one round late in whole swarms: the invariants of the specification, and that no work is lost or doubled."""
+"""Outer steps one round late in whole swarms: the invariants of the specification,
+and that no work is lost or doubled."""
 
 import hashlib
 import itertools
@@ -84,7 +85,8 @@ def test_without_a_delay_it_is_diloco_bit_for_bit(loopback, same, mode, fate):
 def test_alone_on_a_bowl_the_naive_form_follows_the_recursion_made_by_hand(
     loopback, gradients, values
 ):
-    """theta <- theta - (theta - c)/4 twice a round: D = 7/16·(phi - c), and phi_(r+1) = phi_r - D_(r-1)."""
+    """theta <- theta - (theta - c)/4 twice a round: D = 7/16·(phi - c), and phi_(r+1) = phi_r -
+    D_(r-1)."""
     swarm = loopback(
         delayed("naive", 2, outer=OuterSGD(1.0)), "a", lr=0.25, gradient=gradients["bowl"]
     )
@@ -117,7 +119,8 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
     loopback, data, period, mode
 ):
-    """What is in phi, on its way or to be sent again, and not sent yet is all that was ever done."""
+    """What is in phi, on its way or to be sent again, and not sent yet is all that was ever
+    done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
     cuts = data.draw(
@@ -177,7 +180,8 @@ def test_alone_the_eager_form_is_diloco(loopback):
 
 @pytest.mark.parametrize("mix", [None, 0.25])
 def test_it_is_the_eager_update_of_the_paper_written_down_slowly(loopback, gradients, values, mix):
-    """Each replica has its own phi_m and u_m there; the M of the first round, when nobody knows of another, is 1."""
+    """Each replica has its own phi_m and u_m there; the M of the first round,
+    when nobody knows of another, is 1."""
     period, rounds, peers = 3, 12, "abc"
     swarm = loopback(
         delayed("eager", period, eager_mix=mix, refresh=1000),
@@ -221,7 +225,8 @@ def test_replacing_the_own_share_telescopes_so_that_replicas_stay_within_one_rou
 
 
 def drifted(loopback, refresh):
-    """How far two replicas that always train in opposite directions are from phi after 40 rounds."""
+    """How far two replicas that always train in opposite directions are from phi after 40
+    rounds."""
 
     def opposite(peer, step, name, theta):
         return torch.full_like(theta, 0.25 if peer == "a" else -0.25)
@@ -379,7 +384,8 @@ def test_options_that_cannot_train_are_refused_with_the_nearest_that_can(options
 
 
 def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
-    """Dyadic gradients, four peers, some rounds late, partial or failed: a change here is a change of protocol."""
+    """Dyadic gradients, four peers, some rounds late, partial or failed: a change here is a change
+    of protocol."""
     found = {}
     for mode, mix in itertools.chain(((mode, None) for mode in MODES), [("eager", 0.5)]):
         swarm = loopback(delayed(mode, 3, eager_mix=mix, codec="int8", return_codec="bf16"), "abcd")

@@ -1,4 +1,5 @@
-"""Swarms of EDiT: the invariants of its specification (section 11.7), a slow twin, and who misses one of the two phases."""
+"""Swarms of EDiT: the invariants of its specification (section 11.7), a slow twin,
+and who misses one of the two phases."""
 
 import math
 
@@ -110,8 +111,9 @@ def test_no_layer_moves_farther_than_the_clip(loopback, clip):
     assert farthest > clip * 0.9 or clip == 1.0
 
 
-def test_who_is_called_what_changes_nothing(loopback):
-    """Permuting the peers permutes what they send; the sums are in other orders, so only rounding may differ."""
+def test_the_names_of_peers_change_nothing(loopback):
+    """Permuting the peers permutes what they send; the sums are in other orders,
+    so only rounding may differ."""
     renamed = dict(zip("abcd", "cadb", strict=True))
 
     def moved(noise):
@@ -147,7 +149,8 @@ def test_where_all_are_anomalous_phi_stays_and_all_begin_there_again(loopback, g
 
 
 class Twin:
-    """Section 11.2 in float64 NumPy, one peer and one layer after the other, with plain SGD steps of rate 1."""
+    """Section 11.2 in float64 NumPy, one peer and one layer after the other,
+    with plain SGD steps of rate 1."""
 
     def __init__(
         self, peers, start, *, lr=0.7, mu=0.8, clip=10.0, threshold=3.0, warmup=4, alpha=0.02
@@ -202,7 +205,8 @@ class Twin:
 
 
 def moved(values, mean, var, alpha):
-    """d <- G - mu; mu <- mu + alpha·d; d' <- G - mu; var <- (1 - alpha)(var + alpha·d·d'), averaged over the peers."""
+    """d <- G - mu; mu <- mu + alpha·d; d' <- G - mu; var <- (1 - alpha)(var + alpha·d·d'),
+    averaged over the peers."""
     d = [x - mean for x in values]
     mean = mean + alpha * np.mean(d)
     d_after = [x - mean for x in values]
@@ -241,7 +245,7 @@ def test_many_rounds_with_outliers_follow_the_slow_twin(loopback, gradients, cli
 # one phase missed
 
 
-def test_who_misses_the_norms_is_as_if_it_had_not_been_there_and_keeps_its_work(loopback, same):
+def test_a_peer_that_misses_the_norms_counts_as_absent_and_keeps_its_work(loopback, same):
     missed, without = loopback(averaging(), "abc"), loopback(averaging(), "ab")
     missed.struck, missed.taken = {NORMS}, none_of(("c", 0))
     for swarm in (missed, without):
@@ -256,7 +260,7 @@ def test_who_misses_the_norms_is_as_if_it_had_not_been_there_and_keeps_its_work(
     assert c.offered[2][1].tensors["steps"].tolist() == [6.0]
 
 
-def test_who_misses_the_mean_is_divided_out_and_keeps_its_work(loopback):
+def test_a_peer_that_misses_the_mean_is_divided_out_and_keeps_its_work(loopback):
     swarm = loopback(averaging(clip=None), "abc")
     swarm.struck, swarm.taken = {DELTA}, none_of(("c", 0))
     start = swarm.peers["a"].theta()

@@ -55,7 +55,8 @@ def test_local_sgd_with_one_step_a_round_is_ddp_for_plain_sgd_and_not_for_adam(
 
 
 def test_ddp_of_peers_with_equal_batches_is_one_process_with_all_batches(loopback, gradients):
-    """With unequal batches only the mean weighted by their sizes is; `weight` counts the steps in DDP's exchanges."""
+    """With unequal batches only the mean weighted by their sizes is; `weight` counts the steps in
+    DDP's exchanges."""
     swarm = loopback(ddp, "abcd", lr=0.5)
 
     def together(peer, step, name, theta):
@@ -91,7 +92,8 @@ def test_all_replicas_are_equal_to_the_bit_after_averaging(loopback, same, size)
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_outer_step_does_not_touch_the_inner_optimizers_moments(loopback, same, late):
-    """A swarm that agrees on nothing makes the same moments as one that agrees, as long as gradients are the same."""
+    """A swarm that agrees on nothing makes the same moments as one that agrees,
+    as long as gradients are the same."""
     agreeing, failing = (
         loopback(lambda: DiLoCo(3, **EXACT), "ab", inner="adamw", lr=0.01) for _ in range(2)
     )
@@ -214,7 +216,8 @@ def test_a_peer_left_alone_by_an_odd_number_takes_a_heavy_ball_step_by_itself(lo
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden, late):
-    """Five rounds of four peers on dyadic gradients, for each outer optimizer: a change here is a change of protocol."""
+    """Five rounds of four peers on dyadic gradients, for each outer optimizer:
+    a change here is a change of protocol."""
     found = {}
     for outer in (OuterSGD(0.7), OuterNesterov(), OuterHeavyBall(0.6, 0.3)):
         swarm = loopback(

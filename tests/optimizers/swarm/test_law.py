@@ -1,5 +1,6 @@
-"""The law of `Method` (optimizers/method.py), point by point, for every method of the catalogue: with one peer and several,
-under every misfortune that a swarm can bring. The laws themselves are functions (optimizers/testing/check.py).
+"""The law of `Method` (optimizers/method.py), point by point, for every method of the catalogue:
+with one peer and several, under every misfortune that a swarm can bring.
+The laws themselves are functions (optimizers/testing/check.py).
 
 A method takes part by its trial options; here are only its further variants.
 """
@@ -82,9 +83,9 @@ each_method_at_rest = each(
 
 
 def each_with_sizes_and_fates():
-    """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
-    four peers and the worst fates. Of every day are the worst fates of four peers, of further variants the last of them,
-    and every sixteenth of the others."""
+    """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`;
+    its further variants with four peers and the worst fates. Of every day are the worst fates of
+    four peers, of further variants the last of them, and every sixteenth of the others."""
     worst = misfortunes.DAILY_FATES
     cases = [
         (name, more, size, fate)
@@ -215,7 +216,8 @@ def test_work_in_ranges_that_were_not_taken_is_kept(name, more):
 
 @dataclass(slots=True)
 class Careless(DiLoCo):
-    """Looks whether anything of a tensor was taken, and not at what: its mean replaces the rest as well."""
+    """Looks whether anything of a tensor was taken, and not at what: its mean replaces the rest as
+    well."""
 
     def _take(self, replica, exchange, result):
         theta, moved = replica.read(replica.names, "param"), {}

@@ -1,4 +1,5 @@
-"""Lean averaging in a swarm of three, with partial and failed rounds, against a slow twin in NumPy."""
+"""Lean averaging in a swarm of three, with partial and failed rounds, against a slow twin in
+NumPy."""
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 class Twin:
-    """Peers in float64, from the equations alone: AdamW, one phi, theta, moments of each peer. What a codec makes of a message
-    and of the mean is taken from the swarm, for a value near a threshold may fall to either side."""
+    """Peers in float64, from the equations alone: AdamW, one phi, theta, moments of each peer.
+    What a codec makes of a message and of the mean is taken from the swarm,
+    for a value near a threshold may fall to either side."""
 
     def __init__(self, start, peers, **options):
         self.phi = {name: x.double().numpy().copy() for name, x in start.items()}

@@ -1,5 +1,5 @@
-"""The loopback swarm itself: rounds of several streams, gathers, second phases, closing early, replays, and the alarm when
-members that must be equal are not."""
+"""The loopback swarm itself: rounds of several streams, gathers, second phases, closing early,
+replays, and the alarm when members that must be equal are not."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 
 @dataclass
 class Probe:
-    """Asks, after every `every`-th step, in each of its specimens' streams for the next round, and remembers all results.
-    Every value that it sends is the number of steps it has taken."""
+    """Asks, after every `every`-th step, in each of its specimens' streams for the next round,
+    and remembers all results. Every value that it sends is the number of steps it has taken."""
 
     templates: list
     every: int = 1
@@ -157,7 +157,7 @@ def test_enough_closes_with_the_first_and_the_others_get_what_was_gathered_witho
             )
 
 
-def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_it_replayed(
+def test_a_late_question_gets_a_closed_rounds_result_and_a_silent_peer_has_it_replayed(
     loopback,
 ):
     swarm = loopback(lambda: Probe([one("g", enough=1)], equality="per-peer"), "ab")
@@ -174,7 +174,7 @@ def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_
     )
 
 
-def test_who_is_asleep_is_not_waited_for_and_catches_up_before_its_next_step(loopback):
+def test_a_sleeping_peer_is_not_waited_for_and_catches_up_before_its_next_step(loopback):
     swarm = loopback(lambda: Probe([one("m", "mean")]), "ab")
     swarm.steps(1)
     swarm.peers["b"].asleep = True

@@ -1,4 +1,5 @@
-"""Streaming DiLoCo in whole swarms: the invariants of its specification, bit for bit where gradients are dyadic."""
+"""Streaming DiLoCo in whole swarms: the invariants of its specification,
+bit for bit where gradients are dyadic."""
 
 import hashlib
 import itertools
@@ -185,7 +186,8 @@ def test_what_was_not_taken_stays_and_goes_with_the_next_pseudo_gradient_of_its_
 
 @pytest.mark.parametrize(("mix", "lateness"), [(0.0, 1), (0.0, 7), (0.5, 2)])
 def test_a_late_result_keeps_all_steps_since_its_snapshot(loopback, mix, lateness):
-    """theta + (1 - mix)·(phi_new - snapshot): nothing that was trained in the meantime is thrown away."""
+    """theta + (1 - mix)·(phi_new - snapshot): nothing that was trained in the meantime is thrown
+    away."""
     swarm, alone = (
         loopback(streaming(8, 2, 1, mix, outer=OuterSGD(1.0)), "ab"),
         loopback(Local, "ab"),
@@ -231,7 +233,8 @@ def test_a_joiner_is_in_the_very_next_round_of_each_fragment_and_holds_the_same_
 
 
 def test_peers_out_of_step_ask_for_rounds_in_the_same_order(loopback):
-    """Who waits for fragment 0 must not keep waiting a peer that asks for it only after another one."""
+    """Who waits for fragment 0 must not keep waiting a peer that asks for it only after another
+    one."""
     swarm = loopback(streaming(4, 2, 1), "abc")
     swarm.rests = lambda peer, tick: peer == "b" and tick in (1, 2, 9)
     swarm.late = lambda peer, number: number % 5 if peer == "c" else 0
@@ -267,7 +270,8 @@ def test_feedback_settles_each_fragment_by_itself(loopback):
 
 
 def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):
-    """Dyadic gradients, four peers, every third round late or partial: a change here is a change of protocol."""
+    """Dyadic gradients, four peers, every third round late or partial: a change here is a change of
+    protocol."""
     found = {}
     for overlap, mix in ((0, 0.0), (1, 0.5)):
         swarm = loopback(streaming(4, 2, overlap, mix, codec="int8", return_codec="bf16"), "abcd")

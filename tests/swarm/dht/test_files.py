@@ -59,7 +59,8 @@ def test_a_missing_key_file_is_not_created(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A dead daemon's socket, a living one's, a file of the same name pattern, and a socket of somebody else."""
+    """A dead daemon's socket, a living one's, a file of the same name pattern,
+    and a socket of somebody else."""
     listeners = []
     for name in (
         "hivemind-p2pd-dead.sock",

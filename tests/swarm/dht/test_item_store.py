@@ -84,10 +84,10 @@ def test_the_books_are_right_and_the_bounds_hold_after_any_history(history):
                 or newest[key, each.subkey] <= now_s
             )
             newest[key, each.subkey] = each.expires_s
-        stored = [each for items in shelf._keys.values() for each in items.values()]
+        stored = [each for items in shelf.contents.values() for each in items]
         assert shelf.items_stored == len(stored) <= 6
         assert shelf.bytes_stored == sum(len(each.value) for each in stored) <= 30
-        assert all(1 <= len(items) <= 3 for items in shelf._keys.values())
+        assert all(1 <= len(items) <= 3 for items in shelf.contents.values())
         for (key, owner), expires_s in newest.items():
             live = [each for each in shelf.items(key, now_s) if each.subkey == owner]
             assert len(live) == (1 if expires_s > now_s else 0)

@@ -22,6 +22,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
+from worlds.stored_items import altered
 from worlds.waiting import until
 
 from farflock.swarm.dht import kademlia as dht
@@ -91,7 +92,8 @@ async def swarm(stack, folder, count):
 
 
 def in_loop(test):
-    """Run a test's coroutine with an exit stack that closes whatever it opened, and look for what is left behind."""
+    """Run a test's coroutine with an exit stack that closes whatever it opened,
+    and look for what is left behind."""
 
     def run(tmp_path):
         async def main():
@@ -108,7 +110,8 @@ def in_loop(test):
 
 
 def daemons():
-    """My living children, but for what is kept once a test has used a pool of processes or a nursery."""
+    """My living children, but for what is kept once a test has used a pool of processes or a
+    nursery."""
     living = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ]
@@ -149,13 +152,14 @@ async def stopped(directory):
 
 
 async def ended(p2p):
-    serving = [p2p._reader_task, p2p._client.control._read_task, p2p._client.control._write_task]
+    control = p2p._client.control
+    serving = [p2p._reader_task, control._read_task, control._write_task]
     await p2p.shutdown()
     await asyncio.gather(*serving, return_exceptions=True)
 
 
 def target(directory):
-    return PeerID.from_base58(directory._identity.peer)
+    return PeerID.from_base58(directory.me)
 
 
 def fair(number, name=CELL, body=None, lifetime_s=60.0):
@@ -193,7 +197,7 @@ async def test_peers_find_each_others_records_and_heads(stack, folder):
 
 
 @in_loop
-async def test_what_a_lone_founder_announced_is_found_by_who_comes_later(stack, folder):
+async def test_what_a_lone_founder_announced_is_found_by_later_peers(stack, folder):
     founder = await opened(stack, folder, 1)
     assert not await founder.confirm_visible()
     assert not await founder.announce(RUN, record(1))
@@ -255,13 +259,13 @@ async def test_hostile_stores_are_refused_by_storing_peers(stack, folder):
     a, b = await swarm(stack, folder, 2)
     await a.announce(RUN, record(1))
     evil = await hostile(stack, [a, b])
-    victims = next(iter(b._protocol.shelf.items(key_hash(CELL), time.time())))
+    victims = next(iter(b.protocol.shelf.items(key_hash(CELL), time.time())))
     mine = fair(9)
     refused = {
         "forged under the victim's subkey": store(evil, b, mine, subkey=victims.subkey),
-        "garbage under the victim's subkey": store(evil, b, victims._replace(value=b"\xc4\x03abc")),
+        "garbage under the victim's subkey": store(evil, b, altered(victims, value=b"\xc4\x03abc")),
         "replayed with a later expiry": store(
-            evil, b, victims._replace(expires_s=victims.expires_s + 100)
+            evil, b, altered(victims, expires_s=victims.expires_s + 100)
         ),
         "replayed as it is": store(evil, b, victims),
         "expires in 30 years": store(evil, b, fair(9, lifetime_s=1e9)),
@@ -309,7 +313,7 @@ async def test_a_flood_is_stopped_by_the_quota_and_does_not_cost_others_theirs(s
     budget = BURST_UNITS + UNITS_PER_S * (time.monotonic() - before_s)
     assert 10 < answered < 40
     assert answered * 16 <= budget
-    assert b._protocol.shelf.items_stored <= 2
+    assert b.protocol.shelf.items_stored <= 2
     assert await a.announce(RUN, record(1))
     assert record(1) in await b.peers(RUN)
 
@@ -354,16 +358,16 @@ def dictionary(items, expires_s=float("inf"), **near):
 REPLIES = {
     "an empty dictionary that never expires": lambda key: dictionary([]),
     "a victim's subkey with another's value": lambda key: dictionary(
-        [fair(9)._replace(subkey=identity(1).public)]
+        [altered(fair(9), subkey=identity(1).public)]
     ),
     "a victim's value with a later expiry": lambda key: dictionary(
-        [fair(1)._replace(expires_s=time.time() + 500)]
+        [altered(fair(1), expires_s=time.time() + 500)]
     ),
     "an item that never expires": lambda key: dictionary(
         [wrap(identity(9), CELL, record(9), float("inf"))]
     ),
     "a forged item beside a fair one": lambda key: dictionary(
-        [fair(8)._replace(subkey=identity(2).public), fair(9)]
+        [altered(fair(8), subkey=identity(2).public), fair(9)]
     ),
     "a regular value": lambda key: dht_pb2.FindResult(
         type=dht_pb2.FOUND_REGULAR, value=fair(9).value, expiration_time=float("inf")
@@ -414,7 +418,7 @@ async def test_no_reply_of_a_hostile_peer_hides_or_changes_the_honest_records(st
 async def test_nobody_takes_or_clears_anothers_place_in_the_table(stack, folder):
     a, b = await swarm(stack, folder, 2)
     evil = await hostile(stack, [a, b])
-    table, victim = a._protocol.routing_table, b._protocol.node_id
+    table, victim = a.protocol.routing_table, b.protocol.node_id
     stub = evil.get_stub(target(a))
     for validate in (False, True):
         claim = dht_pb2.NodeInfo(node_id=victim.to_bytes())
@@ -435,9 +439,9 @@ async def test_the_table_and_the_contacts_are_bounded(stack, folder):
         patch.setattr(dht, "MAX_TABLE_PEERS", 5)
         patch.setattr(dht, "MAX_CONTACTS", 3)
         for number in range(1, 20):
-            await a._protocol.update_routing_table(DHTID(number), PeerID(bytes([number])))
-    assert len(a._protocol.routing_table.uid_to_peer_id) == 5
-    assert list(a._protocol.contacts) == [PeerID(bytes([number])) for number in (3, 4, 5)]
+            await a.protocol.update_routing_table(DHTID(number), PeerID(bytes([number])))
+    assert len(a.protocol.routing_table.uid_to_peer_id) == 5
+    assert list(a.protocol.contacts) == [PeerID(bytes([number])) for number in (3, 4, 5)]
 
 
 @in_loop
@@ -445,7 +449,7 @@ async def test_strangers_and_node_ids_on_a_bucket_s_border_can_be_removed_from_a
     stack, folder
 ):
     a = await opened(stack, folder, 1)
-    update, table = a._protocol.update_routing_table, a._protocol.routing_table
+    update, table = a.protocol.update_routing_table, a.protocol.routing_table
     border = DHTID(2**159)
     peers = {
         DHTID.generate(source=bytes([number])): PeerID(bytes([number])) for number in range(60)
@@ -463,11 +467,11 @@ async def test_a_peer_whose_table_ran_empty_finds_its_way_back(stack, folder):
     a, b, c = await swarm(stack, folder, 3)
     await c.announce(RUN, record(3))
     for directory in (a, b):  # a knows b and c by contact only, b has an invite with a's address
-        for peer in list(directory._protocol.routing_table.peer_id_to_uid):
-            await directory._protocol.update_routing_table(None, peer, responded=False)
-        assert not directory._protocol.routing_table.uid_to_peer_id
+        for peer in list(directory.protocol.routing_table.peer_id_to_uid):
+            await directory.protocol.update_routing_table(None, peer, responded=False)
+        assert not directory.protocol.routing_table.uid_to_peer_id
         assert record(3) in await directory.peers(RUN)
-        assert directory._protocol.routing_table.uid_to_peer_id
+        assert directory.protocol.routing_table.uid_to_peer_id
 
 
 @in_loop
@@ -672,7 +676,10 @@ def test_only_the_directory_itself_imports_hivemind():
         {path.stem for path in Path(dht.__file__).parent.glob("*.py")}
         - {"__init__", "kademlia", "daemon"}
     )
-    script = f"import sys, importlib; [importlib.import_module('farflock.swarm.dht.' + m) for m in {modules}];"
+    script = (
+        "import sys, importlib; "
+        f"[importlib.import_module('farflock.swarm.dht.' + m) for m in {modules}];"
+    )
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"
     assert len(modules) >= 5
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -1,4 +1,5 @@
-"""CheckFree+'s swap: who changes places, which layouts allow it, and that it is half of the microbatches."""
+"""CheckFree+'s swap: who changes places, which layouts allow it, and that it is half of the
+microbatches."""
 
 import random
 
@@ -146,7 +147,7 @@ def test_what_the_wrapped_policy_leaves_out_stays_out_by_place():
     ]
 
 
-def test_who_serves_a_stage_is_the_wrapped_policys_choice_and_no_lane_is_pinned():
+def test_the_wrapped_policy_chooses_the_server_of_a_stage_and_no_lane_is_pinned():
     here, there = SwarmPaths(6, random.Random(1)), SwarmPaths(6, random.Random(1))
     swapped, known = SwappedPaths(here, SIX), serving(6)
     assert not swapped.pinned

@@ -1,4 +1,5 @@
-"""Partial paths: as many stages as was said, the ends always, the others equally often over any stretch."""
+"""Partial paths: as many stages as was said, the ends always, the others equally often over any
+stretch."""
 
 import itertools
 import random
@@ -43,7 +44,7 @@ def test_paths_have_their_length_and_their_ends_and_leave_each_other_stage_out_e
             assert abs(sum(visits[:upto]) - policy.share(stage) * upto) < 2
 
 
-def test_the_stages_left_out_together_are_not_always_the_same_ones_and_depend_on_who_asks():
+def test_the_stages_left_out_together_vary_and_depend_on_the_trainer():
     orders = [
         [partial(8, 5, seed).stage_order(Microbatch(step, 0, 0)) for step in range(60)]
         for seed in "ab"

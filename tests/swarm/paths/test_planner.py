@@ -1,4 +1,5 @@
-"""The planner: its plans keep to all rules, are the same each time, and are the best there are where all can be tried."""
+"""The planner: its plans keep to all rules, are the same each time, and are the best there are
+where all can be tried."""
 
 import itertools
 import random

@@ -1,5 +1,5 @@
-"""Interleaved weighted round-robin: visits follow speed, bans end when they should, and nobody is forgotten or chosen
-twice over."""
+"""Interleaved weighted round-robin: visits follow speed, bans end when they should,
+and nobody is forgotten or chosen twice over."""
 
 import collections
 import heapq
@@ -82,7 +82,8 @@ def test_ties_are_broken_by_the_chance_that_was_given_and_by_nothing_else():
 
 
 def test_measured_speed_overrules_what_was_announced():
-    """A window of eight calls over servers that work one call after the other, at speeds that nobody announced."""
+    """A window of eight calls over servers that work one call after the other,
+    at speeds that nobody announced."""
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
     balancer, free_s, counts = (
         stage(dict.fromkeys(speeds, 2.0)),
@@ -173,7 +174,7 @@ def test_a_rate_that_says_nothing_is_taken_to_be_typical(told):
     assert stage({"a": 3.0, "b": 3.0, "c": told}).rates["c"] == 3.0
 
 
-def test_who_got_one_task_more_before_anything_was_measured_does_not_pay_for_it_with_the_next_hundreds():
+def test_a_server_with_one_task_more_before_any_measurement_does_not_pay_for_it_later():
     balancer = stage({"a": 0.0, "b": 0.0})
     early = visits(balancer, 3, BACKWARD_SIZE)
     assert sorted(early.values()) == [1, 2]
@@ -196,7 +197,7 @@ def test_a_slow_server_pays_at_its_first_measurement_for_what_it_was_given_by_a_
     assert visits(balancer, 89)["b"] == 0
 
 
-def test_who_was_raised_to_the_level_of_others_after_a_ban_is_not_lowered_below_it_by_what_it_was_charged_before():
+def test_a_server_raised_to_the_others_level_after_a_ban_is_not_lowered_by_old_charges():
     balancer = stage({"a": 0.0, "b": 0.0})
     visits(balancer, 2)
     balancer.failed("b", "dial", 0.0)
@@ -285,7 +286,7 @@ def test_a_short_ban_does_not_cut_a_long_one():
     assert balancer.next_ban_ends_s == RPC_BAN_S
 
 
-def test_who_comes_back_from_a_ban_draws_no_burst():
+def test_a_server_that_comes_back_from_a_ban_draws_no_burst():
     balancer = stage({"a": 1.0, "b": 1.0})
     balancer.failed("a", "dial", 0.0)
     visits(balancer, 1000)
@@ -305,13 +306,13 @@ def test_with_everybody_banned_or_excluded_the_answer_is_nobody_and_when_to_ask_
     assert Balancer(random.Random(0)).choose(1.0, 0.0) is None
 
 
-def test_who_is_passed_over_once_is_next_as_soon_as_it_may_be():
+def test_a_server_passed_over_once_is_next_as_soon_as_it_may_be():
     balancer = stage({"a": 1.0, "b": 1.0})
     assert visits(balancer, 5, exclude=("a",)) == {"b": 5}
     assert visits(balancer, 5) == {"a": 5}
 
 
-def test_who_is_gone_is_never_chosen_and_who_is_back_is():
+def test_a_server_that_is_gone_is_never_chosen_until_it_is_back():
     balancer = stage({"a": 1.0, "b": 1.0})
     balancer.refresh([Announced("b", 1, 1.0)], 0.0)
     assert visits(balancer, 20) == {"b": 20}

@@ -1,4 +1,5 @@
-"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy, a good one is followed."""
+"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy,
+a good one is followed."""
 
 import collections
 import random
@@ -130,7 +131,8 @@ def test_visiting_all_stages_without_swaps_is_the_order_of_the_model():
 def test_a_number_of_stages_that_no_path_can_visit_is_refused(visited):
     with pytest.raises(
         BadPlan,
-        match=f"cannot visit {visited} of 5 stages, 2 of which none may skip; take a number from 2 to 5",
+        match=f"cannot visit {visited} of 5 stages, 2 of which none may skip; "
+        "take a number from 2 to 5",
     ):
         PlanTerms(HEADED.kinds, visited)
 
@@ -173,7 +175,8 @@ def test_a_microbatch_is_held_from_its_forward_to_its_backward_pass():
     require_timetable(works, memory=3)
     with pytest.raises(
         BadPlan,
-        match=r"memory: a is to hold 3 microbatches at 2.0000 s and has room for 2; start them later",
+        match=r"memory: a is to hold 3 microbatches at 2.0000 s and has room for 2; "
+        "start them later",
     ):
         require_timetable(works, memory=2)
 
@@ -256,7 +259,7 @@ def test_the_law_of_path_policies(microbatch, stage, sizes, excluded, data):
     assert len(set(order)) == len(order) <= 5
 
 
-def test_a_place_is_who_came_that_early_and_a_peers_name_that_peer():
+def test_a_place_is_the_peer_that_came_at_that_turn_and_a_name_is_that_peer():
     policy = PlannedPaths(plan([(Stop(0, "0:0"), Stop(1, "1:1"), Stop(2, "s2-0"))]), 3)
     servers = serving(1, 3, 2).stages
     known = StageServers(1, servers, (("s0-0",), ("s1-2", "s1-0", "s1-1"), ("s2-1", "s2-0")))

@@ -1,4 +1,5 @@
-"""A skipped or swapped path trains the model that has those layers in that order, and nothing else."""
+"""A skipped or swapped path trains the model that has those layers in that order,
+and nothing else."""
 
 import msgspec
 import pytest
@@ -68,7 +69,8 @@ def walk(order, microbatch, servers, sums):
 
 
 def twin(orders, microbatches):
-    """One model, its layers called by hand in the order of each path; gradients of the summed loss, None where no path went."""
+    """One model, its layers called by hand in the order of each path; gradients of the summed loss,
+    None where no path went."""
     model = build(CONFIG, 7).double()
     for order, (x, targets) in zip(orders, microbatches, strict=True):
         hidden = model.model.embed_tokens(x)
@@ -121,7 +123,8 @@ def test_the_order_of_a_swap_matters_so_that_the_twin_can_tell():
 
 
 def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
-    """The planner's paths, the policy's answers, the product's stages; divided by N_s it is each visitor's mean."""
+    """The planner's paths, the policy's answers, the product's stages; divided by N_s it is each
+    visitor's mean."""
     serving = tuple(tuple(f"s{stage}-{number}" for number in range(2)) for stage in range(STAGES))
     peers = [peer for each in serving for peer in each]
     instance = Instance(

@@ -1,4 +1,5 @@
-"""What rounds were about is kept long after their content: who only looks on misses none, however far behind it is."""
+"""What rounds were about is kept long after their content: who only looks on misses none,
+however far behind it is."""
 
 import asyncio
 import json
@@ -15,7 +16,8 @@ from farflock.swarm.roles import NOTHING
 
 
 class Ears:
-    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order, as soon as it is there."""
+    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order,
+    as soon as it is there."""
 
     def __init__(self, looker):
         self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0
@@ -46,7 +48,7 @@ async def away(made, looker, rounds):
 
 
 @flock(0, 0, 1, NOTHING, witnessed=True)
-async def test_who_looks_on_and_was_away_for_longer_than_the_log_hears_of_every_round(made):
+async def test_an_onlooker_away_for_longer_than_the_log_hears_of_every_round(made):
     ears = Ears(made.nodes[3])
     await away(made, made.nodes[3], 3 * LOG_ROUNDS)
     await ears.all_of(made, made.newest(0))
@@ -59,13 +61,13 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     await asyncio.sleep(1.0)
     for node in made.nodes.values():
-        state, store = node.rounds._streams[name_of(0)], node.peer.context.store
+        state, store = node.rounds.streams[name_of(0)], node.peer.context.store
         assert len(state.log) == LOG_ROUNDS
         assert list(state.annals) + list(state.log) == list(
             range(node.rounds.newest(name_of(0)) + 1)
         )
         for number, entry in state.annals.items():
-            pinned = set(store._pinned_by.get(Key(name_of(0), number), ()))
+            pinned = set(store.pinned(Key(name_of(0), number)))
             assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
 
 
@@ -73,23 +75,23 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
 async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     node, name = made.nodes[3], name_of(0)
-    state = node.rounds._streams[name]
+    state = node.rounds.streams[name]
     assert state.annals
     node.rounds.close(name)
     assert (len(state.log), len(state.annals), state.annals_bytes) == (0, 0, 0)
-    pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.context.store._pinned_by]
+    pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.context.store.pins]
     assert not [pin for pin in pins if isinstance(pin, Key) and pin.stream == name]
 
 
 @flock(0, 0, 1, NOTHING)
 async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
-    assert not any(node.rounds._streams[name_of(0)].annals for node in made.nodes.values())
+    assert not any(node.rounds.streams[name_of(0)].annals for node in made.nodes.values())
     assert made.nodes[3].rounds.oldest_kept(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
 @flock(0, 0, 0, 1, witnessed=True)
-async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_round_which_it_has_lost(
+async def test_a_server_that_contributes_nothing_and_fell_behind_hears_that_its_round_is_lost(
     made,
 ):
     idle, name = made.nodes[2], name_of(0)
@@ -120,7 +122,7 @@ def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeyp
         await ears.all_of(made, made.newest(0))
         assert 0 < ears.skipped < 4 * LOG_ROUNDS
         for node in made.nodes.values():
-            state = node.rounds._streams[name_of(0)]
+            state = node.rounds.streams[name_of(0)]
             assert 0 < len(state.annals) <= 8
             assert node.peer.context.store.size_bytes < 100_000
 
@@ -133,7 +135,7 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
     made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
     await asyncio.sleep(1.0)
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
-    state, one = looker.rounds._streams[name_of(0)], made.nodes[0]
+    state, one = looker.rounds.streams[name_of(0)], made.nodes[0]
     told = Forgotten(Key(name_of(0), state.next), made.newest(0), made.newest(0))
     looker.rounds.receive(one.id, one.life, told)
     assert state.forgotten.said == {one.id: told}
@@ -144,15 +146,15 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(
+async def test_a_new_onlooker_goes_on_with_the_newest_round_that_most_know(
     made,
 ):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
-    stream = looker.rounds._streams[name].stream
+    stream = looker.rounds.streams[name].stream
     looker.rounds.close(name)
     looker.rounds.open(stream)
-    state = looker.rounds._streams[name]
+    state = looker.rounds.streams[name]
     looker.rounds.receive(liar.id, liar.life, Forgotten(Key(name, state.next), 2**61, 2**61))
     assert state.newest == -1
     await until(lambda: looker.rounds.newest(name) >= 0, 10.0, "word of the others")
@@ -161,13 +163,14 @@ async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_wh
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made):
-    """They cannot say that a round is gone of which they never heard: the few who can are enough."""
+async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
+    """They cannot say that a round is gone of which they never heard: the few who can are
+    enough."""
     lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     made.network.kill(made.nodes[1].id)
     for looker in lookers:
-        stream = looker.rounds._streams[name].stream
+        stream = looker.rounds.streams[name].stream
         looker.rounds.close(name)
         looker.rounds.open(stream)
     await until(
@@ -188,7 +191,7 @@ async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made)
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_away(made):
+async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to_say(made):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[0]
     await made.go_on(0, 3)
     for node in made.nodes.values():
@@ -197,10 +200,10 @@ async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_a
     before = looker.rounds.newest(name)
     word = Forgotten(Key(name, before + 1), 2**40, 2**40)
     looker.rounds.receive(liar.id, liar.peer.context.incarnation, word)
-    assert looker.rounds._streams[name].forgotten.by(before + 1, liar.id) == word
+    assert looker.rounds.streams[name].forgotten.by(before + 1, liar.id) == word
     await asyncio.sleep(HOPELESS_S + 5.0)
     assert looker.rounds.newest(name) == before
-    assert looker.rounds._streams[name].next == before + 1
+    assert looker.rounds.streams[name].next == before + 1
 
 
 @pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
@@ -208,14 +211,15 @@ async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_a
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
     witnessed, number, beyond
 ):
-    """Whoever knows decisions and has not their content may have to give up all rounds of its log, and noted ones."""
+    """Whoever knows decisions and has not their content may have to give up all rounds of its log,
+    and noted ones."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
     async def main(made):
         rounds, name = made.nodes[number].rounds, name_of(0)
         await made.go_on(0, LOG_ROUNDS + 6, 60.0)
         await asyncio.sleep(1.0)
-        state = rounds._streams[name]
+        state = rounds.streams[name]
         first = next(iter(state.log)) - (beyond if witnessed else 0)
         for at in range(first, state.newest + 1):
             state.entry(at).complete = False
@@ -234,17 +238,14 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
-    """As who takes a stage up anew does, once it has looked on for long enough to know where the stage is."""
+    """As who takes a stage up anew does, once it has looked on for long enough to know where the
+    stage is."""
 
     @flock(0, 0, 1, NOTHING, witnessed=True)
     async def main(made):
         looker, name = made.nodes[3], name_of(0)
         await made.go_on(0, 2)
-        chunks, begun, pins = (
-            looker.peer.context.chunks,
-            asyncio.Event(),
-            looker.peer.context.store._pinned_by,
-        )
+        chunks, begun = looker.peer.context.chunks, asyncio.Event()
         spawn, fetch = looker.peer.context.spawn, chunks.fetch
 
         def spawned(work):
@@ -264,6 +265,7 @@ def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
         await going
         await asyncio.sleep(8.0)
         assert looker.peer.failure is None
+        pins = looker.peer.context.store.pins
         assert not any(
             isinstance(pin, tuple) and pin[0] == "work" and pin[1].stream == name for pin in pins
         )

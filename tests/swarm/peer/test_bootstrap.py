@@ -1,4 +1,5 @@
-"""A newcomer gets its first chunk from whoever has it, whole or not at all, and leaves nothing running."""
+"""A newcomer gets its first chunk from whoever has it, whole or not at all,
+and leaves nothing running."""
 
 import asyncio
 
@@ -80,7 +81,7 @@ def in_a_world(main):
 
 
 @in_a_world
-async def test_the_chunk_comes_from_the_one_who_has_it(world):
+async def test_the_chunk_comes_from_the_peer_that_has_it(world):
     world.holder("a")
     world.holder("b", MANIFEST)
     assert await world.fetch("a", "b") == MANIFEST
@@ -147,7 +148,7 @@ async def test_a_chunk_of_another_size_than_promised_is_not_taken(world):
 
 
 @in_a_world
-async def test_who_gives_up_waiting_leaves_nothing_running(world):
+async def test_a_caller_that_gives_up_waiting_leaves_nothing_running(world):
     world.holder("a")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5):

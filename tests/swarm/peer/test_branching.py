@@ -1,4 +1,5 @@
-"""Whose majority is gone for good goes on as a branch; when two lines of views meet, one stays, and nothing counts twice."""
+"""Whose majority is gone for good goes on as a branch; when two lines of views meet, one stays,
+and nothing counts twice."""
 
 import asyncio
 import collections
@@ -141,7 +142,7 @@ async def test_the_last_of_five_goes_on_alone_after_the_time_set_and_not_before(
 
 
 @lines(5)
-async def test_those_who_are_left_found_one_branch_together_and_newcomers_join_it(herd):
+async def test_the_remaining_peers_start_one_branch_together_and_newcomers_join_it(herd):
     for number in (0, 2, 4):
         herd.kill(number)
     await until(lambda: is_one(herd, 1, 3), AFTER_S + 10, "a branch of two")
@@ -156,7 +157,8 @@ async def test_those_who_are_left_found_one_branch_together_and_newcomers_join_i
 
 @lines(5)
 async def test_a_majority_that_restarts_at_once_comes_back_although_its_old_lives_are_gone(herd):
-    """The peers are there again, but with other incarnations: nobody of them may act in the old view."""
+    """The peers are there again, but with other incarnations: nobody of them may act in the old
+    view."""
     for number in (0, 1, 2):
         herd.kill(number)
     await asyncio.sleep(1)
@@ -234,7 +236,7 @@ def test_equal_branches_of_equal_speed_become_one(seed, loss):
 
 
 @lines(5)
-async def test_who_stands_still_behind_a_broken_cable_for_less_than_the_time_set_founds_nothing(
+async def test_a_peer_cut_off_for_less_than_the_time_set_starts_no_branch(
     herd,
 ):
     herd.network.partition(ids(herd, 0, 1, 2), ids(herd, 3, 4))
@@ -248,7 +250,8 @@ async def test_who_stands_still_behind_a_broken_cable_for_less_than_the_time_set
 
 @lines(5)
 async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_taken_over(herd):
-    """No majority is missing now: but the rounds until the newest view begins belong to lives that have ended."""
+    """No majority is missing now: but the rounds until the newest view begins belong to lives that
+    have ended."""
     for node in herd.nodes.values():
         node.quiet = True
     await asyncio.sleep(4)
@@ -283,7 +286,7 @@ async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_i
     herd.network.tap = lambda when_s, sender, to, packed: (
         None if to == survivor.id and b"piece" in packed else packed
     )
-    state = survivor.peer.rounds._streams[STREAM]
+    state = survivor.peer.rounds.streams[STREAM]
     await until(
         lambda: any(not entry.complete for entry in state.log.values()),
         20,
@@ -419,7 +422,7 @@ async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
 
 
 @lines(3)
-async def test_who_gave_up_a_view_never_acts_in_it_again(herd):
+async def test_a_member_that_gave_up_a_view_never_acts_in_it_again(herd):
     node = herd.nodes[2]
     old = node.view
     assert node.peer.context.my_index(old) is not None
@@ -438,7 +441,8 @@ async def test_who_gave_up_a_view_never_acts_in_it_again(herd):
 
 
 async def misfortune(herd, draw):
-    """Split the network, kill and restart peers, at any moment of whatever the others do about it."""
+    """Split the network, kill and restart peers, at any moment of whatever the others do about
+    it."""
     count = len(herd.nodes)
     for _ in range(draw.randint(2, 5)):
         fate = draw.choice(["split", "split", "kill", "restart", "heal"])
@@ -461,7 +465,8 @@ async def misfortune(herd, draw):
 
 
 def revived(herd):
-    """Start again whoever was killed, or has found nobody to adopt from in time; whether nobody had to be."""
+    """Start again whoever was killed, or has found nobody to adopt from in time;
+    whether nobody had to be."""
     ended = [number for number, node in herd.nodes.items() if node.task.done()]
     for number in ended:
         with contextlib.suppress(asyncio.CancelledError, TimeoutError, SnapshotUnavailable):

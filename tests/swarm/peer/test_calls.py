@@ -1,4 +1,5 @@
-"""A call is served at most once and answered, or fails in time with a reason; and whatever happens, nothing is kept for it."""
+"""A call is served at most once and answered, or fails in time with a reason; and whatever happens,
+nothing is kept for it."""
 
 import asyncio
 import contextlib
@@ -213,7 +214,7 @@ async def test_a_call_fails_at_its_deadline_and_the_handler_goes_on_alone(world)
 
 
 @in_a_world
-async def test_nobody_there_fails_at_the_deadline_and_who_is_dead_at_once(world):
+async def test_a_call_to_an_unknown_peer_fails_at_the_deadline_and_to_a_dead_one_at_once(world):
     caller, server = world.pair()
     assert await caller.fails("nobody", timeout_s=2.0) == "deadline"
     server.kill()

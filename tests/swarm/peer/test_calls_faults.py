@@ -1,4 +1,5 @@
-"""On bad links, and between peers that die and come back, a call is still served at most once and answered, or fails."""
+"""On bad links, and between peers that die and come back, a call is still served at most once and
+answered, or fails."""
 
 import asyncio
 import collections
@@ -80,9 +81,7 @@ async def test_a_call_whose_answer_is_gone_fails_before_its_deadline(world):
     world.lose(Answer, times=10**6)
     asking = asyncio.create_task(caller.fails("server", timeout_s=1000.0))
     await asyncio.sleep(1.0)
-    server.calls._serving._end(
-        ("caller", caller.context.incarnation, 0)
-    )  # as at the end of its lease
+    server.calls.receive("caller", caller.context.incarnation, Heard(0))  # though it did not
     world.taps.clear()
     assert await asking == "deadline"
     assert now() < 1.0 + RESEND_S + 2 * RTT_S
@@ -118,7 +117,8 @@ def test_on_bad_links_every_call_is_answered_rightly_and_served_once(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
-    """Two servers and two callers, each of which dies and comes back; some callers' patience is short."""
+    """Two servers and two callers, each of which dies and comes back; some callers' patience is
+    short."""
 
     async def main():
         world, chance = Switchboard(seed), random.Random(seed)

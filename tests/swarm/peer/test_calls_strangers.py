@@ -1,4 +1,5 @@
-"""Whoever lies about calls ends none of others, and whoever asks for too much waits, so that what is kept stays bounded."""
+"""Whoever lies about calls ends none of others, and whoever asks for too much waits,
+so that what is kept stays bounded."""
 
 import asyncio
 
@@ -23,7 +24,7 @@ from farflock.swarm.peer.calls import RESEND_S, CallFailed
 
 
 @in_a_world
-async def test_an_answer_counts_only_from_who_was_asked_and_for_the_call_and_the_life_that_asked(
+async def test_an_answer_counts_only_from_the_peer_asked_and_for_the_call_and_life_that_asked(
     world,
 ):
     caller, server = world.pair(Echo(slow_s=2.0))
@@ -69,7 +70,7 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
         await asyncio.sleep(2.0)
         assert server.calls.handler.judged == {("caller", b"do"): 1}
         assert not server.calls.handler.served
-        answer = server.calls._serving._served["caller", liar.context.incarnation, 0].answer
+        answer = server.calls.serving.answer("caller", liar.context.incarnation, 0)
         assert answer.verdict == "late"
         for life in (liar, server):
             life.store.release("mine")
@@ -79,7 +80,8 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
 
 @in_a_world
 async def test_payloads_that_never_come_are_waited_for_only_so_long(world):
-    """The caller holds the chunk, but says that it is larger: its pieces fit no buffer of that size."""
+    """The caller holds the chunk, but says that it is larger: its pieces fit no buffer of that
+    size."""
     liar, server = world.pair()
     digest = liar.store.put(b"held", "mine")
     world.say(liar, server, Call(0, b"do", (((digest, MAX_CHUNK_BYTES),),)))
@@ -119,7 +121,7 @@ def test_an_answer_whose_payloads_are_not_what_it_says_fails_the_call(payloads, 
 
 
 @in_a_world
-async def test_who_asks_too_much_at_once_is_served_when_there_is_room(world):
+async def test_a_caller_that_asks_too_much_at_once_is_served_when_there_is_room(world):
     caller, server = world.pair(Echo(slow_s=3.0))
     requests = [b"%d" % number for number in range(MAX_CALLS_EACH + 10)]
     replies = asyncio.gather(*(caller.ask("server", request) for request in requests))
@@ -156,7 +158,7 @@ async def test_payloads_on_both_sides_wait_for_room(world):
 
     def look(sender, message):
         most[0] = max(most[0], caller.store.size_bytes)
-        most[1] = max(most[1], server.calls._serving._held_bytes)
+        most[1] = max(most[1], server.calls.serving.held_bytes)
 
     world.taps.append(look)
     payloads = [(data_of(1000, number),) for number in range(12)]
@@ -176,8 +178,7 @@ async def test_of_calls_that_are_over_only_so_many_are_remembered_and_older_ones
     _, server = world.pair()
     for number in range(MAX_OVER + 10):
         server.calls.receive("caller", 1, Heard(number))
-    seen = server.calls._serving._seen["caller", 1]
-    assert len(seen.over) == MAX_OVER
+    assert server.calls.serving.remembered("caller", 1) == MAX_OVER
     for number in (0, 9, 10, MAX_OVER + 9):
         server.calls.receive("caller", 1, Call(number, b"late"))
     await asyncio.sleep(1.0)
@@ -190,18 +191,18 @@ async def test_of_calls_that_are_over_only_so_many_are_remembered_and_older_ones
 @in_a_world
 async def test_callers_and_lives_are_remembered_in_bounded_number_and_for_bounded_time(world):
     _, server = world.pair()
-    seen = server.calls._serving._seen
+    serving = server.calls.serving
     for life in range(MAX_LIVES + 3):
         await asyncio.sleep(0.01)
         server.calls.receive("caller", life, Heard(0))
-    assert list(seen) == [("caller", life) for life in range(3, MAX_LIVES + 3)]
+    assert list(serving.callers) == [("caller", life) for life in range(3, MAX_LIVES + 3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "MAX_CALLERS", MAX_LIVES)
         other = world.peer("other")
         assert await other.fails("server", timeout_s=1.0) == "deadline"
         assert other.context.counters["calls to a full peer"] > 0
     assert not server.calls.handler.judged
-    assert len(seen) == MAX_LIVES
+    assert len(serving.callers) == MAX_LIVES
     await asyncio.sleep(FORGET_S + 1.0)
-    assert not seen
+    assert not serving.callers
     assert (await other.ask("server", b"do")).body == b"do"

@@ -82,7 +82,7 @@ def test_newcomers_are_told_at_once(port, offers):
     assert ("n", (INT4, INT8)) in port.taken()
 
 
-def test_who_serves_nothing_tells_nothing(port):
+def test_a_peer_that_serves_nothing_tells_nothing(port):
     CodecOffers(port).tick()
     assert port.sent == []
 
@@ -110,7 +110,7 @@ def test_strangers_and_former_lives_are_not_heard(port, offers):
     assert offers.of("b", 99) is None
 
 
-def test_who_left_is_forgotten(port, offers):
+def test_a_peer_that_left_is_forgotten(port, offers):
     offers.receive("b", 2, Reads((INT8,)))
     port.view = View(2, bytes([1] * 32), 0, (A, T))
     offers.receive("t", 3, Reads((INT8,)))

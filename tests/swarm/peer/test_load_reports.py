@@ -52,7 +52,7 @@ def port():
     return Port()
 
 
-def test_a_snapshot_needs_everybody_who_serves_and_nobody_else(port):
+def test_a_snapshot_needs_every_server_and_no_other_peer(port):
     loads = LoadReports(port)
     loads.say(load())
     assert loads.snapshot(7, NEEDS) is None
@@ -76,7 +76,7 @@ def test_numbers_of_another_period_are_no_numbers(port):
     assert loads.snapshot(7, NEEDS) is not None, "an older one that comes late takes nothing back"
 
 
-def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
+def test_a_peer_that_is_gone_is_not_waited_for_and_serves_nothing(port):
     loads = LoadReports(port)
     loads.say(load())
     loads.receive("b", 2, load())
@@ -101,7 +101,7 @@ def test_full_replicas_that_live_are_counted_and_tell_nothing(port):
     assert loads.snapshot(7, NEEDS).replicas == 1
 
 
-def test_all_who_hear_the_same_compute_the_same_move():
+def test_all_peers_that_hear_the_same_compute_the_same_move():
     moves = set()
     for me, _life in (("a", 1), ("b", 2), ("c", 3)):
         port = Port(me)

@@ -112,7 +112,7 @@ async def test_a_restarted_peer_comes_back_as_another_life_and_contributes(herd)
 
 
 @in_virtual_time(4)
-async def test_who_leaves_is_out_of_the_next_view_without_waiting_for_its_death(herd):
+async def test_a_member_that_leaves_is_out_of_the_next_view_without_waiting_for_its_death(herd):
     goer = herd.nodes[3]
     goer.peer.leave()
     await until(lambda: goer.id not in herd.nodes[0].members, VIEW_S + 3, "the view without it")
@@ -144,7 +144,7 @@ async def test_the_majority_goes_on_and_the_minority_waits_and_replays_what_it_m
 
 
 @in_virtual_time(5)
-async def test_who_was_away_for_longer_than_the_log_is_lost_once_and_adopts(herd):
+async def test_a_member_away_for_longer_than_the_log_is_lost_once_and_adopts(herd):
     herd.network.partition(ids(herd, 0, 1, 2, 3), ids(herd, 4))
     start = progress(herd, 0)
     await until(
@@ -221,7 +221,7 @@ def deaf(herd, number, *kinds):
 
 
 @in_virtual_time(4)
-async def test_a_member_that_heard_nothing_of_a_views_decision_learns_it_from_the_first_message_that_names_it(
+async def test_a_member_learns_a_missed_view_from_the_first_message_that_names_it(
     herd,
 ):
     deaf(herd, 1, Propose, Decided)
@@ -241,7 +241,8 @@ async def test_the_same_in_a_run_of_pairs_alone(herd):
 
 @in_virtual_time(3)
 async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
-    """It brings nothing to rounds, so nobody can tell it that it is behind: it has to notice itself."""
+    """It brings nothing to rounds, so nobody can tell it that it is behind:
+    it has to notice itself."""
     herd.nodes[1].quiet = True
     await asyncio.sleep(2)
     deaf(herd, 1, Propose, Decided, Views)
@@ -253,10 +254,11 @@ async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
 
 
 @in_virtual_time(3)
-async def test_a_round_begun_under_a_view_that_did_not_hold_for_it_is_begun_again_under_the_true_one(
+async def test_a_round_begun_under_the_wrong_view_is_begun_again_under_the_right_one(
     herd,
 ):
-    """One member alone opens a round that the others then give to the next view; its offer must count there once."""
+    """One member alone opens a round that the others then give to the next view;
+    its offer must count there once."""
     lone = herd.nodes[2]
     for number in (0, 1):
         herd.nodes[number].quiet = True
@@ -318,7 +320,8 @@ async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_lea
 async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forward_a_view_of_itself(
     herd,
 ):
-    """The senior hears nothing of the cut: frames towards it pass again when the junior has given it up."""
+    """The senior hears nothing of the cut: frames towards it pass again when the junior has given
+    it up."""
     senior, junior = herd.nodes[0], herd.nodes[1]
     told = []
 
@@ -393,7 +396,7 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
         await asyncio.sleep(VIEW_S + 3)
         assert node.view == view
         assert node.peer.membership.clock.offset_s == offset or who != "a stranger"
-        assert node.peer.rounds._streams["weights"].seen < 10**5
+        assert node.peer.rounds.streams["weights"].seen < 10**5
         assert not any(event[2] in ("lost", "failed") for event in node.events)
         assert (
             sum(
@@ -409,7 +412,7 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
 
 
 @in_virtual_time(2)
-async def test_the_first_views_are_believed_only_of_those_who_were_asked(herd):
+async def test_the_first_views_are_believed_only_of_the_peers_that_were_asked(herd):
     node = herd.start(2)
     liar = identity(9)
     fake = views.Certified(views.genesis("run", Member(liar.peer, 1)))

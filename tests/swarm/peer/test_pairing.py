@@ -1,4 +1,5 @@
-"""Pairs over the simulated network: who meets whom, what each side gets, and how strayed partners meet again."""
+"""Pairs over the simulated network: who meets whom, what each side gets,
+and how strayed partners meet again."""
 
 import asyncio
 
@@ -51,15 +52,14 @@ class Peer:
         self.pairing = Pairing(self.context)
         self.heard, self.keeps = [], lambda message: True
         self.check = lambda number, shard, data: True
-        self.pairing.open(
-            Stream(
-                NAME,
-                RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
-                SHARD_BYTES,
-                lambda *_: Reduction(None),
-                self.checked,
-            )
+        self.stream = Stream(
+            NAME,
+            RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
+            SHARD_BYTES,
+            lambda *_: Reduction(None),
+            self.checked,
         )
+        self.pairing.open(self.stream)
         world.spawn(self.receive())
 
     def checked(self, number, shard, data):
@@ -120,7 +120,7 @@ def in_a_world(count=2):
                 assert not world.failures
                 for peer in world.peers.values():
                     assert not peer.store.size_bytes, "something stayed pinned"
-                    assert not peer.pairing._current
+                    assert not peer.pairing.open_pairs
 
             run_virtual(whole())
 
@@ -230,7 +230,7 @@ async def test_a_partner_that_dies_in_the_middle_ends_the_wait_when_it_is_suspec
 
 
 @in_a_world()
-async def test_who_is_no_member_is_alone(world):
+async def test_a_peer_that_is_not_a_member_is_alone(world):
     a, _ = world.peers.values()
     a.context.incarnation = 2  # a life that the view does not know
     assert (await a.swap(0)).status == "alone"
@@ -357,7 +357,7 @@ async def test_a_proposal_that_comes_before_its_time_is_kept_and_answered_then(w
 async def test_a_leader_that_lags_behind_is_told_where_its_partner_is_and_skips_to_it(world):
     number = world.led_by("a", after=3)
     a, b = world.peers.values()
-    b.pairing._rounds[NAME] = number + 20
+    b.pairing.open(b.stream, after_round=number + 19)
     result = await a.swap(number)
     assert (result.status, result.next_round) == ("alone", number + 20)
     assert now() < 0.5
@@ -378,7 +378,7 @@ async def test_a_follower_that_lags_behind_learns_from_the_proposal_and_skips_to
 @in_a_world()
 async def test_one_message_moves_a_peer_ahead_by_a_bounded_number_of_rounds(world):
     leader, follower = world.roles()
-    follower.pairing._rounds[NAME] = 10**9
+    follower.pairing.open(follower.stream, after_round=10**9 - 1)
     assert (await leader.swap(0)).next_round == MAX_JUMP
 
 
@@ -442,5 +442,4 @@ async def test_what_is_remembered_of_past_rounds_is_bounded(world):
     for number in range(DONE_KEPT + 5):
         await asyncio.gather(a.swap(number), b.swap(number))
     for peer in (a, b):
-        assert len(peer.pairing._done) == DONE_KEPT
-        assert not peer.pairing._early
+        assert peer.pairing.remembered == DONE_KEPT

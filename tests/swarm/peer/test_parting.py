@@ -1,4 +1,5 @@
-"""Who leaves stays until the others can decide without it: where two of two, or the last that a quorum needs, would be gone."""
+"""Who leaves stays until the others can decide without it: where two of two,
+or the last that a quorum needs, would be gone."""
 
 import asyncio
 
@@ -83,7 +84,7 @@ async def test_one_of_four_is_not_needed_and_goes_at_once(herd):
 
 
 @in_virtual_time(4)
-async def test_of_several_who_leave_together_so_many_stay_as_a_quorum_takes(herd):
+async def test_of_several_that_leave_together_enough_stay_for_a_quorum(herd):
     took_s = await parted(herd, 0, 1, 3)
     assert max(took_s) <= PART_S + SOON_S
     await goes_on(herd, 2)
@@ -95,14 +96,14 @@ async def test_where_all_leave_together_nobody_stays_for_anybody(herd):
 
 
 @in_virtual_time(2)
-async def test_who_cannot_be_heard_is_not_stayed_for_for_ever(herd):
+async def test_a_leaving_peer_does_not_stay_forever_for_one_that_cannot_be_heard(herd):
     herd.network.faults = Faults(loss=0.999)
     (took_s,) = await parted(herd, 0)
     assert took_s <= PART_S + AT_ONCE_S + 0.2
 
 
 @in_virtual_time(2)
-async def test_who_is_dead_is_not_stayed_for(herd):
+async def test_a_leaving_peer_does_not_stay_for_the_dead(herd):
     herd.kill(1)
     await asyncio.sleep(1.0)
     began_s = now()

@@ -1,4 +1,5 @@
-"""One peer as its node sees it: it founds, joins, exchanges and leaves, survives any frame, and ends with all its tasks."""
+"""One peer as its node sees it: it founds, joins, exchanges and leaves, survives any frame,
+and ends with all its tasks."""
 
 import asyncio
 import contextlib
@@ -39,7 +40,7 @@ class PeerWorld:
     """Peers on one network; they run until the test's end."""
 
     def __init__(self, stack):
-        self.network, self._stack = SimNetwork(1), stack
+        self.network, self.stack = SimNetwork(1), stack
         self.peers = []
 
     def record(self, number):
@@ -61,7 +62,7 @@ class PeerWorld:
         return peer
 
     async def begin(self, directory=None):
-        return await self._stack.enter_async_context(self.make(directory).running())
+        return await self.stack.enter_async_context(self.make(directory).running())
 
     async def members(self, count):
         """So many members of one view, with both kinds of streams open from its first round on."""
@@ -111,7 +112,7 @@ async def test_a_founder_is_a_member_at_once_and_its_clock_is_the_runs(world):
 
 
 @in_a_world
-async def test_who_meets_the_run_knows_the_views_and_is_let_in_only_when_it_asks(world):
+async def test_a_peer_that_meets_the_run_knows_the_views_and_is_let_in_only_when_it_asks(world):
     founder, newcomer = await world.begin(), await world.begin()
     founder.found()
     await newcomer.meet([world.record(0)], 10.0)
@@ -133,7 +134,7 @@ async def test_nobody_answers_so_meeting_the_run_times_out(world):
 
 
 @in_a_world
-async def test_who_leaves_is_out_of_the_next_view(world):
+async def test_a_member_that_leaves_is_out_of_the_next_view(world):
     founder, other = await world.members(2)
     other.leave()
     await until(
@@ -142,7 +143,7 @@ async def test_who_leaves_is_out_of_the_next_view(world):
 
 
 @in_a_world
-async def test_who_is_alone_knows_it_soon_after_the_last_other_member_has_died(world):
+async def test_a_member_knows_that_it_is_alone_soon_after_the_last_other_one_died(world):
     founder = await world.begin()
     founder.found()
     assert founder.alone
@@ -207,7 +208,8 @@ async def test_what_is_waited_for_is_told_with_whom_and_for_how_long(world):
 
 
 async def back_in_another_life(world, number):
-    """A member is killed and at once begins its next life, in which it is known and alive, and not yet a member."""
+    """A member is killed and at once begins its next life, in which it is known and alive,
+    and not yet a member."""
     world.network.kill(identity(number).peer)
     links = world.network.links(identity(number).peer)
     record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
@@ -219,7 +221,7 @@ async def back_in_another_life(world, number):
         incarnation=77,
         record=lambda: record,
     )
-    await world._stack.enter_async_context(born.running())
+    await world.stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]
     await until(
@@ -232,7 +234,8 @@ async def back_in_another_life(world, number):
 
 @in_a_world
 async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
-    """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each round until the next view."""
+    """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each
+    round until the next view."""
     members = await world.members(3)
     number, began_s = members[0].context.views.newest.first_round, now()
     _, others = await back_in_another_life(world, 2)
@@ -250,7 +253,7 @@ async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
 
 
 @in_a_world
-async def test_who_is_not_in_a_round_s_view_yet_names_those_who_decide_it(world):
+async def test_a_peer_not_yet_in_a_rounds_view_names_the_members_that_decide_it(world):
     members = await world.members(3)
     number = members[0].context.views.newest.first_round
     born, others = await back_in_another_life(world, 2)
@@ -380,8 +383,8 @@ async def test_when_its_block_ends_nothing_of_a_peer_goes_on(world):
     async with peer.running():
         peer.found()
         await asyncio.sleep(1)
-        assert len(peer._tasks) == 2, "it receives and ticks"
-    assert not peer._tasks
+        assert len(peer.tasks) == 2, "it receives and ticks"
+    assert not peer.tasks
     assert peer.failure is None
 
 
@@ -391,7 +394,7 @@ async def test_what_the_block_raises_comes_out_and_its_tasks_end_too(world):
     with pytest.raises(KeyError, match="of the node"):
         async with peer.running():
             raise KeyError("of the node")
-    assert not peer._tasks
+    assert not peer.tasks
 
 
 @in_a_world
@@ -409,7 +412,7 @@ async def test_cancelling_the_block_is_no_failure_of_the_peer(world):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert peer.failure is None
-    assert not peer._tasks
+    assert not peer.tasks
 
 
 @in_a_world
@@ -427,7 +430,7 @@ async def test_a_bug_in_a_task_of_the_peer_ends_its_block_with_that_very_error(w
             await asyncio.sleep(1e6)
     assert now() < 4.0
     assert isinstance(peer.failure, ZeroDivisionError)
-    assert not peer._tasks
+    assert not peer.tasks
     assert not asyncio.current_task().cancelling(), (
         "the owner goes on as if it had never been cancelled"
     )

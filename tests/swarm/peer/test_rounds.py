@@ -1,4 +1,5 @@
-"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever, nothing believed of liars."""
+"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever,
+nothing believed of liars."""
 
 import asyncio
 import collections
@@ -80,7 +81,8 @@ def test_a_stream_with_a_stride_has_its_own_rounds_of_the_axis_and_every_law_hol
 
 @in_virtual_time(4, kind="gather", enough=1)
 async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_later_rounds(herd):
-    """Nobody waits for the others; what was not in a round goes into a later one, and everybody has every round."""
+    """Nobody waits for the others; what was not in a round goes into a later one,
+    and everybody has every round."""
     start = herd.nodes[0].applied
     for number in (1, 2, 3):
         herd.nodes[number].quiet = True
@@ -101,7 +103,7 @@ async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_l
 
 
 @in_virtual_time(4, kind="gather", enough=1)
-async def test_who_has_fallen_out_of_the_log_adopts_the_newest_state_although_most_are_as_far_behind(
+async def test_a_member_behind_the_log_adopts_the_newest_state_although_most_are_as_far_behind(
     herd,
 ):
     for number in (1, 2, 3):
@@ -148,7 +150,7 @@ def test_the_same_for_longer_with_deaths_and_returns(kind, seed):
 async def test_over_two_hundred_rounds_nothing_grows(herd):
     herd.padding = 20_000
     for node in herd.nodes.values():
-        node.peer.context.store._budget_bytes = 0  # only what is pinned stays
+        node.peer.context.store.budget_bytes = 0  # only what is pinned stays
     herd.pace_s = 0.2
 
     def sizes():
@@ -158,11 +160,11 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
             for store in [node.peer.context.store]
             for size in (
                 store.size_bytes,
-                len(store._pins),
-                len(store._pinned_by),
-                len(node.peer._tasks),
+                store.pinned_chunks,
+                len(store.pins),
+                len(node.peer.tasks),
                 len(node.peer.rounds.machines),
-                len(node.peer.rounds._streams[STREAM].log),
+                len(node.peer.rounds.streams[STREAM].log),
                 len(node.peer.context.counters),
             )
         ]
@@ -183,7 +185,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
     assert set(late[5::7]) == {LOG_ROUNDS}
     await calm(herd, 0, 1, 2, 3)
     for node in herd.nodes.values():
-        pins = set(node.peer.context.store._pinned_by)
+        pins = set(node.peer.context.store.pins)
         assert pins <= {
             Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)
         } | {("snapshot", "state")}, (
@@ -202,7 +204,7 @@ async def test_nothing_stays_pinned_for_a_round_that_was_decided_before_it_was_a
     outcome = await node.peer.exchange(STREAM, behind + 1, payload)
     assert outcome.participants
     assert outcome.taken == (False,) * SHARDS
-    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.context.store.pins
 
 
 @in_virtual_time(3)
@@ -212,10 +214,10 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     number = node.applied + 5
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
-    assert work_pin(Key(STREAM, number)) in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) in node.peer.context.store.pins
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store.pins
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
     for other in (herd.nodes[0], herd.nodes[1]):
@@ -225,11 +227,11 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
             Forgotten(Key(STREAM, node.applied + 1), number, number + 9),
         )
     assert (await task).status == "lost"
-    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store.pins
 
 
 @in_virtual_time(4)
-async def test_who_has_lost_a_round_adopts_no_state_of_before_it(herd):
+async def test_a_member_that_lost_a_round_adopts_no_state_from_before_it(herd):
     """Others that lag behind offer theirs, and are perhaps the first to do so."""
     node = herd.nodes[2]
     await calm(herd, 0, 1, 2, 3)
@@ -262,14 +264,15 @@ async def test_the_word_of_one_member_loses_no_round(herd):
 
 @in_virtual_time(3)
 async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_leaves_the_log(herd):
-    """One peer gets no payload for a while: its exchange must not wait for ever for content that all have dropped."""
+    """One peer gets no payload for a while: its exchange must not wait for ever for content that
+    all have dropped."""
     node = herd.nodes[2]
 
     def starve(when_s, sender, to, packed):
         return None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
 
     for other in herd.nodes.values():
-        other.peer.context.store._budget_bytes = 0
+        other.peer.context.store.budget_bytes = 0
     herd.network.tap = starve
     before = node.applied
     await until(
@@ -282,11 +285,12 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
 
 
 @in_virtual_time(3)
-async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_begun_again_under_the_true_one(
+async def test_a_round_begun_under_a_view_that_does_not_hold_for_it_is_begun_again(
     herd,
 ):
-    """The proposer of a view may lag one round behind: then somebody can have begun, under the old view, the very round
-    with which the new one begins. The indices of members differ between the two."""
+    """The proposer of a view may lag one round behind: then somebody can have begun,
+    under the old view, the very round with which the new one begins. The indices of members differ
+    between the two."""
     await calm(herd, 0, 1, 2)
     early = herd.nodes[2]
     number = early.applied + 1
@@ -407,7 +411,7 @@ async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_ho
 
 
 @in_virtual_time(3)
-async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd):
+async def test_a_peer_that_asks_about_the_log_without_end_is_answered_only_so_often(herd):
     node, answers = herd.nodes[0], collections.Counter()
     await until(lambda: node.applied > LOG_ROUNDS, 40, "a full log")
     await calm(herd, 0, 1, 2)
@@ -432,7 +436,7 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
 
 
 @in_virtual_time(4)
-async def test_who_missed_rounds_that_nobody_speaks_of_any_more_asks_once_it_hears_of_them(herd):
+async def test_a_member_asks_for_missed_rounds_once_it_hears_of_them(herd):
     late, others = herd.nodes[3], [herd.nodes[number] for number in range(3)]
     await calm(herd, 3)
     herd.network.partition({late.peer.me}, {node.peer.me for node in others})
@@ -457,7 +461,8 @@ async def test_an_unknown_stream_is_dropped_and_counted(herd):
 
 @in_virtual_time(3)
 async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
-    """`reduce` says whose payloads were no payloads; they are not in the result, and their owner is told so."""
+    """`reduce` says whose payloads were no payloads; they are not in the result,
+    and their owner is told so."""
     await calm(herd, 0, 1, 2)
 
     def picky(number, shard, inputs):
@@ -466,7 +471,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
         return Reduction(herd.stream.reduce(number, shard, good).data if good else None, rejected)
 
     for node in herd.nodes.values():
-        state = node.peer.rounds._streams[STREAM]
+        state = node.peer.rounds.streams[STREAM]
         state.stream = dataclasses.replace(state.stream, reduce=picky)
     number = herd.nodes[0].applied + 1
     offers = [

@@ -77,7 +77,7 @@ def test_only_what_is_about_views_and_time_is_taken_in_before_a_view_is_known():
     assert not world.deliver(Prepare(OFFER.key, VIEW, (1, 0)))
 
 
-def test_after_a_message_of_another_view_it_is_found_out_who_lacks_views():
+def test_after_a_message_of_another_view_the_views_are_reconciled():
     world = RouterWorld()
     assert world.deliver(OFFER)
     assert world.reconciled == [("somebody", VIEW)]

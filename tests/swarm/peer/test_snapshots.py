@@ -1,4 +1,5 @@
-"""A joiner gets the state that most members announce, whole, from all who hold it, or learns that it cannot."""
+"""A joiner gets the state that most members announce, whole, from all who hold it,
+or learns that it cannot."""
 
 import asyncio
 
@@ -46,7 +47,7 @@ class Peer:
         self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
         self.context.chain = Chain("run", [Certified(GENESIS)])
         self.snapshots = Snapshots(
-            self.context, lambda stage: [peer for peer in world.members if peer != name]
+            self.context, lambda stage: [peer for peer in world.asked(stage) if peer != name]
         )
         self.built = 0
         world.spawn(self.receive(links))
@@ -78,6 +79,7 @@ class SnapshotWorld(Spawner):
         super().__init__()
         self.network = SimNetwork(1)
         self.members = MEMBERS
+        self.asked = lambda stage: self.members  # which members serve a stage
         self.joiner = Peer(self, "joiner")
 
     def peer(self, name):
@@ -142,7 +144,7 @@ def test_the_joiner_takes(offers, taken):
 @in_a_world
 async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobody_else(world):
     members = {0: ["a"], 1: ["b", "c"], None: list(MEMBERS)}
-    world.joiner.snapshots._members = lambda stage: members[stage]
+    world.asked = members.get
     liar, one, other = (world.peer(name).serve(snapshot(7, name.encode())) for name in "abc")
 
     async def lie():
@@ -186,15 +188,16 @@ async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
     world.joiner.snapshots.receive(
         "a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0)
     )
-    assert not world.joiner.snapshots._downloads
+    assert not world.joiner.snapshots.downloading
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=3.0)
-    assert not world.joiner.snapshots._downloads
+    assert not world.joiner.snapshots.downloading
 
 
 @in_a_world
 async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
-    """It would bring one line's state into another, and all that the other one had done would be lost."""
+    """It would bring one line's state into another, and all that the other one had done would be
+    lost."""
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":
@@ -223,7 +226,7 @@ async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_man
 
 
 @in_a_world
-async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
+async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(world):
     host = world.peer("a").serve(snapshot(9, b"old"))
 
     async def change():
@@ -332,7 +335,7 @@ async def test_the_list_of_the_distrusted_is_bounded(world):
         honest.serve(snapshot(number, b"%d" % number, size=10))
         assert await world.joiner.fetch() == snapshot(number, b"%d" % number, size=10)
         world.joiner.snapshots.distrust(NAME)
-    assert len(world.joiner.snapshots._distrusted) == MAX_DISTRUSTED
+    assert world.joiner.snapshots.distrusted == MAX_DISTRUSTED
 
 
 # Serving.
@@ -347,7 +350,7 @@ async def test_progress_counts_up_to_all_chunks(world):
 
 
 @in_a_world
-async def test_what_is_built_for_many_who_ask_meanwhile_is_built_once_and_answers_all_of_them(
+async def test_a_snapshot_is_built_once_for_all_that_ask_meanwhile(
     world,
 ):
     host = world.peer("a").serve(snapshot(), build_s=3.0)
@@ -362,13 +365,13 @@ async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
     host = world.peer("a").serve(snapshot(), build_s=3.0)
     for number in range(MAX_ASKERS + 50):
         host.snapshots.receive(f"stranger {number}", StateQuery(NAME))
-    assert len(host.snapshots._askers[NAME]) == MAX_ASKERS
+    assert host.snapshots.waiting[NAME] == MAX_ASKERS
     await asyncio.sleep(5.0)
-    assert not host.snapshots._askers
+    assert not host.snapshots.waiting
 
 
 @in_a_world
-async def test_who_withdraws_serves_nobody_any_more_until_it_serves_again(world):
+async def test_a_peer_that_withdraws_serves_no_peer_until_it_serves_again(world):
     host = world.peer("a").serve(snapshot())
     host.snapshots.withdraw()
     with pytest.raises(SnapshotUnavailable):
@@ -387,7 +390,7 @@ async def test_a_question_that_is_overtaken_by_withdrawing_is_not_answered(world
         host.snapshots.withdraw()
         await asyncio.sleep(2.0)
         assert world.network.line("a").sent_frames == 0
-        assert not host.snapshots._askers
+        assert not host.snapshots.waiting
 
 
 @in_a_world
@@ -406,7 +409,7 @@ async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
 
 
 @in_a_world
-async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(
+async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_old(
     world,
 ):
     host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
@@ -460,10 +463,10 @@ async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
 
 
 @in_a_world
-async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
+async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(world):
     host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
-    while not world.joiner.context.chunks._incoming:  # noqa: ASYNC110 - until it has begun
+    while not world.joiner.context.chunks.fetching_bytes:  # noqa: ASYNC110 - until it has begun
         await asyncio.sleep(0.01)
     host.serve(snapshot(2, b"two"))
     await Peer(world, "b").fetch()

@@ -1,5 +1,6 @@
-"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, everybody votes, and whoever
-comes, goes or dies, each contribution counts once and each stage goes on."""
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute,
+everybody votes, and whoever comes, goes or dies, each contribution counts once and each stage goes
+on."""
 
 import asyncio
 import json
@@ -42,12 +43,12 @@ async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_
 @pytest.mark.parametrize(
     ("wants", "fetched"), [("last", {SHARDS - 1}), ("none", set()), ("all", set(range(SHARDS)))]
 )
-def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
+def test_an_onlooker_fetches_what_it_wants_and_no_more(wants, fetched):
     @flock(0, 0, NOTHING, wants=wants)
     async def main(made):
         await made.go_on(0, 3)
         node, name = made.nodes[2], name_of(0)
-        entry = node.rounds._streams[name].log[number := node.rounds.newest(name) - 1]
+        entry = node.rounds.streams[name].log[number := node.rounds.newest(name) - 1]
         here = {item.index for item in entry.close.items if item.digest in node.peer.context.store}
         assert here == fetched
         assert entry.complete
@@ -74,7 +75,7 @@ async def test_of_rounds_that_are_not_decided_or_have_left_the_log_nothing_is_to
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_what_there_is(made):
+async def test_an_onlooker_away_for_longer_than_the_log_goes_on_with_what_there_is(made):
     looker, name = made.nodes[3], name_of(0)
     made.network.partition({looker.id}, set(ids(*made.of(0), *made.of(1))))
     await asyncio.sleep(1.0)
@@ -122,7 +123,7 @@ def starved(node):
 
 
 @flock(0, 1, NOTHING, NOTHING)
-async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(
+async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_next_server(
     made,
 ):
     """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
@@ -145,21 +146,21 @@ async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who
 
 
 @flock(0, 0, 0, 1, NOTHING, NOTHING, NOTHING)
-async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_never_again(made):
+async def test_a_member_without_the_content_of_a_round_never_contributes_that_part_again(made):
     """Its contribution counts: it must not go on as if the round had failed."""
     left = made.nodes[2]
     made.network.tap = starved(left)
     await asyncio.sleep(2.0)
     stuck = left.applied + 1
     assert made.newest(0) >= stuck
-    assert left.rounds._streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
+    assert left.rounds.streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
     for number in range(2):
         made.kill(number)
     made.network.tap = None
     await until(lambda: left.peer.context.counters["forsaken rounds"], 90.0, "that it gives up")
     assert left.applied == stuck - 1
     await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
-    assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
+    assert not left.rounds.names or stuck not in left.rounds.streams[name_of(0)].log
 
 
 @flock(0, 1, NOTHING, NOTHING)
@@ -201,7 +202,7 @@ def test_a_stage_of_two_that_loses_one_goes_on_with_the_other(victim):
 
 
 @flock(0, 0, 1, 1, NOTHING)
-async def test_who_comes_back_has_its_stage_s_state_and_contributes_again(made):
+async def test_a_server_that_comes_back_has_its_stages_state_and_contributes_again(made):
     made.kill(1)
     await asyncio.sleep(8.0)
     back = made.start(1, 0)
@@ -234,7 +235,7 @@ async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_g
 
 
 @flock(0, 0, 0, 1, 1)
-async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made):
+async def test_a_server_that_says_goodbye_is_out_of_its_stage_and_no_member_waits_for_it(made):
     goer, (left,) = made.nodes[3], [made.nodes[4]]
     goer.peer.leave()
     await until(lambda: goer.id not in left.view.peers, VIEW_S + 3.0, "the view without it")
@@ -245,7 +246,7 @@ async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made
 
 
 @flock(0, 0, 0, 1, NOTHING)
-async def test_who_serves_another_stage_from_now_on_contributes_there_and_no_more_where_it_was(
+async def test_a_server_that_changes_stage_contributes_only_to_the_new_one(
     made,
 ):
     made.kill(2)
@@ -304,8 +305,9 @@ async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_o
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_while(made):
-    """Who has told it where a view may begin votes in no round from there on; else neither could ever be decided."""
+async def test_a_member_that_wants_a_view_and_falls_silent_delays_the_stages_only_for_a_while(made):
+    """Who has told it where a view may begin votes in no round from there on;
+    else neither could ever be decided."""
     silent, before = made.nodes[3], made.nodes[0].view
     me = before.index(silent.id, silent.life)
     ask = Prepare(view_key(before.number + 1), before.hash, (1, me))
@@ -345,7 +347,7 @@ async def test_a_round_that_has_begun_gets_no_votes_either_once_a_view_may_begin
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_views_say_who_does_what(made):
+async def test_views_say_what_each_member_does(made):
     for node in made.nodes.values():
         assert {(member.peer, member.stage) for member in node.view.members} == {
             (other.id, other.stage) for other in made.nodes.values()

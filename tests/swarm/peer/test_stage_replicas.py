@@ -1,4 +1,5 @@
-"""Peers that have a part in each stage of a model: their rounds of each, and views of nobody else."""
+"""Peers that have a part in each stage of a model: their rounds of each,
+and views of nobody else."""
 
 import asyncio
 
@@ -101,10 +102,11 @@ async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(p
 
 
 @among(3)
-async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_stages_rounds_back_too(
+async def test_with_replicas_alone_a_wanted_view_also_holds_the_stages_rounds_back(
     peers,
 ):
-    """Else it could begin with a round that some have voted in, and neither could ever be decided."""
+    """Else it could begin with a round that some have voted in, and neither could ever be
+    decided."""
     await round_of(peers, 0, 0)
     before = peers[0].context.views.newest
     silent = before.index(peers[2].me, peers[2].context.incarnation)

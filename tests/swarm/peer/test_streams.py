@@ -85,7 +85,7 @@ def test_without_a_member_or_without_a_shard_of_mine_it_is_partial():
     assert (left_out.status, left_out.taken) == ("partial", (True, False))
 
 
-def test_who_is_the_whole_group_is_alone():
+def test_a_peer_that_is_the_whole_group_is_alone():
     store = Store(10**6)
     entry = logged(store, {0: 1.0}, {0: b"first", 1: b"second"}, group=("p1",))
     assert outcome(stream(), 4, entry, store).status == "alone"

@@ -1,4 +1,5 @@
-"""How much a stage has taken in: everybody adds up what it hears of the living, for the round that is next."""
+"""How much a stage has taken in: everybody adds up what it hears of the living,
+for the round that is next."""
 
 import collections
 
@@ -53,7 +54,7 @@ def heard(tallies, sender, number, tokens, life=1, stream=STREAM):
     return tallies.changed.is_set()
 
 
-def test_a_number_is_told_to_those_who_serve_the_stage_and_to_nobody_else():
+def test_a_number_is_told_to_the_stages_servers_and_to_no_other_peer():
     port, _ = made()
     assert port.sent == [(peer, Tally(Key(STREAM, 4), 10)) for peer in ("mate", "all")]
 
@@ -108,7 +109,7 @@ def test_a_run_is_over_to_a_stage_once_it_is_to_all_of_it_that_live():
     assert tallies.total(STREAM) == 0, "nobody begins a round any more"
 
 
-def test_who_is_gone_is_not_waited_for_at_the_end_and_another_life_of_it_is():
+def test_a_peer_that_is_gone_is_not_waited_for_at_the_end_but_its_next_life_is():
     port, tallies = made()
     tallies.end(STREAM, 1)
     assert not over(tallies, "mate")
@@ -181,7 +182,7 @@ def test_others_lives_stages_and_streams_are_dropped_and_counted():
     assert tallies.total("unheard-of") == 0
 
 
-def test_who_serves_another_stage_in_the_next_view_counts_no_more():
+def test_a_member_that_serves_another_stage_in_the_next_view_no_longer_counts():
     port, tallies = made()
     heard(tallies, "mate", 4, 7)
     moved = (MEMBERS[0], Member("mate", 2, 0), *MEMBERS[2:])
@@ -206,7 +207,7 @@ def test_another_life_of_a_member_begins_with_nothing_and_the_end_of_the_former_
     assert over(tallies, "mate", life=9)
 
 
-def test_who_waits_is_woken_by_what_i_say_too():
+def test_a_waiter_is_woken_by_what_i_say_too():
     _, tallies = made()
     for say in (lambda: tallies.say(STREAM, 1, 4, 11), lambda: tallies.end(STREAM, 1)):
         tallies.changed.clear()
@@ -226,7 +227,7 @@ def test_what_departed_members_said_is_not_kept():
     assert len(tallies._books[STREAM].reports) == 2
 
 
-def test_who_is_no_member_any_more_and_hears_of_others_still_tells_its_own_number():
+def test_a_former_member_that_hears_of_others_still_tells_its_own_number():
     port, tallies = made()
     next_view(port, *MEMBERS[1:])
     assert heard(tallies, "mate", 4, 7)

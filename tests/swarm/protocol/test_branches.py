@@ -293,7 +293,7 @@ def test_any_trail_is_compared_or_refused(number, raw):
     assert fork is None or fork.number >= -1
 
 
-def test_who_may_be_elsewhere_is_everybody_ever_heard_of_who_is_not_with_me():
+def test_any_peer_ever_heard_of_that_is_not_with_me_may_be_elsewhere():
     line, me = branched(chain_of(), (1, 3)), MEMBERS[1].peer
     ever = {member.peer for member in MEMBERS}
     assert set(branches.elsewhere(line, ["new"], me, member=True)) == ever - {

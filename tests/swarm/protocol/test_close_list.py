@@ -1,4 +1,5 @@
-"""What liars put forward to a group: close lists that could not be applied, and announcements of what cannot be."""
+"""What liars put forward to a group: close lists that could not be applied,
+and announcements of what cannot be."""
 
 import hashlib
 

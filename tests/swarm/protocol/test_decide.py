@@ -70,7 +70,8 @@ def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
 
 
 def refusing_group(size, refusers):
-    """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
+    """Members of which some refuse the value `old`; member 1 has accepted it of member 0,
+    and nobody else."""
     members = [
         Decision(
             KEY,
@@ -95,7 +96,8 @@ def test_a_value_that_too_many_refuse_for_good_binds_nobody():
 
 
 def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it():
-    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it, must not put its own forward."""
+    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it,
+    must not put its own forward."""
     members = [None, *refusing_group(3, {2})[1:]]
     for number in range(4):
         run(members, members[2].propose(b"own, try %d" % number), sender=2)
@@ -112,7 +114,8 @@ def test_the_agreement_test_can_fail(monkeypatch):
 
 
 def test_an_acceptor_that_forgets_its_promises_breaks_agreement():
-    """Why a restarted member comes back under a new incarnation: with amnesia, the schedules find two values."""
+    """Why a restarted member comes back under a new incarnation: with amnesia,
+    the schedules find two values."""
     with pytest.raises(AssertionError, match="two values were decided"):
         for seed in range(3000):
             schedule = Schedule(seed, size=3)
@@ -144,7 +147,8 @@ def test_of_exactly_half_only_the_half_with_the_senior_member_decides(size):
 
 
 def run(members, sends, sender=0):
-    """Deliver everything in order, to the dead (None) in vain; returns how many messages that took."""
+    """Deliver everything in order, to the dead (None) in vain; returns how many messages that
+    took."""
     bag = [(sender, to, message) for to, message in sends]
     count = 0
     while bag:
@@ -245,8 +249,9 @@ def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
     assert {member.decided for member in members} == {b"late enough"}
 
 
-def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepted_by_a_few_and_refused_by_the_rest():
-    """A value that two slow members accept and a fast one refuses binds them for good, once the other one is dead."""
+def test_members_out_of_step_tell_their_floors_before_any_value_is_accepted():
+    """A value that two slow members accept and a fast one refuses binds them for good,
+    once the other one is dead."""
     begun = (0, 7, 1, 0)
     members = [
         Decision(
@@ -268,7 +273,7 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
     assert members[2].known_floor == (8,)
 
 
-def test_who_works_on_a_decided_key_is_told_the_decision():
+def test_a_member_that_works_on_a_decided_key_is_told_the_decision():
     members = group(3)
     run([*members[:2], Decision(KEY, VIEW, 2, (0, 1, 2))], members[0].propose(b"v"))
     (answer,) = members[0].receive(2, Prepare(KEY, VIEW, (9, 2)))
@@ -286,7 +291,7 @@ def test_nothing_can_be_announced_before_it_is_decided():
 # Where members sign: what convinces outsiders.
 
 
-def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
+def test_a_member_held_back_promises_and_accepts_nothing_until_it_may():
     held = {1, 2}
     members = [
         Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)
@@ -302,7 +307,7 @@ def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may()
     assert {member.decided for member in members} == {b"v"}
 
 
-def test_who_is_held_back_still_learns_what_others_decided():
+def test_a_member_held_back_still_learns_what_others_decided():
     members = [
         Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)
     ]

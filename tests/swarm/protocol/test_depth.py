@@ -1,4 +1,5 @@
-"""How deep a pipeline over slow links must be filled: the rule, the closed forms, and an event simulation beside them."""
+"""How deep a pipeline over slow links must be filled: the rule, the closed forms,
+and an event simulation beside them."""
 
 import heapq
 import math
@@ -16,9 +17,11 @@ SLOW = PipelineTimes((NO_TIME,) * STAGES, (HOP,) * (STAGES - 1))
 
 
 class Simulation:
-    """One step of a pipeline, event by event: a stage does one thing at a time, and so does each direction of a wire.
+    """One step of a pipeline, event by event: a stage does one thing at a time,
+    and so does each direction of a wire.
 
-    `pick(stage, forwards done, backwards done, can go forward, can go back)` says "F", "B" or None to wait.
+    `pick(stage, forwards done, backwards done, can go forward, can go back)` says "F",
+    "B" or None to wait.
     """
 
     def __init__(self, pipeline, microbatches, pick):
@@ -233,8 +236,9 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
 
 
 def followed(depth, trip_s, bottleneck_s, microbatches):
-    """Let a trainer's depth follow a pipeline from which one microbatch comes back every `bottleneck_s` at best, and `trip_s`
-    after it set out at the soonest; returns how many it wants in flight at the end."""
+    """Let a trainer's depth follow a pipeline from which one microbatch comes back every
+    `bottleneck_s` at best, and `trip_s` after it set out at the soonest; returns how many it wants
+    in flight at the end."""
     now_s = free_s = depth._ends_s[-1] if depth._ends_s else 0.0
     out = []
     for _ in range(microbatches):

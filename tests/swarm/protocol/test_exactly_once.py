@@ -1,5 +1,6 @@
-"""A trainer's ledger and its servers' staging together, over a network that loses, repeats and reorders: no gradient counts
-twice, and each counts once as long as its trainer lives, whatever dies in between."""
+"""A trainer's ledger and its servers' staging together, over a network that loses,
+repeats and reorders: no gradient counts twice, and each counts once as long as its trainer lives,
+whatever dies in between."""
 
 import random
 
@@ -28,7 +29,8 @@ class Server:
 
 
 class LedgerWorld:
-    """All of it, driven by one seed; `named` is what the close lists of each stage say, round by round."""
+    """All of it, driven by one seed; `named` is what the close lists of each stage say,
+    round by round."""
 
     def __init__(self, seed):
         self.random, self.now_s, self.wire, self.births = random.Random(seed), 0.0, [], 0
@@ -71,12 +73,13 @@ class LedgerWorld:
 
     def give_up(self, trainer):
         ledger = self.trainers[trainer]
-        for place, entry in list(ledger._entries.items()):
-            if entry.phase == "sent" and self.random.random() < 0.2:
-                ledger.silent(place, entry.attempt)
+        for place, attempt in ledger.unanswered():
+            if self.random.random() < 0.2:
+                ledger.silent(place, attempt)
 
     def hear(self, trainer):
-        """The trainer learns of closed rounds, in order, and that a server is gone only after all of its rounds."""
+        """The trainer learns of closed rounds, in order, and that a server is gone only after all
+        of its rounds."""
         ledger, heard = self.trainers[trainer], self.heard[trainer]
         for stage in range(STAGES):
             if heard[stage] < len(self.named[stage]):
@@ -202,7 +205,8 @@ class LedgerWorld:
                     self.carry(loss)
 
     def run(self):
-        """Bad luck for a while, then none, until everybody knows that everything counts; what did count."""
+        """Bad luck for a while, then none, until everybody knows that everything counts;
+        what did count."""
         for _ in range(600):
             self.step(loss=0.15, deaths=0.3)
         for _ in range(300):
@@ -226,7 +230,7 @@ class LedgerWorld:
     def done(self):
         for ledger in self.trainers:
             ledger.finish()
-        return all(not ledger._entries for ledger in self.trainers)
+        return all(not len(ledger) for ledger in self.trainers)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def test_a_trainer_that_hears_answers_to_older_attempts_is_caught(monkeypatch):
 
 
 def test_a_server_that_forgets_what_it_refused_is_caught(monkeypatch):
-    """A planted bug: a request that comes once more after its confirmation was refused is computed, and a late confirmation
-    merges it."""
+    """A planted bug: a request that comes once more after its confirmation was refused is computed,
+    and a late confirmation merges it."""
     monkeypatch.setattr(GradientLeases, "_refuse", lambda self, key, attempt: None)
     assert violations(range(100)) > 0

@@ -1,4 +1,5 @@
-"""The server's book: what it computes, keeps aside, merges and drops. With trainers: test_exactly_once.py."""
+"""The server's book: what it computes, keeps aside, merges and drops. With trainers:
+test_exactly_once.py."""
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_gradient_goes_from_running_to_committed(book):
     assert book.begin(KEY, 1) == "nothing"
 
 
-def test_who_asks_again_gets_the_same_answer_under_the_newer_attempt(book):
+def test_a_repeated_request_gets_the_same_answer_under_the_newer_attempt(book):
     assert book.begin(KEY, 1) == "run"
     assert book.begin(KEY, 2) == "nothing"
     assert book.staged(KEY, 0.0) == 2
@@ -118,7 +119,7 @@ def test_what_is_remembered_is_bounded(book, monkeypatch):
         put_aside(book, key)
         book.confirm(key, 1)
         book.close(number, [book.offer(number)[0]])
-    assert len(book._committed) == 3
+    assert book.remembered == 3
 
 
 def test_what_was_refused_is_never_merged_also_if_its_request_comes_once_more(book):

@@ -54,7 +54,7 @@ def test_groups_are_disjoint_cover_everybody_and_each_member_sees_the_same_one(
     assert sizes == sorted([size] * (members // size) + [members % size] * (members % size > 0))
 
 
-def test_over_many_rounds_everybody_meets_everybody_about_equally_often_and_leads_half_the_time():
+def test_over_many_rounds_all_pairs_meet_equally_often_and_each_peer_leads_half_the_time():
     met, led = collections.Counter(), collections.Counter()
     rounds = 4000
     for number in range(rounds):
@@ -86,12 +86,12 @@ def test_shards_are_spread_evenly_and_so_is_what_a_dead_reducer_leaves():
     assert heirs == {PEERS[4]}
 
 
-def test_who_reduces_what_is_the_same_in_all_rounds_and_views_but_not_in_all_streams():
+def test_a_shards_reducer_is_the_same_in_all_rounds_and_views_but_not_in_all_streams():
     assert rotation(PEERS, 5, "a") == rotation(PEERS[::-1], 5, "a")
     assert len({rotation(PEERS, seed, stream) for seed in (5, 6) for stream in "ab"}) == 4
 
 
-def test_who_comes_or_goes_leaves_the_others_order_as_it_is():
+def test_a_member_that_comes_or_goes_leaves_the_others_order_as_it_is():
     whole = rotation(PEERS, 5, "a")
     for gone in PEERS:
         assert rotation([peer for peer in PEERS if peer != gone], 5, "a") == tuple(

@@ -1,4 +1,5 @@
-"""The trainer's book: what it asks, whose answer counts, when it asks somebody else. With servers: test_exactly_once.py."""
+"""The trainer's book: what it asks, whose answer counts, when it asks somebody else. With servers:
+test_exactly_once.py."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Enough members have to say that a round is gone: whose word counts, when it is believed, and how far it leads."""
+"""Enough members have to say that a round is gone: whose word counts, when it is believed,
+and how far it leads."""
 
 import random
 
@@ -41,7 +42,7 @@ def test_most_of_those_who_live_have_to_say_so(living, said, agreed):
     assert bool(told(*said).agreed(7, list(living))) == agreed
 
 
-def test_who_is_dead_or_no_member_any_more_has_no_say():
+def test_the_dead_and_former_members_have_no_say():
     forgetting = told("a", "b", "c")
     assert len(forgetting.agreed(7, list(ABCDE))) == 3
     assert forgetting.agreed(7, ["c", "d", "e"]) == []
@@ -90,5 +91,5 @@ def test_no_minority_leads_astray(seed):
     assert min(honest) <= oldest_of(begins) <= max(honest)
 
 
-def test_who_has_nothing_in_its_log_says_with_what_it_begins():
+def test_a_member_with_an_empty_log_says_with_what_it_begins():
     assert newest_of([word(oldest=30, newest=29)]) == 30

@@ -1,4 +1,5 @@
-"""Two peers swap payloads: the state table by hand, then thousands of rounds of bad luck in virtual time."""
+"""Two peers swap payloads: the state table by hand, then thousands of rounds of bad luck in virtual
+time."""
 
 import msgspec
 import pytest
@@ -223,7 +224,7 @@ def applied_leader():
     return leader
 
 
-def test_who_asks_after_the_end_hears_what_was_decided():
+def test_a_question_after_the_end_is_answered_with_the_decision():
     applied, failed = applied_leader(), held_leader()
     failed.lost(0.4)
     said(failed)
@@ -259,7 +260,8 @@ def test_nothing_changes_a_verdict():
 
 
 def check(end):
-    """The law of pairs: `applied` means that both held both; one side alone only if the other could not hear of it."""
+    """The law of pairs: `applied` means that both held both; one side alone only if the other could
+    not hear of it."""
     leader, follower = end.sides
     if follower.verdict == "applied":
         assert leader.verdict == "applied", "a follower applied without its leader"
@@ -279,7 +281,7 @@ def test_without_faults_everybody_applies():
         assert end.verdicts == ["applied", "applied"], seed
 
 
-def test_in_thousands_of_rounds_of_bad_luck_every_wait_ends_and_sides_differ_only_where_that_is_noted():
+def test_under_bad_luck_every_wait_ends_and_sides_differ_only_where_that_is_noted():
     rounds, one_sided, applied = 4000, 0, 0
     for seed in range(rounds):
         end = Round(seed, faults=True).run()

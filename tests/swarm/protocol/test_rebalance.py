@@ -1,4 +1,5 @@
-"""Rebalancing: everybody computes the same move, no stage is emptied, and a swarm that churns is the faster for it."""
+"""Rebalancing: everybody computes the same move, no stage is emptied, and a swarm that churns is
+the faster for it."""
 
 import collections
 import dataclasses
@@ -176,7 +177,7 @@ def test_hysteresis_a_little_more_load_moves_nobody():
     assert next_move(snapshot(source, [server("t", 5)]), RebalanceRule(hysteresis=0.2)) is not None
 
 
-def test_who_has_just_come_stays_for_a_while():
+def test_a_peer_that_has_just_come_stays_for_a_while():
     young = [server(peer, resident_s=MIN_RESIDENCE_S - 1) for peer in "ab"]
     known = snapshot([*young, server("c", 3, resident_s=MIN_RESIDENCE_S)], [server("t", 90)])
     assert next_move(known).peer == "c"
@@ -184,7 +185,7 @@ def test_who_has_just_come_stays_for_a_while():
     assert next_move(snapshot([*young, server("c", 3, resident_s=0)], [server("t", 90)])) is None
 
 
-def test_who_cannot_hold_the_stage_does_not_go_there():
+def test_a_peer_that_cannot_hold_the_stage_does_not_go_there():
     source = [
         server("a", memory_bytes=10),
         server("b", 3, memory_bytes=20),
@@ -254,8 +255,8 @@ STAGES, PEERS, LIFE_S, HOURS = 16, 160, 2 * 3600.0, 8
 
 
 def churn(seed, period_s):
-    """Equal peers come to random stages and leave at random times. Returns the share of the best assignment's throughput
-    in each hour; the throughput is that of the slowest stage."""
+    """Equal peers come to random stages and leave at random times. Returns the share of the best
+    assignment's throughput in each hour; the throughput is that of the slowest stage."""
     chance = random.Random(seed)
     home = {
         f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)
@@ -279,7 +280,8 @@ def churn(seed, period_s):
 
 
 def observed(home, now_s, period_s):
-    """The slowest stage sets the pace and is 95 % busy; each queue is that of an M/M/1 server at its stage's share of it."""
+    """The slowest stage sets the pace and is 95 % busy; each queue is that of an M/M/1 server at
+    its stage's share of it."""
     members = [
         [peer for peer, (where, _) in home.items() if where == stage] for stage in range(STAGES)
     ]

@@ -1,4 +1,5 @@
-"""The tables of states, walked: all states can be reached, real machines make all transitions, and no others."""
+"""The tables of states, walked: all states can be reached, real machines make all transitions,
+and no others."""
 
 import ast
 import collections
@@ -61,7 +62,8 @@ def test_what_the_table_does_not_hold_does_not_happen(table, first, last):
 
 
 def assigned(cls, attribute):
-    """The methods of a class that set an attribute of its instances, or one of the attribute's places."""
+    """The methods of a class that set an attribute of its instances, or one of the attribute's
+    places."""
     tree = ast.parse(inspect.getsource(cls))
     for function in ast.walk(tree):
         for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():

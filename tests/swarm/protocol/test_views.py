@@ -1,4 +1,5 @@
-"""Views follow each other without a gap, each signed by a quorum of the one before; who is in the next one."""
+"""Views follow each other without a gap, each signed by a quorum of the one before;
+who is in the next one."""
 
 import msgspec
 import pytest
@@ -125,7 +126,8 @@ def test_a_round_belongs_to_the_last_view_that_begins_at_or_before_it():
 
 
 def test_a_view_that_begins_where_the_one_before_it_does_takes_its_place():
-    """Else views that change faster than rounds would run ahead of them, and leave rounds to members long gone."""
+    """Else views that change faster than rounds would run ahead of them, and leave rounds to
+    members long gone."""
     chain = grown(first_round=5)
     assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), (5,)) == ()
     assert chain.extend(certify(successor(chain, MEMBERS[:3], 5), signers(5)))
@@ -170,7 +172,7 @@ def test_the_barrier_blocks_rounds_from_there_on_until_the_view_is_decided():
     assert not chain.blocked(8)
 
 
-def test_what_was_told_to_who_wants_a_view_holds_back_from_rounds_of_stages_until_it_is_decided():
+def test_a_promise_for_a_view_holds_back_rounds_of_stages_until_it_is_decided():
     chain = grown()
     chain.held = (5, 3)
     assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True]
@@ -186,7 +188,7 @@ def test_a_proposal_is_lifted_by_axis_to_where_it_may_begin():
     assert decode_view(lifted(encode(view), ())) == view
 
 
-def test_who_serves_a_stage_is_who_said_so_and_every_full_replica():
+def test_a_stage_is_served_by_the_peers_that_said_so_and_by_every_full_replica():
     view = View(
         2,
         bytes(32),
@@ -386,7 +388,7 @@ def test_wishes_to_join_expire_and_their_table_is_bounded():
     assert candidates.live(50.0)["b"] == Member("b", 2), "who is in the table can renew"
 
 
-def test_who_leaves_is_not_let_in_unless_it_asks_again_and_a_late_goodbye_of_an_earlier_life_counts_not():
+def test_a_member_that_left_must_ask_again_and_an_earlier_lifes_goodbye_does_not_count():
     candidates = Candidates()
     candidates.join(A, expires_s=9.0)
     candidates.leave(A)

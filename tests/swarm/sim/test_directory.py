@@ -1,4 +1,5 @@
-"""The directory in memory does the real one's misdeeds on request, and peers find each other in spite of them."""
+"""The directory in memory does the real one's misdeeds on request, and peers find each other in
+spite of them."""
 
 import asyncio
 import contextlib
@@ -145,7 +146,7 @@ def test_lost_stores_say_yes_and_the_last_one_that_was_kept_is_seen():
     assert 150 < world.table.fired["lost"] < 250
 
 
-def test_who_loses_what_follows_from_the_seed_and_not_from_what_others_do():
+def test_losses_follow_from_the_seed_and_not_from_what_others_do():
     def kept(seed, busy):
         world, history = TableWorld(3, seed=seed, lost=0.5, stale_s=2.0), []
         for second in range(60):
@@ -179,7 +180,7 @@ def test_in_a_split_everybody_sees_its_own_part_until_it_is_healed():
     assert world.seen(3) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 2)]
 
 
-def test_a_lone_founder_is_told_so_and_found_by_who_comes_later():
+def test_a_lone_founder_is_told_so_and_found_by_later_peers():
     world = TableWorld(1)
     assert not world.announce(0)
     world.directories.append(world.table.directory(identity(1).peer))
@@ -211,7 +212,8 @@ def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
 
 
 async def member(stack, network, directory, number):
-    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it shows somebody."""
+    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it
+    shows somebody."""
     links = network.links(directory.me)
     peer = Peer(
         RunTerms(RUN, 1, 2.0),

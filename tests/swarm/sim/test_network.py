@@ -1,4 +1,5 @@
-"""The simulated network: frames take the time that their bytes and the lines say, and get lost as the seed says."""
+"""The simulated network: frames take the time that their bytes and the lines say,
+and get lost as the seed says."""
 
 import asyncio
 import collections
@@ -259,7 +260,7 @@ async def test_a_cut_is_silent_both_ways_and_takes_what_is_on_its_way(net):
 
 
 @on_a_net()
-async def test_a_silent_partner_is_suspect_later_than_one_whose_connection_closed_and_dead_at_the_same_age(
+async def test_a_silent_partner_is_suspect_later_than_a_closed_one_and_dead_at_the_same_age(
     net,
 ):
     await asyncio.sleep(7)

@@ -29,8 +29,9 @@ def test_the_clock_begins_where_it_is_told(start_s):
     assert run_virtual(main(), start_s=start_s) == (start_s, start_s + 2.5)
 
 
-def test_a_clock_of_months_still_wakes_who_sleeps():
-    """A double near 2**24 s has steps of 4 ns: with a finer resolution a due timer would never count as due."""
+def test_a_clock_of_months_still_wakes_sleepers():
+    """A double near 2**24 s has steps of 4 ns: with a finer resolution a due timer would never
+    count as due."""
 
     async def main():
         for _ in range(1000):
@@ -40,7 +41,7 @@ def test_a_clock_of_months_still_wakes_who_sleeps():
     assert run_virtual(main(), start_s=2.0**24) == pytest.approx(2.0**24 + 100)
 
 
-def test_sleepers_wake_in_the_order_of_their_times_and_ties_in_the_order_in_which_they_lay_down():
+def test_sleepers_wake_in_the_order_of_their_times_and_ties_in_the_order_of_sleeping():
     async def main():
         woken = []
 

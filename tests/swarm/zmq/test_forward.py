@@ -1,4 +1,5 @@
-"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter; the window."""
+"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter;
+the window."""
 
 import contextlib
 import random
@@ -289,7 +290,7 @@ def test_a_meter_remembers_a_bounded_number_of_senders():
     meter = Meter(1e9)
     for number in range(3 * forward.MAX_SENDERS):
         meter.take(str(number), 1, 0.0)
-    assert len(meter._senders) == forward.MAX_SENDERS
+    assert len(meter) == forward.MAX_SENDERS
 
 
 def test_addresses_round_trip_and_wrong_lengths_are_refused():

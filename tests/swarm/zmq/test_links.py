@@ -33,7 +33,7 @@ def test_frames_of_all_sizes_arrive_whole_with_their_sender():
     run(main)
 
 
-def test_nobody_is_reached_who_is_unknown_and_no_frame_is_too_long():
+def test_an_unknown_peer_is_not_reached_and_no_frame_is_too_long():
     async def main(fleet):
         a, b = await fleet.pair()
         assert not a.send(identity(5).peer, b"x")
@@ -150,7 +150,7 @@ def test_a_peer_that_moved_is_found_by_its_newer_record():
         await b.close()
         await until(lambda: a.life(b.me) == "suspect")
         await restart_elsewhere(fleet, a, b)
-        assert a._table.known[b.me][0].incarnation == 2
+        assert a.table.known[b.me][0].incarnation == 2
 
     run(main)
 
@@ -192,7 +192,7 @@ def test_forged_replayed_foreign_and_own_records_are_refused():
         assert a.learn(second)
         assert not a.learn(second)
         assert not a.learn(first)
-        assert a._table.known[b.me][0].role == "reader"
+        assert a.table.known[b.me][0].role == "reader"
         forged = bytearray(b.record())
         forged[-1] ^= 1
         stranger = Record("run", identity(3).peer, 1, 99, bytes(32))
@@ -268,7 +268,7 @@ def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monk
         await until(lambda: a.counters["no road"])
         assert await asyncio.wait_for(waiting, 2.0) > 0
         assert a.life(identity(5).peer) == "unknown"
-        assert not a._sender.waiting
+        assert not a.waiting
 
     run(main)
 
@@ -390,7 +390,7 @@ def test_cancelled_waits_lose_nothing():
         await asyncio.sleep(0)
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
-        assert not a._table.pool.waiters
+        assert not a.table.pool.waiters
 
     run(main)
 
@@ -450,7 +450,7 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         assert a.learn(process.record)
         a.send(process.peer, b"echo")
         await got(a)
-        a._table.partners[process.peer].hang_up(
+        a.table.partners[process.peer].hang_up(
             0.0
         )  # what is left, if any, was dialled by the other
         await asyncio.sleep(1.0)

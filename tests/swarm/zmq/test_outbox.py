@@ -71,7 +71,7 @@ def test_the_counts_add_up_whatever_is_put_taken_and_cleared(steps):
     assert [bool(box) for box in boxes] == [bool(lanes[0] or lanes[1]) for lanes in held]
 
 
-def test_who_waits_for_room_gets_it_in_order_of_arrival():
+def test_waiters_for_room_get_it_in_order_of_arrival():
     async def main():
         box = Outbox(Pool())
         full = fill(box, BULK, KB256)
@@ -90,7 +90,7 @@ def test_who_waits_for_room_gets_it_in_order_of_arrival():
     asyncio.run(main())
 
 
-def test_a_full_peer_does_not_hold_up_who_waits_for_another():
+def test_a_full_peer_does_not_hold_up_waiters_for_another():
     async def main():
         pool = Pool()
         stuck = Outbox(pool)

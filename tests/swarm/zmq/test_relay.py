@@ -1,4 +1,5 @@
-"""Real sockets on loopback: two peers that cannot dial each other, and a third that forwards for them."""
+"""Real sockets on loopback: two peers that cannot dial each other, and a third that forwards for
+them."""
 
 import asyncio
 import time
@@ -54,8 +55,8 @@ def test_frames_arrive_through_the_relay_in_both_directions_with_their_true_send
 def test_the_relay_sees_no_content():
     async def main(fleet):
         relay = await fleet.peer(3)
-        seen, forward = [], relay._detours.forward
-        relay._detours.forward = lambda sender, lane, body, now_s: (
+        seen, forward = [], relay.detours.forward
+        relay.detours.forward = lambda sender, lane, body, now_s: (
             seen.append(bytes(body)),
             forward(sender, lane, body, now_s),
         )
@@ -116,11 +117,11 @@ def test_another_relay_takes_over_when_one_goes():
         a, b = await hidden_pair(fleet, first, second)
         assert a.send(b.me, b"x")
         assert await got(b) == (a.me, b"x")
-        used = {first.me: first, second.me: second}[a._table.partners[b.me].via]
+        used = {first.me: first, second.me: second}[a.table.partners[b.me].via]
         await used.close()
         assert a.send(b.me, b"y")
         lost_s = await until(
-            lambda: a.road(b.me) == "forwarded" and a._table.partners[b.me].via != used.me, 10
+            lambda: a.road(b.me) == "forwarded" and a.table.partners[b.me].via != used.me, 10
         )
         assert lost_s < 5.0
         await until(lambda: a.life(b.me) == "alive")
@@ -139,10 +140,10 @@ def test_silence_on_the_forwarded_road_is_suspect_then_dead_then_alive_again(mon
 
     async def main(fleet):
         a, b, relay = await triangle(fleet)
-        relay._detours._relay = False
+        relay.detours.relay = False
         assert await until(lambda: a.life(b.me) == "suspect") < 1.5
         assert await until(lambda: a.life(b.me) == "dead") < 2.5
-        relay._detours._relay = True
+        relay.detours.relay = True
         assert await until(lambda: a.life(b.me) == "alive") < 5.0
 
     run(main)
@@ -209,11 +210,11 @@ def test_a_sender_over_its_budget_is_dropped_and_the_others_are_served():
 def test_a_lying_relay_gets_nothing_accepted(trick):
     async def main(fleet):
         a, b, relay = await triangle(fleet)
-        detours, honest = relay._detours, relay._detours.forward
+        detours, honest = relay.detours, relay.detours.forward
 
         def lie(sender, lane, body, now_s):
             payload = bytes(body[32:])
-            target = relay._table.partners[b.me if sender.peer == a.me else a.me].best(lane)
+            target = relay.table.partners[b.me if sender.peer == a.me else a.me].best(lane)
             if trick == "alter":
                 target.write(
                     pack_forward(FORWARDED, sender.peer, payload[:-1] + bytes([payload[-1] ^ 1]))
@@ -252,7 +253,7 @@ def test_frames_for_nobody_and_of_no_sense_are_dropped_by_the_relay():
         await until(lambda: relay.counters["bad seal"] == 2)
         assert relay.counters["forward: bad frame"] == 1
         assert relay.counters["forward: destination not connected"] == 2
-        assert set(relay._table.partners) == {guest.owner.peer}  # no invented sender takes room
+        assert set(relay.table.partners) == {guest.owner.peer}  # no invented sender takes room
 
     run(main)
 

@@ -17,7 +17,7 @@ from farflock.swarm.zmq import upkeep as zmq_upkeep
 # Strangers.
 
 
-def test_who_brings_its_own_record_is_let_in_and_may_send():
+def test_a_stranger_that_brings_its_own_record_is_let_in_and_may_send():
     async def main(fleet):
         a = await fleet.peer(1)
         guest = fleet.stranger(a)
@@ -62,7 +62,7 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
         await until(
             lambda: all(
                 connection.owner
-                for port in a._sockets.routers
+                for port in a.sockets.routers
                 for connection in port.connections.values()
             )
         )
@@ -73,7 +73,7 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
 def test_a_routing_id_of_ones_own_choice_gives_nobodys_name():
     async def main(fleet):
         a, b = await fleet.pair()
-        victim = a._table.partners[b.me].best(0).address
+        victim = a.table.partners[b.me].best(0).address
         guest = fleet.stranger(a, routing_id=b"x" + (victim or b"")[1:])
         await guest.introduce()
         await guest.say(b"\x02mine")
@@ -123,7 +123,7 @@ def test_the_number_of_strangers_is_bounded_and_a_friend_still_gets_in():
         ]
         try:
             await until(lambda: a.counters["stranger: too many"] >= 2 * zmq_port.MAX_STRANGERS)
-            await until(lambda: len(a._sockets.routers[0].connections) <= zmq_port.MAX_STRANGERS)
+            await until(lambda: len(a.sockets.routers[0].connections) <= zmq_port.MAX_STRANGERS)
             friend = await fleet.peer(2, listen=None)
             friend.learn(a.record())
             assert friend.send(a.me, b"x")
@@ -143,7 +143,7 @@ def test_one_identity_has_a_bounded_number_of_connections():
             await guest.introduce()
         await until(
             lambda: (
-                len(a._table.partners[guests[0].owner.peer].routes[0])
+                len(a.table.partners[guests[0].owner.peer].routes[0])
                 <= zmq_handshake.MAX_ROUTES_PER_PEER
             )
         )
@@ -162,7 +162,7 @@ def test_strangers_displace_strangers_only(monkeypatch):
         assert a.life(b.me) == "alive"
         for seed in range(20, 26):
             await fleet.stranger(a, seed).introduce()
-        assert len(a._table.partners) == 3
+        assert len(a.table.partners) == 3
         assert a.life(b.me) == "alive"
 
     run(main)
@@ -199,7 +199,7 @@ def test_a_senseless_message_is_dropped_and_counted(message):
 
 def is_cut_off(links, guest):
     """It may be forgotten already."""
-    partner = links._table.partners.get(guest.owner.peer)
+    partner = links.table.partners.get(guest.owner.peer)
     return partner is None or not partner.routes[0]
 
 
@@ -251,7 +251,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
     run(main)
 
 
-def test_who_is_connected_and_says_nothing_for_long_is_cut_off(monkeypatch):
+def test_a_stranger_that_says_nothing_for_long_is_cut_off(monkeypatch):
     monkeypatch.setattr(zmq_port, "SILENT_S", 0.5)
     monkeypatch.setattr(zmq_upkeep, "PING_EVERY_S", 0.1)
 

@@ -72,7 +72,7 @@ def test_the_list_of_banned_keys_is_bounded_and_keeps_the_newest():
         table.ban(key)
     assert not table.admits(keys[-1])
     assert table.admits(keys[0])
-    assert len(table._banned) == zap.MAX_BANNED_KEYS
+    assert len(table.banned) == zap.MAX_BANNED_KEYS
 
 
 def test_a_key_of_another_length_is_not_admitted():

@@ -215,7 +215,7 @@ def test_trainers_and_sources_have_samples_of_their_own():
     request = Forward(1, 2, 1, 5, Visit((4,)))
     payload = TrainerMemory(edge.edges).handed(2, "b/1", (4,), (row,))
     assert torch.equal(edge.behind["b/1"].input("u", payload, request)[0], row.values.float())
-    assert len(edge.behind["b/1"]._got._cache) == 3
+    assert len(edge.behind["b/1"]._got.cache) == 3
 
 
 def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_not_kept():

@@ -82,9 +82,9 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(lost, "copy")}, begun
     after = begun[0]["round"]
-    rounds = sorted(number for stage, number in one._weights if stage == lost and number <= after)
+    rounds = sorted(number for stage, number in one.versions if stage == lost and number <= after)
     died = {
-        number: [ends_of(weights) for weights in one._weights[lost, number]] for number in rounds
+        number: [ends_of(weights) for weights in one.versions[lost, number]] for number in rounds
     }
     later = [life for life in one.lives[6:] if life.stage == lost and life.weights]
     assert later
@@ -107,7 +107,7 @@ def test_a_few_servers_of_the_stage_beside_keep_what_the_end_had_after_every_so_
     assert {end for _, end, _, _ in kept} == {0, 2}
     assert len({peer for peer, _, _, _ in kept}) == KEEPERS, "all of them did"
     for peer, end, number, tensors in kept:
-        assert same(ends_of(tensors), ends_of(one._weights[end, number][0])), (peer, end, number)
+        assert same(ends_of(tensors), ends_of(one.versions[end, number][0])), (peer, end, number)
     for keeper, end in {(peer, end) for peer, end, _, _ in kept}:
         rounds = sorted({number for peer, of, number, _ in kept if (peer, of) == (keeper, end)})
         assert len(rounds) >= 2

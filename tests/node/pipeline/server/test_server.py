@@ -748,7 +748,7 @@ async def test_over_hundreds_of_microbatches_nothing_grows(bench):
     await asyncio.sleep(5.0)
     server = bench.server
     pending, accounts = server.pending, server.accounts
-    kept = [pending.gradients, pending.replies, pending.staging._slots]
+    kept = [pending.gradients, pending.replies, pending.staging]
     kept += [accounts.taken, accounts.sums.rounds, accounts.rounds_over]
     assert [len(entries) for entries in kept] == [0] * 6
     assert server.accounts.tokens == 0

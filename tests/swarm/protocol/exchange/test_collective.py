@@ -1,4 +1,5 @@
-"""One exchange of a group, machine against machine: a bag of messages, a shared world of chunks, and bad luck."""
+"""One exchange of a group, machine against machine: a bag of messages, a shared world of chunks,
+and bad luck."""
 
 import collections
 import heapq
@@ -44,7 +45,7 @@ def test_undisturbed_everybody_is_in_and_it_takes_a_second(kind, n):
 
 
 @KINDS
-def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_no_contribution_of_theirs(
+def test_a_crash_at_any_step_costs_the_others_little_time_and_no_contribution(
     kind,
 ):
     for victim in range(3):
@@ -64,7 +65,8 @@ def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_
 
 
 def uniform_after_a_crash():
-    """How many of these rounds go on without waiting for half of their time, and how many are empty."""
+    """How many of these rounds go on without waiting for half of their time,
+    and how many are empty."""
     slow = empty = 0
     for victim, step in itertools.product(range(4), range(0, 60, 2)):
         world = offering_world(2, n=4, kind="uniform")
@@ -137,7 +139,7 @@ def test_what_a_stage_decides_in_bad_luck_all_others_decide_too(kind):
 
 
 @KINDS
-def test_what_a_stage_decided_before_it_died_out_at_any_step_is_known_to_who_voted(kind):
+def test_the_voters_know_what_a_stage_decided_before_it_died_out_at_any_step(kind):
     outcomes = collections.Counter()
     for step in range(offering_world(2, n=6, kind=kind, voters=4, witnessed=True).run().handled[0]):
         world = offering_world(2, n=6, kind=kind, voters=4, witnessed=True)
@@ -149,7 +151,7 @@ def test_what_a_stage_decided_before_it_died_out_at_any_step_is_known_to_who_vot
 
 
 @KINDS
-def test_in_bad_luck_too_who_votes_holds_what_it_accepts(kind):
+def test_under_bad_luck_a_voter_holds_what_it_accepts(kind):
     outcomes = collections.Counter()
     for seed in range(120):
         world = unlucky_world(seed, kind, staged=True, witnessed=True).run(until_s=200.0)
@@ -169,7 +171,8 @@ def test_a_witness_costs_a_round_less_than_half_a_second():
 def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(
     kind, trip_s
 ):
-    """A ballot takes two round trips and more, and a proposer does not wait so long for the one before it."""
+    """A ballot takes two round trips and more, and a proposer does not wait so long for the one
+    before it."""
     times = []
     for seed in range(20):
         world = offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=trip_s).run(
@@ -179,7 +182,7 @@ def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_ea
     assert max(times) < 30 * trip_s, times
 
 
-def test_the_round_of_a_stage_that_nobody_is_left_of_is_closed_by_the_others_as_soon_as_they_look():
+def test_the_round_of_a_stage_without_members_is_closed_at_once_by_the_voters():
     world = ExchangeWorld(3, n=5, voters=3)
     for me in world.contributors:
         world.crash(me)
@@ -188,7 +191,7 @@ def test_the_round_of_a_stage_that_nobody_is_left_of_is_closed_by_the_others_as_
     assert max(world.finished_s.values()) < 4.0
 
 
-def test_who_does_not_know_the_tokens_before_a_round_puts_nothing_forward():
+def test_a_member_that_does_not_know_the_tokens_before_a_round_proposes_nothing():
     world = ExchangeWorld(3, n=3, voters=2)
     world.crash(0)
     for machine in world.machines:
@@ -198,7 +201,8 @@ def test_who_does_not_know_the_tokens_before_a_round_puts_nothing_forward():
 
 
 def test_the_agreement_check_can_fail(monkeypatch):
-    """With a quorum of one anywhere, members that lose sight of each other must be found to disagree."""
+    """With a quorum of one anywhere, members that lose sight of each other must be found to
+    disagree."""
     from farflock.swarm.protocol import decide
     from farflock.swarm.protocol.exchange import availability
 
@@ -221,7 +225,7 @@ def test_a_member_that_brings_nothing_is_waited_for_until_half_time_and_then_lef
 
 
 @KINDS
-def test_whom_it_waits_for_is_known(kind):
+def test_the_members_that_it_waits_for_are_known(kind):
     world = ExchangeWorld(4, kind=kind)
     world.offer_at(0.1, 0)
     while world.now_s < 3.0:
@@ -311,8 +315,9 @@ def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
     assert LATE_REDUCER * DEADLINE_S < max(world.finished_s.values()) < DEADLINE_S + 3
 
 
-def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadline_instead_of_never():
-    """The reducer alone heard of member 2, then both died: nobody left knows that member's weight."""
+def test_a_result_with_an_offer_that_no_survivor_knows_fails_at_the_deadline():
+    """The reducer alone heard of member 2, then both died: nobody left knows that member's
+    weight."""
     world = ExchangeWorld(12, n=5, shards=1)
     reducer = world.machines[0].roster.ordered[0]
     stranger = next(me for me in range(5) if me != reducer)
@@ -344,7 +349,8 @@ def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadl
 
 
 def test_a_gathered_payload_whose_owner_dies_is_fetched_from_whoever_holds_it_by_then():
-    """Two have the dead member's payload, the third asks them as soon as they say so, not after its first patience."""
+    """Two have the dead member's payload, the third asks them as soon as they say so,
+    not after its first patience."""
     world = offering_world(13, n=4, kind="gather", shards=2)
     owner, late = 0, 3
     fetch = world.fetch
@@ -362,7 +368,7 @@ def test_a_gathered_payload_whose_owner_dies_is_fetched_from_whoever_holds_it_by
     assert world.finished_s[late] < 4.0
 
 
-def test_the_number_of_messages_grows_with_the_square_of_the_group_and_not_with_what_is_waited_for():
+def test_messages_grow_with_the_square_of_the_group_and_not_with_the_wait():
     def messages(n, wait_s):
         world = ExchangeWorld(14, n=n, shards=n)
         for me in range(n):
@@ -397,7 +403,7 @@ def test_everything_is_asked_for_once_at_a_time():
     assert set(fetches.values()) == {1}
 
 
-def test_a_result_is_fetched_from_who_announced_it_or_says_to_hold_it_and_from_anybody_once_those_are_gone():
+def test_a_result_is_fetched_from_its_known_holders_and_from_any_peer_once_they_are_gone():
     """Whoever cannot have it yet would only answer that it does not, a round trip later."""
     machine = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), TERMS, 0.0)
     digest = digest_of(b"reduced")

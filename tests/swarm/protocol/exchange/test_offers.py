@@ -1,4 +1,5 @@
-"""What members offered: one offer each, and a mean of those alone that started from the same state."""
+"""What members offered: one offer each, and a mean of those alone that started from the same
+state."""
 
 from farflock.swarm.messages import Key, Offer
 from farflock.swarm.protocol.exchange.offers import Offers

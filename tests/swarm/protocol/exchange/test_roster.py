@@ -1,4 +1,5 @@
-"""Who is in an exchange: contributors and voters, the living and the suspect, and the turns of both."""
+"""Who is in an exchange: contributors and voters, the living and the suspect,
+and the turns of both."""
 
 from farflock.swarm.protocol.exchange.roster import Roster
 
