@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from worlds.pipeline_audit import Audit, Whole, pipeline, plan
+from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.pipeline_records import Whole
 from worlds.waiting import until
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME

@@ -13,11 +13,10 @@ and the unsplit model's gradient is computed once more without any of the record
 import asyncio
 import collections
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.func import functional_call
+from worlds.pipeline_records import Life, Pass, WatchedSums, Whole, counted
 
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
@@ -74,58 +73,6 @@ def pipeline(stages=3, batch=8, codec="raw", **options):
         "trainer": TrainerTerms(window=6, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0),
     }
     return PipelinePlan(tuple(even(MODEL, stages)), batch * TOKENS, codec, **(given | options))
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """A pass that was computed: at which stage, after which round, by which weights,
-    of which input, forward or with which outside."""
-
-    stage: int
-    round: int
-    weights: dict[str, torch.Tensor]
-    x: bytes
-    outside: bytes | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """A pass there and back through all stages of a full replica, by these weights of the unsplit
-    model; `stage` is of whose gradient it is asked."""
-
-    stage: int
-    weights: dict[str, torch.Tensor]
-
-
-@dataclass
-class Life:
-    """What is seen of one life of a server."""
-
-    number: int
-    stage: int
-    serving: Any
-    computed: dict[tuple[str, int], Pass] = field(
-        default_factory=dict
-    )  # the backward pass whose gradient is put aside
-    merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
-    used: Any = None  # the weights that the stage computed with last
-    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
-
-
-@dataclass
-class WatchedSums:
-    """A server's sums, of which `add` is watched."""
-
-    sums: Any
-    add: Any
-
-    def __getattr__(self, name):
-        return getattr(self.sums, name)
-
-
-def counted(noted):
-    """What counts of a round's notes, with how late it is; what is left out does not."""
-    return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}
 
 
 class Audit:

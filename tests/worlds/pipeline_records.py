@@ -1,0 +1,60 @@
+"""What an audit of a simulated pipeline notes: passes, lives of servers, and what counts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from farflock.node.train import microbatch_ids as notes
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass that was computed: at which stage, after which round, by which weights,
+    of which input, forward or with which outside."""
+
+    stage: int
+    round: int
+    weights: dict[str, torch.Tensor]
+    x: bytes
+    outside: bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A pass there and back through all stages of a full replica, by these weights of the unsplit
+    model; `stage` is of whose gradient it is asked."""
+
+    stage: int
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass
+class Life:
+    """What is seen of one life of a server."""
+
+    number: int
+    stage: int
+    serving: Any
+    computed: dict[tuple[str, int], Pass] = field(
+        default_factory=dict
+    )  # the backward pass whose gradient is put aside
+    merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
+    used: Any = None  # the weights that the stage computed with last
+    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
+
+
+@dataclass
+class WatchedSums:
+    """A server's sums, of which `add` is watched."""
+
+    sums: Any
+    add: Any
+
+    def __getattr__(self, name):
+        return getattr(self.sums, name)
+
+
+def counted(noted):
+    """What counts of a round's notes, with how late it is; what is left out does not."""
+    return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}
