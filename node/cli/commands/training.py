@@ -13,6 +13,8 @@ from farflock.node.process.status import Status
 class WatchedNode(Protocol):
     """A node that is shown while it trains, and can be asked to end."""
 
+    @property
+    def view_s(self) -> float: ...
     def show_to(self, show: Callable[[Status], None]) -> None: ...
     def stop(self) -> None: ...
 
@@ -33,7 +35,7 @@ def train(
         def watched(node: NodeT) -> None:
             greet(node)
             ending.gently = node.stop
-            node.show_to(show)
+            node.show_to(lambda status: show(status, node.view_s))
 
         saved = run_until_asked(ending, lambda: work(watched))
     return conclude(out, saved, ending.asked)

@@ -58,6 +58,7 @@ class Trainer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
+        self.may_begin: Callable[[], bool] = lambda: True  # asked before each microbatch
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` or `stopping` is true; then give up what is in flight."""
@@ -105,7 +106,11 @@ class Trainer:
 
     def _begin_more(self) -> None:
         # Depth hides the links' latency; `kept` bounds what waits to be named.
-        while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
+        while (
+            len(self._walking) < self._depth.wanted
+            and len(self._flights) < self._terms.kept
+            and self.may_begin()
+        ):
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight
             self.commits.begin(flight.number, flight.order, _now())

@@ -1,4 +1,4 @@
-"""`farflock demo` never writes among other files, and takes its own folder away when it is interrupted."""
+"""`farflock demo` never writes among other files, and removes its own folder when interrupted."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from farflock.node.errors import Failure, Terminated
 
 @pytest.fixture
 def interrupted(monkeypatch, tmp_path):
-    """A function that makes demos end with an error as soon as they begin; they would write into `passing`."""
+    """A function that makes demos end with an error as soon as they start, in `passing`."""
     (tmp_path / "passing").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "passing"))
 
