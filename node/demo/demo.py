@@ -75,7 +75,9 @@ class Child:
         if (status := self.status()) is None:
             return
         if not self.track or self.track[-1][0] < status.step:
-            self.track.append((status.step, status.tokens))
+            # an estimate may be corrected downwards; curves go to the right only
+            tokens = max(status.tokens, self.track[-1][1] if self.track else 0)
+            self.track.append((status.step, tokens))
         self.admitted |= status.is_member
         if not self.contributed:
             trained = self.admitted and status.step > 0

@@ -36,19 +36,22 @@ def fitting_unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[fl
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return the heights moved as little as possible apart, `gap` from each other, within limits;
-    closer together if they would not fit."""
+    """Return the heights moved as little as possible (least squares), so that they are `gap` apart
+    and within the limits; closer together if they would not fit."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     gap = min(gap, (high - low) / max(len(heights) - 1, 1))
+    blocks: list[tuple[float, int]] = []  # neighbours that touch: their mean shift, and how many
+    for rank, at in enumerate(order):
+        mean, count = heights[at] - rank * gap, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, many = blocks.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        blocks.append((mean, count))
+    shifts = [mean for mean, count in blocks for _ in range(count)]
+    top = high - gap * (len(heights) - 1)
     placed = [0.0] * len(heights)
-    floor = low
-    for at in order:
-        placed[at] = floor = max(heights[at], floor)
-        floor += gap
-    ceiling = high
-    for at in reversed(order):
-        placed[at] = ceiling = min(placed[at], ceiling)
-        ceiling -= gap
+    for rank, (at, shift) in enumerate(zip(order, shifts, strict=True)):
+        placed[at] = min(max(shift, low), top) + rank * gap
     return placed
 
 
@@ -70,7 +73,14 @@ def label_ends(axes: Any, labels: Sequence[EndLabel]) -> None:  # noqa: ANN401 -
             fontsize=8,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": label.colour,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 0,
+            },
         )
 
 

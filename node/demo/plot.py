@@ -22,7 +22,7 @@ from farflock.node.demo.figure import (
 )
 from farflock.node.state.history import History
 
-POINTS = 80  # of a peer's curve: each is a mean over equal spans of its steps
+POINTS = 60  # of the longest curve; a point of any curve is the mean of as many steps
 HEADROOM = 1.7  # the plot's top, over the loss without communication
 STYLES = ("-", "--", "-.")  # for more peers than colours
 
@@ -37,7 +37,8 @@ def plot(
     compared: Comparison,
 ) -> Path:
     """Write `loss.png`, `loss.svg` and `loss.csv`; return the first."""
-    curves = {child.name: curve for child in children if (curve := curve_of(child))}
+    longest = max((_steps(child) for child in children), default=1)
+    curves = {child.name: curve for child in children if (curve := curve_of(child, longest))}
     unit, name = fitting_unit(total_tokens, TOKENS)
     path = folder / "loss.png"
     with figure(figsize=(8, 4.5)) as (made, axes):
@@ -58,9 +59,16 @@ def plot(
     return path
 
 
-def curve_of(child: Child) -> Curve:
-    """Return a peer's training losses over the run's tokens; empty if it trained nothing."""
-    series = History.read(child.folder).series("loss", POINTS)
+def _steps(child: Child) -> int:
+    return child.track[-1][0] - child.track[0][0] + 1 if child.track else 1
+
+
+def curve_of(child: Child, longest: int) -> Curve:
+    """Return a peer's training losses over the run's tokens; empty if it trained nothing.
+    `longest` is the greatest number of steps of any peer."""
+    points = max(2, POINTS * _steps(child) // longest)
+    with History.read(child.folder) as history:
+        series = history.series("loss", points)
     # a pipeline's server has no loss of a step in which it merged nothing
     return [(tokens_at(child.track, step), loss) for step, loss in series if math.isfinite(loss)]
 
@@ -98,7 +106,7 @@ def _curves(axes: Any, curves: dict[str, Curve], unit: float) -> list[EndLabel]:
             axes.annotate(
                 name,
                 (across[-1], losses[-1]),
-                (4, -12),
+                (6, 6),
                 textcoords="offset points",
                 color=colour,
                 fontsize=8,

@@ -26,7 +26,7 @@ def test_an_axis_has_the_largest_unit_of_which_it_shows_two(largest, units, name
 
 
 def test_labels_that_are_apart_stay_where_they_are():
-    assert spread([0.9, 0.1, 0.5], 0.1, 0, 1) == [0.9, 0.1, 0.5]
+    assert spread([0.9, 0.1, 0.5], 0.1, 0, 1) == pytest.approx([0.9, 0.1, 0.5])
 
 
 @pytest.mark.parametrize("heights", [[0.5, 0.5, 0.5], [0.99, 0.98, 1.2], [-1.0, 0.0, 0.01]])
