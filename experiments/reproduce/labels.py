@@ -25,8 +25,8 @@ def figure_labels(study: Study, results: Sequence[Result]) -> dict[str, str]:
 
 
 def labels(arms: Mapping[str, Arm | None], sizes: Sizes, own: Mapping[str, str]) -> dict[str, str]:
-    """Return each arm's label by name; `own` has those of the recipe, for lines and for arms that
-    no setting tells apart."""
+    """Return each arm's label by name; `own` has those of the lines. Arms that no setting tells
+    apart, as in tier ci, get their names."""
     resolved = {name: _resolved(arm, sizes) for name, arm in arms.items() if arm is not None}
     made = {}
     for name, settings in resolved.items():
@@ -37,7 +37,10 @@ def labels(arms: Mapping[str, Arm | None], sizes: Sizes, own: Mapping[str, str])
         shown = [f"{each} {_shown(settings[each])}" for each in differs]
         made[name] = ", ".join((METHODS[settings["method"]].__name__, *shown))
     known = list(made.values())
-    told = {name: label if known.count(label) == 1 else own[name] for name, label in made.items()}
+    told = {
+        name: label if known.count(label) == 1 else f"{label} (arm {name})"
+        for name, label in made.items()
+    }
     return {name: told.get(name, own[name]) for name in arms}
 
 

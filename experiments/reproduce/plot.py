@@ -67,7 +67,8 @@ def draw(
             places[0].set_yscale("log")
         for place in places[len(shown) :]:
             place.axis("off")
-        label_ends(places[len(shown) - 1], _ends(results, named))
+        free = len(places) > len(shown)
+        label_ends(places[len(shown) - 1], _ends(results, named), in_layout=not free)
         made.suptitle(title)
         save(made, path)
     save_data(path.with_suffix(".csv"), COLUMNS, _rows(results, named))

@@ -55,15 +55,16 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> lis
     return placed
 
 
-def label_ends(axes: Any, labels: Sequence[EndLabel]) -> None:  # noqa: ANN401 - matplotlib is untyped
-    """Write the labels to the right of the axes, each tied to its line's end by a thin line."""
+def label_ends(axes: Any, labels: Sequence[EndLabel], in_layout: bool = True) -> None:  # noqa: ANN401 - matplotlib is untyped
+    """Write the labels to the right of the axes, each tied to its line's end by a thin line; not
+    `in_layout` where there is free space anyway."""
     inverse = axes.transAxes.inverted()
     heights = [
         float(inverse.transform(axes.transData.transform((axes.get_xlim()[1], label.y)))[1])
         for label in labels
     ]
     for label, from_y, to_y in zip(labels, heights, spread(heights, LABEL_GAP, 0, 1), strict=True):
-        axes.annotate(
+        text = axes.annotate(
             label.text,
             xy=(1.0, min(max(from_y, 0.0), 1.0)),
             xytext=(LABEL_AT, to_y),
@@ -82,6 +83,7 @@ def label_ends(axes: Any, labels: Sequence[EndLabel]) -> None:  # noqa: ANN401 -
                 "shrinkB": 0,
             },
         )
+        text.set_in_layout(in_layout)
 
 
 @contextmanager

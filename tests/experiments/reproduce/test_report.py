@@ -134,7 +134,10 @@ def test_labels_are_of_the_options_that_run_and_not_of_those_that_a_tier_replace
         "b": "NoLoCo, peers 8",
     }
     same = {"a": arms["noloco"], "b": arms["noloco"]}
-    assert labels(same, study.sizes, {"a": "A", "b": "B"}) == {"a": "A", "b": "B"}
+    assert labels(same, study.sizes, {"a": "A", "b": "B"}) == {
+        "a": "NoLoCo (arm a)",
+        "b": "NoLoCo (arm b)",
+    }
 
 
 def test_each_rate_s_panel_uses_its_own_rate(told):
