@@ -209,6 +209,7 @@ def _trained(
 ) -> dict[str, Any]:
     """Run the arms of a recipe that trains, and plot them."""
     from farflock.experiments.reproduce import report
+    from farflock.experiments.reproduce.labels import figure_labels
     from farflock.experiments.reproduce.plot import draw
     from farflock.experiments.reproduce.study import Study
 
@@ -216,7 +217,8 @@ def _trained(
     results = study.run(shelf, workers, progress)
     told = report.facts(study, results, study.judged(results))
     plot = shelf.place(one.name, tier) / "loss.png"
-    draw(results, f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}", plot)
+    title = f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}"
+    draw(results, title, plot, figure_labels(study, results))
     return {**told, "plot": str(plot)}
 
 

@@ -7,9 +7,11 @@ invite above all, stays.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from farflock.node.cli import words
 from farflock.node.demo.demo import Child, Moment
 from farflock.node.process.status import Status
 
@@ -19,9 +21,15 @@ if TYPE_CHECKING:
 LINE_EVERY = 0.05  # without a terminal: a line per twentieth of the run
 LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
-BAR_CELLS = 60
+BAR_CELLS = 40
 
 Shown = TypeVar("Shown")
+
+
+class ShowStatus(Protocol):
+    """A function that shows a node's status; `view_s` is the longest wait to be admitted."""
+
+    def __call__(self, status: Status, view_s: float | None = None) -> None: ...
 
 
 @contextlib.contextmanager
@@ -32,11 +40,11 @@ def live(title: str) -> Iterator[Callable[[Moment], None]]:
 
 
 @contextlib.contextmanager
-def watching(title: str) -> Iterator[Callable[[Status], None]]:
+def watching(title: str) -> Iterator[ShowStatus]:
     """A function that shows a node's statuses for as long as the block runs."""
     news = _News()
-    with _shown(_NodeLines(title, news), lambda status: node_table(title, status, news)) as show:
-        yield show
+    with _shown(_NodeLines(title, news), lambda seen: node_table(title, seen, news)) as show:
+        yield lambda status, view_s=None: show(Seen(status, view_s))
 
 
 @contextlib.contextmanager
@@ -73,6 +81,14 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node's status, and the longest wait to be admitted, if it is known."""
+
+    status: Status
+    view_s: float | None = None
+
+
 class _DemoLines:
     """A demo as plain lines."""
 
@@ -86,35 +102,39 @@ class _DemoLines:
         if moment.share >= self._next:
             self._next = moment.share + LINE_EVERY
             losses = [
-                f"{s.loss:.3f}"
-                for c in moment.children
-                if (s := c.status()) and s.loss is not None and not c.killed
+                f"{child.name} {status.loss:.3f}"
+                for child in moment.children
+                if (status := child.status()) and status.loss is not None and not child.killed
             ]
-            _say(f"{self._title}: {moment.share:4.0%}  loss of each peer {' '.join(losses)}")
+            _say(f"{self._title}: {moment.share:4.0%}  loss: {', '.join(losses) or 'none yet'}")
 
 
 class _News:
-    """Peers that joined or left between two status reports."""
+    """Changes between two status reports: peers that joined or left, a round without a partner."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.had_partner = True
         self._members: frozenset[str] = frozenset()
+        self._rounds: dict[str, int] = {}
 
     def of(self, status: Status) -> list[str]:
         """Return what is new since the last status."""
         before, self._members = self._members, frozenset(status.members)
+        self._note_rounds(status.rounds)
         new = []
         if before:
-            new += [
-                f"{peer[-8:]} is in from view {status.view} on"
-                for peer in sorted(self._members - before)
-            ]
-            new += [
-                f"{peer[-8:]} is out from view {status.view} on"
-                for peer in sorted(before - self._members)
-            ]
+            new += [f"{peer[-8:]} joined" for peer in sorted(self._members - before)]
+            new += [f"{peer[-8:]} left" for peer in sorted(before - self._members)]
         self.lines = [*self.lines, *new][-NEWS_LINES:]
         return new
+
+    def _note_rounds(self, rounds: dict[str, int]) -> None:
+        """Note whether the newest rounds had a partner; without a new round nothing changes."""
+        risen = {kind for kind, count in rounds.items() if count > self._rounds.get(kind, 0)}
+        if risen:
+            self.had_partner = risen != {"alone"}
+        self._rounds = dict(rounds)
 
 
 class _NodeLines:
@@ -124,81 +144,95 @@ class _NodeLines:
         self._title, self._news = title, news
         self._next, self._silent = 0.0, 0
 
-    def __call__(self, status: Status) -> None:
-        for line in self._news.of(status):
+    def __call__(self, seen: Seen) -> None:
+        for line in self._news.of(seen.status):
             _say(f"{self._title}: {line}")
         self._silent += 1
-        share = status.tokens / status.total_tokens
+        share = seen.status.tokens / seen.status.total_tokens
         if share >= self._next or self._silent >= LINE_EVERY_SHOWS:
             self._next, self._silent = share + LINE_EVERY, 0
-            _say(f"{self._title}: {node_line(status)}")
+            _say(f"{self._title}: {node_line(seen, self._news.had_partner)}")
 
 
-def node_line(status: Status) -> str:
+def node_line(seen: Seen, had_partner: bool = True) -> str:
     """A node's status as one line."""
+    status, values = seen.status, _numbers(seen.status)
+    labelled = [f"{label} {value}" for label, value in values.items() if value and label != "via"]
     parts = [
-        f"{status.tokens / status.total_tokens:4.0%}",
-        status.doing,
-        *_numbers(status).values(),
+        f"{status.tokens / status.total_tokens:4.0%} of {words.short(status.total_tokens)} tokens",
+        words.doing(status, seen.view_s, had_partner),
+        *labelled,
+        values["via"],
+        *_waits(status),
     ]
-    parts += [f"waits for {wait.said({})}" for wait in status.waits]
     return "  ".join(part for part in parts if part)
 
 
 def _numbers(status: Status) -> dict[str, str]:
-    """Return a node's measurements in words, by heading."""
-    roads = sorted({partner.road for partner in status.partners if partner.road != "none"})
-    applied = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
+    """Return a node's measurements by label, empty where there is none yet."""
+    roads = sorted({words.road(each) for each in status.partners if each.road != "none"})
+    pace = "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s"
+    applied = words.rounds(status)
     return {
-        "step": f"step {status.step:,}",
+        "step": f"{status.step:,}",
         "work": ", ".join(f"{count:,} {name}" for name, count in status.work.items()),
-        "loss": "" if status.loss is None else f"loss {status.loss:.3f}",
-        "pace": "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
-        "rounds": "" if status.last_round is None else f"round {status.last_round} ({applied})",
-        "members": f"{len(status.members)} members",
-        "bytes": f"sent {_mb(status.sent_bytes)}, received {_mb(status.received_bytes)}",
-        "roads": "/".join(roads),
+        "loss": "" if status.loss is None else f"{status.loss:.3f}",
+        "pace": pace,
+        "round": "" if status.last_round is None else f"{status.last_round} ({applied})",
+        "run": words.several(len(status.members), "member"),
+        "sent": words.size(status.sent_bytes),
+        "received": words.size(status.received_bytes),
+        "via": ", ".join(roads),
     }
 
 
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _waits(status: Status) -> list[str]:
+    return [f"waiting for {wait.said({})}" for wait in status.waits]
 
 
-def node_table(title: str, status: Status, news: _News) -> "RenderableType":
-    """A node's status for a terminal: the run's bar, the numbers, one row for each other member, waits and news."""
+def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
+    """A node's status for a terminal: the run's bar, the numbers, one row for each other member,
+    waits and news."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    status = seen.status
     news.of(status)
-    share = status.tokens / status.total_tokens
     numbers = Table.grid(padding=(0, 2))
-    for heading, said in _numbers(status).items():
-        if said:
-            numbers.add_row(Text(heading, style="dim"), Text(said))
-    members = Table("member", "role", "life", "road", "round trip", title=None, expand=False)
+    for label, value in _numbers(status).items():
+        if value:
+            numbers.add_row(Text(label, style="dim"), Text(value))
+    members = Table("member", "role", "state", "via", "latency", title=None, expand=False)
     for partner in status.partners:
-        trip = "" if partner.rtt_ms is None else f"{partner.rtt_ms:.0f} ms"
+        latency = "" if partner.rtt_ms is None else f"{partner.rtt_ms:.0f} ms"
+        state, via = words.life(partner), words.road(partner)
         members.add_row(
-            *map(Text, (partner.peer[-8:], partner.role, partner.life, partner.road, trip))
+            *map(Text, (partner.peer[-8:], partner.role, state, via, latency))
         )  # Text: never markup
-    waits = [Text(f"waits for {wait.said({})}", style="cyan") for wait in status.waits]
+    does = words.doing(status, seen.view_s, news.had_partner)
     return Group(
-        Text(f"{title}: run {status.run[:8]}, {status.doing}", style="bold"),
-        _bar(share),
-        Text(f"{share:4.0%} of {status.total_tokens:,} tokens"),
+        Text(f"{title}: run {status.run[:8]}"),
+        Text(does, style="bold"),
+        _bar(status.tokens / status.total_tokens, status.total_tokens),
         numbers,
         *([members] if status.partners else []),
-        *waits,
+        *(Text(line, style="cyan") for line in _waits(status)),
         *(Text(line, style="yellow") for line in news.lines),
     )
 
 
-def _bar(share: float) -> "RenderableType":
+def _bar(share: float, total_tokens: int | None = None) -> "RenderableType":
+    """Return the run's bar with its share of the tokens, on one line."""
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
-    return ProgressBar(total=1.0, completed=min(share, 1.0), width=BAR_CELLS)
+    of = "the run's tokens" if total_tokens is None else f"{words.short(total_tokens)} tokens"
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1.0, completed=min(share, 1.0), width=BAR_CELLS)
+    row.add_row(bar, Text(f"{share:.0%} of {of}", no_wrap=True))
+    return row
 
 
 def _demo_table(title: str, moment: Moment) -> "RenderableType":
@@ -206,49 +240,42 @@ def _demo_table(title: str, moment: Moment) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    headings = (
-        "peer",
-        "state",
-        "step",
-        "loss",
-        "tokens/s",
-        "round",
-        "sent",
-        "members",
-        "road",
-        "waits for",
-    )
-    table = Table(*headings, title=title, expand=False)
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2), title_justify="left")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for heading in ("step", "loss", "tokens/s", "round", "sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
     statuses = {child.name: child.status() for child in moment.children}
     names = {status.peer: name for name, status in statuses.items() if status is not None}
     for child in moment.children:
-        table.add_row(*map(Text, _row(child, statuses[child.name], names)))
-    share = Text(f" {moment.share:4.0%} of the run's tokens")
+        table.add_row(*map(Text, _row(child, statuses[child.name])))
+    waits = [
+        Text(f"{name} is waiting for {wait.said(names)}", style="cyan")
+        for name, status in statuses.items()
+        if status is not None
+        for wait in status.waits
+    ]
     news = Text("\n".join(moment.news[-NEWS_LINES:]), style="yellow")
-    return Group(table, _bar(moment.share), share, news)
+    members = Text(_membership([status for status in statuses.values() if status is not None]))
+    return Group(table, _bar(moment.share), members, *waits, news)
 
 
-def _row(child: Child, status: Status | None, names: Mapping[str, str]) -> tuple[str, ...]:
-    state = (
-        "killed"
-        if child.killed
-        else "stopped"
-        if child.stopped
-        else "training"
-        if child.running
-        else "done"
-    )
+def _membership(statuses: Sequence[Status]) -> str:
+    """Say how many members the run has, as the node that knows the newest membership sees it."""
+    newest = max(statuses, key=lambda status: status.view, default=None)
+    return "" if newest is None else words.several(len(newest.members), "member")
+
+
+def _row(child: Child, status: Status | None) -> tuple[str, ...]:
+    state = words.peer_state(child, status)
     if status is None:
-        return (child.name, "starting" if child.running else state, *[""] * 8)
+        return (child.name, state, *[""] * 5)
     return (
         child.name,
         state,
-        str(status.step),
+        f"{status.step:,}",
         "" if status.loss is None else f"{status.loss:.3f}",
         "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f}",
         "" if status.last_round is None else str(status.last_round),
-        _mb(status.sent_bytes),
-        str(len(status.members)),
-        "/".join(sorted({partner.road for partner in status.partners if partner.road != "none"})),
-        ", ".join(wait.said(names) for wait in status.waits),
+        words.size(status.sent_bytes),
     )

@@ -1,11 +1,15 @@
-"""The demo: a real swarm of processes on this machine that loses a peer, takes one in, and goes on.
+"""The demo: a real swarm of processes on this machine that loses a peer and admits a newcomer.
 
 Each peer is the command that a volunteer would type, in its own process. At one third of the run
-one of them is killed, by one half a new one has joined by invite, and later the founder is stopped
-for a while; training goes on throughout.
+the demo kills one of them, by about one half a newcomer has joined by invite, and later the demo
+freezes the founder for a while; the others train on throughout.
+
+A short run would end before the newcomer is in. So at `HOLD_AT` the peers wait until it is a
+member, then train slowly until a round has included it (node/process/brake.py).
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -18,17 +22,39 @@ from pathlib import Path
 import msgspec
 
 from farflock.node.errors import Failure
+from farflock.node.process.brake import BRAKE
 from farflock.node.process.signals import LEASH
 from farflock.node.process.status import Status, read_status
+from farflock.node.state.history import RECEIPTS
+from farflock.node.state.paths import write_whole
 
-KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # a newcomer is in by about one half of the run
-STOP_BY = 0.8  # latest stop: a stopped founder lets nobody in, so it first waits for the newcomer
+KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # shares of the run's tokens
+STOP_BY = 0.8  # latest freeze: a frozen founder admits no peer, so it first waits for the newcomer
 STOPPED_S = 8.0
+HOLD_AT = 0.55  # share at which the peers wait for a newcomer that is not in yet
+NEWCOMER_TIMEOUT_S = 90.0  # for a newcomer to be admitted and to take part in a round
+SLOW_STEP_S = 0.5  # per step, until a round has included the newcomer
+MIN_RUN_S = 15.0  # a faster run would be over between two looks at its peers' statuses
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # without any progress
 POLL_S = 0.25
-LEAVE_S = 10.0  # for children to end in good order
+LEAVE_S = 10.0  # for children to save and leave
+
+
+class _Receipt(msgspec.Struct):
+    """The fields of a round's receipt that say who took part (node/state/run_log.py)."""
+
+    participants: tuple[str, ...] = ()
+    status: str = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An event of the demo, for the plot: the share of the run's tokens, and what happened."""
+
+    share: float
+    label: str
 
 
 @dataclass(slots=True)
@@ -40,6 +66,35 @@ class Child:
     process: subprocess.Popen[bytes]
     killed: bool = False
     stopped: bool = False
+    admitted: bool = False
+    contributed: bool = False  # a round with another peer included it
+    track: list[tuple[int, int]] = field(default_factory=list)  # (its step, the run's tokens)
+
+    def look(self, exchanges: bool = True) -> None:
+        """Note how far it is; without exchanges, a member that has trained has contributed."""
+        if (status := self.status()) is None:
+            return
+        if not self.track or self.track[-1][0] < status.step:
+            # an estimate may be corrected downwards; curves go to the right only
+            tokens = max(status.tokens, self.track[-1][1] if self.track else 0)
+            self.track.append((status.step, tokens))
+        self.admitted |= status.is_member
+        if not self.contributed:
+            trained = self.admitted and status.step > 0
+            self.contributed = self._in_a_round(status.peer) if exchanges else trained
+
+    def _in_a_round(self, peer: str) -> bool:
+        try:
+            lines = (self.folder / RECEIPTS).read_bytes().splitlines()
+        except OSError:
+            return False
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):  # a line that is being written
+                receipt = msgspec.json.decode(line, type=_Receipt)
+                others = len(receipt.participants) > 1 and receipt.status != "failed"
+                if others and peer in receipt.participants:
+                    return True
+        return False
 
     def status(self) -> Status | None:
         """Return its last status, None if there is none."""
@@ -64,15 +119,23 @@ class Moment:
 
 @dataclass(slots=True)
 class Demo:
-    """The processes of one demo and what happens to them. `show` is called a few times a second."""
+    """The processes of one demo and what happens to them. `show` is called a few times a second.
+    `steps` is the expected number of steps per peer, 0 to brake nothing; `exchanges` is False for a
+    method that never communicates."""
 
     folder: Path
     manifest: Path
     peers: int
     show: Callable[[Moment], None]
+    steps: int = 0
+    exchanges: bool = True
     children: list[Child] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     killed: int = 0
+    _joined_s: float | None = None  # when the newcomer was started
+    _gave_up: bool = False
+    _step_s: float = 0.0  # the brake, in seconds per step
     _stopped_s: float | None = None
     _stop_done: bool = False
 
@@ -86,6 +149,7 @@ class Demo:
 
     def run(self) -> None:
         """Start all peers, let the demo's events happen, and return when all survivors are done."""
+        self._brake(self._min_step_s())
         founder = self.start("founder", ["run", str(self.manifest)])
         invite = self._invite_of(founder)
         for name, arguments in self.others():
@@ -96,16 +160,21 @@ class Demo:
             if share > best:
                 best, progressed_s = share, time.monotonic()
             if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
-                break  # a peer that is still joining is too late
+                break  # a peer that is still joining comes too late
+            for child in self.survivors():
+                child.look(self.exchanges)
             self.let_happen(share, invite)
+            self._attend(share)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
                 raise Failure(
-                    "the demo stands still",
-                    f"no progress for {STALL_TIMEOUT_S:.0f} s",
+                    "the demo makes no progress",
+                    f"its peers trained nothing for {STALL_TIMEOUT_S:.0f} s",
                     self._where_logs_are(),
                 )
             time.sleep(POLL_S)
+        for child in self.survivors():
+            child.look(self.exchanges)
         self.require_success()
 
     def survivors(self) -> list[Child]:
@@ -118,34 +187,88 @@ class Demo:
 
     @property
     def joined(self) -> int:
-        """The number of newcomers that joined; in a short run they may be too late."""
-        return sum(child.status() is not None for child in self.newcomers())
+        """The number of newcomers that were admitted and took part in a round."""
+        return sum(child.contributed for child in self.newcomers())
+
+    def missing(self) -> list[str]:
+        """Say of each newcomer that is not counted why not."""
+        return [
+            f"{child.name} is not counted: {self._lacks(child)}; see {child.folder / 'log.txt'}"
+            for child in self.newcomers()
+            if not child.contributed
+        ]
+
+    def _lacks(self, child: Child) -> str:
+        if child.status() is None:
+            what = "it did not get into the run"
+        elif not child.admitted:
+            what = "no membership change admitted it"
+        else:
+            what = "no round included it"
+        return f"{what} within {NEWCOMER_TIMEOUT_S:.0f} s" if self._gave_up else what
+
+    def _attend(self, share: float) -> None:
+        """Hold the peers while a newcomer is not a member yet, and slow them down until a round has
+        included it; give up after `NEWCOMER_TIMEOUT_S`."""
+        late = [child for child in self.newcomers() if child.running and not child.contributed]
+        if self._joined_s is None or not late or share < HOLD_AT or self._gave_up:
+            self._brake(self._min_step_s())
+        elif time.monotonic() - self._joined_s > NEWCOMER_TIMEOUT_S:
+            self._gave_up = True
+            self.news += self.missing()
+        else:
+            are_members = all(child.admitted for child in late)
+            self._brake(max(SLOW_STEP_S, self._min_step_s()) if are_members else math.inf)
+
+    def _min_step_s(self) -> float:
+        return MIN_RUN_S / self.steps if self.steps else 0.0
+
+    def _brake(self, step_s: float) -> None:
+        """Let each step of the peers take at least this long from now on."""
+        if not self.steps or step_s == self._step_s:
+            return
+        if step_s == math.inf:
+            self.news.append("training waits for the newcomer, which is not a member yet")
+        elif self._step_s == math.inf:
+            self.news.append("training goes on")
+        self._step_s = step_s
+        write_whole(self._brake_file, f"{step_s}".encode())
+
+    @property
+    def _brake_file(self) -> Path:
+        return self.folder / "seconds-per-step"
+
+    def _tell(self, share: float, label: str, news: str) -> None:
+        self.marks.append(Mark(share, label))
+        self.news.append(news)
 
     def others(self) -> list[tuple[str, list[str]]]:
         """Return the peers that join at the start: names, and options of `farflock join`."""
         return [(f"peer {number}", []) for number in range(1, self.peers)]
 
-    def _kill(self, victim: Child) -> None:
+    def _kill(self, victim: Child, share: float) -> None:
         victim.process.send_signal(signal.SIGKILL)
         victim.killed, self.killed = True, self.killed + 1
-        self.news.append(f"{victim.name} was killed (SIGKILL)")
+        self._tell(share, f"{victim.name} killed", f"{victim.name} was killed (SIGKILL)")
 
     def let_happen(self, share: float, invite: str) -> None:
-        """Kill, join, stop, each once, when its time has come."""
+        """Kill, join, freeze, each once, when its time has come."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
-            self._kill(self.children[1])
+            self._kill(self.children[1], share)
         if share >= JOIN_AT and not self.newcomers():
             self.start("newcomer", ["join", invite])
-            self.news.append("a newcomer joins by invite")
+            self._joined_s = time.monotonic()
+            self._tell(share, "newcomer invited", "a newcomer joins by invite")
         founder = self.children[0]
         if self._stop_is_due(share) and founder.running:
             founder.process.send_signal(signal.SIGSTOP)
             founder.stopped, self._stopped_s = True, time.monotonic()
-            self.news.append(f"the founder is stopped for {STOPPED_S:.0f} s (SIGSTOP)")
+            news = f"the founder is frozen for {STOPPED_S:.0f} s (SIGSTOP)"
+            self._tell(share, "founder frozen", news)
         if self._stopped_s is not None and time.monotonic() - self._stopped_s >= STOPPED_S:
             founder.process.send_signal(signal.SIGCONT)
             founder.stopped, self._stopped_s, self._stop_done = False, None, True
-            self.news.append("the founder is back")
+            self._tell(share, "founder back", "the founder is back")
 
     def _stop_is_due(self, share: float) -> bool:
         """Return whether to stop the founder: once, and only if others are there to decide."""
@@ -175,11 +298,15 @@ class Demo:
                 stdin=subprocess.PIPE,  # never written to; closes when this process ends
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", LEASH: "stdin"},
+                env=self._environment(),
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends its children
             )
         self.children.append(Child(name, folder, process))
         return self.children[-1]
+
+    def _environment(self) -> dict[str, str]:
+        brake = {BRAKE: str(self._brake_file)} if self.steps else {}
+        return {**os.environ, "OMP_NUM_THREADS": "1", LEASH: "stdin", **brake}
 
     def _invite_of(self, founder: Child) -> str:
         deadline_s = time.monotonic() + START_TIMEOUT_S

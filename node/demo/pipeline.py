@@ -6,6 +6,7 @@ from the two beside it, and training goes on. The result is compared with the un
 on exactly the same microbatches.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo.baselines import train_baseline
-from farflock.node.demo.demo import Child, Demo
+from farflock.node.demo.demo import Child, Demo, Mark
 from farflock.node.demo.report import held_against, train_tokens
 from farflock.node.errors import Failure
 from farflock.node.model.llama import Llama, build
@@ -78,15 +79,17 @@ class PipelineDemo(Demo):
     def let_happen(self, share: float, invite: str) -> None:
         """Kill one server, then a whole stage, which a newcomer takes up; then add a newcomer."""
         if share >= KILL_ONE_AT and not self.killed:
-            self._kill(self._of("server 2b"))
+            self._kill(self._of("server 2b"), share)
         if share >= KILL_STAGE_AT and self.killed == 1:
             for name in (f"server {MIDDLE}", f"server {MIDDLE}b"):
-                self._kill(self._of(name))
+                self._kill(self._of(name), share)
             self.start("newcomer", ["join", invite])
-            self.news.append(f"stage {MIDDLE} is lost; a newcomer joins by invite")
+            news = f"stage {MIDDLE} has no server left; a newcomer joins by invite"
+            self._tell(share, "newcomer invited", news)
         if share >= LATE_AT and len(self.newcomers()) == 1:
             self.start("newcomer b", ["join", invite])
-            self.news.append("another newcomer joins")
+            self._joined_s = time.monotonic()
+            self._tell(share, "newcomer b invited", "another newcomer joins by invite")
 
     def _of(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
@@ -96,6 +99,7 @@ def report(
     manifest: Manifest,
     folder: Path,
     children: Sequence[Child],
+    marks: Sequence[Mark],
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """Assemble the model from the stages' last checkpoints, train the unsplit model on the
@@ -115,7 +119,7 @@ def report(
     alone = train_baseline(
         lines, train, streams, servers, steps // servers, lambda share: progress("alone", share)
     )
-    facts = held_against(plan, folder, children, (whole, unsplit, alone), servers, steps)
+    facts = held_against(plan, folder, children, marks, (whole, unsplit, alone), servers, steps)
     return facts | {
         "unsplit_loss": facts["ddp_loss"],
         "microbatches": founder.work["microbatches"],

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from farflock.node.demo.baselines import Comparison, compare, train_baseline
-from farflock.node.demo.demo import Child
+from farflock.node.demo.demo import Child, Mark
+from farflock.node.demo.plot import plot
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
@@ -19,7 +20,6 @@ from farflock.node.model.llama import Llama, build
 from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
-from farflock.node.state.history import History
 
 HELD_OUT_SEQUENCES = 400
 SAMPLE_TOKENS = 200
@@ -30,6 +30,7 @@ def report(
     lines: RunPlan,
     folder: Path,
     children: Sequence[Child],
+    marks: Sequence[Mark],
     peers: int,
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def report(
     none = train_baseline(
         lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share)
     )
-    return held_against(plan, folder, children, (swarm, ddp, none), peers, steps)
+    return held_against(plan, folder, children, marks, (swarm, ddp, none), peers, steps)
 
 
 def train_tokens() -> TokenIds:
@@ -57,6 +58,7 @@ def held_against(
     plan: RunPlan,
     folder: Path,
     children: Sequence[Child],
+    marks: Sequence[Mark],
     models: tuple[Llama, Llama, Llama],
     peers: int,
     steps: int,
@@ -67,6 +69,7 @@ def held_against(
     held_out = tokenizer.encode(load_corpus("shakespeare").held_out)
     x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
     swarm, ddp, none = models
+    trained = [child for child in children if child.status() is not None]
     compared = compare(losses(swarm, x, y), losses(ddp, x, y), losses(none, x, y))
     return {
         **_numbers(compared),
@@ -76,9 +79,7 @@ def held_against(
         "ddp_bytes_per_peer": _ddp_bytes(swarm, peers, steps),
         "tokens": plan.schedule.total_tokens,
         "checkpoint": str(_save(plan, folder, swarm, compared)),
-        "plot": str(
-            _plot(folder, [child for child in children if child.status() is not None], compared)
-        ),
+        "plot": str(plot(folder, trained, marks, plan.schedule.total_tokens, compared)),
         "sample": generate(swarm, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
     }
 
@@ -138,41 +139,3 @@ def _save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Pa
     files = {"config.json": msgspec.json.encode(plan.model)}
     meta = {"held_out_loss": compared.swarm, "tokens": plan.schedule.total_tokens}
     return checkpoint.save(folder / "checkpoints", steps, {"model": weights}, meta, files)
-
-
-def _plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
-    """Plot each peer's training loss over its steps, with the three held-out losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for child in children:
-        series = History.read(child.folder).series("loss", 200)
-        axes.plot(
-            [step for step, _ in series],
-            [loss for _, loss in series],
-            label=child.name,
-            linewidth=1,
-        )
-    lines = (
-        ("swarm", compared.swarm, "-"),
-        ("DDP", compared.ddp, "--"),
-        ("no communication", compared.none, ":"),
-    )
-    for name, loss, style in lines:
-        axes.axhline(
-            loss,
-            linestyle=style,
-            color="black",
-            linewidth=0.8,
-            label=f"{name}, held out: {loss:.3f}",
-        )
-    axes.set_xlabel("steps of the peer")
-    axes.set_ylabel("loss, nats per byte")
-    axes.legend(fontsize=8)
-    path = folder / "loss.png"
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return path

@@ -26,6 +26,7 @@ from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
+from farflock.node.process.brake import with_brake
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
@@ -86,6 +87,11 @@ class NodeProcess:
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
     doors: tuple[str, ...] = ()  # addresses used to join
     show: Callable[[Status], None] = lambda status: None  # called once a second
+
+    @property
+    def view_s(self) -> float:
+        """The longest time between two membership changes."""
+        return self.manifest.exchange.view_s
 
     def show_to(self, show: Callable[[Status], None]) -> None:
         """Call `show` with each status from now on."""
@@ -502,7 +508,7 @@ def _node(
                 part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s
             )
         ]
-        replica.loop.pause = keepers[0].pause
+        replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)
     return NodeProcess(
         machine, manifest, run, founder, part, directory, links, history, journal, keepers
     )

@@ -5,6 +5,7 @@ By default a founder serves the first stage and trains; a joiner serves the stag
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import psutil
 
@@ -14,6 +15,8 @@ from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.node import PipelineNode
+from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.process.brake import brake_of
 from farflock.node.process.network import MachineOptions
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
@@ -136,4 +139,9 @@ def part_of(
             CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role)
         )
         serving.loop.pause = keepers[-1].pause
+    brake = brake_of(lambda: node.stopping)
+    if brake is not None and isinstance(node.trainer, Trainer):
+        node.trainer.may_begin = partial(
+            brake.may_begin, pipeline.batch_tokens // (plan.batch * plan.seq)
+        )
     return node, keepers

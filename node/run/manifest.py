@@ -275,7 +275,7 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
     """Return the manifest of `farflock demo`: its few steps call for short rounds and waits."""
     known = options_of(method) if method in NAMES else {}
     options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
-    for name, most in (("period", 10), ("deadline_s", 6.0)):
+    for name, most in (("period", max(4, min(10, steps // 10))), ("deadline_s", 6.0)):
         if name in known:
             options[name] = min(most, known[name])
     train = {"batch": 8, "seq": 64}

@@ -39,8 +39,10 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothing_behind(
-    tmp_path: Path,
+# 60 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
+@pytest.mark.parametrize("steps", [60, 260])
+def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
+    tmp_path: Path, steps: int
 ):
     command = [
         sys.executable,
@@ -50,7 +52,7 @@ def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothi
         "--peers",
         "3",
         "--steps",
-        "260",
+        str(steps),
         "--json",
     ]
     done = subprocess.run(
@@ -70,5 +72,7 @@ def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothi
     assert 0 < facts["bytes_per_peer"] < facts["ddp_bytes_per_peer"]
     assert (Path(facts["checkpoint"]) / "config.json").exists()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "loss.svg").stat().st_size < 200_000
+    assert "event: newcomer invited" in (tmp_path / "loss.csv").read_text()
     assert len(facts["sample"]) >= 150
     assert not of_this_demo(tmp_path)

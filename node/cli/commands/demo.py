@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import click
 
 from farflock.node.cli.output import Output
 from farflock.node.errors import Terminated, Usage
+
+METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/quality.md)
 
 
 @click.command("demo")
@@ -25,20 +27,29 @@ from farflock.node.errors import Terminated, Usage
     type=click.IntRange(20),
     default=390,
     show_default=True,
-    help="Training steps per peer.",
+    help="Steps per peer.",
 )
 @click.option(
-    "--method", default="noloco", show_default=True, help="Training method: noloco, diloco, ddp, …"
+    "--method",
+    default=METHOD,
+    show_default=True,
+    help="A method or preset: noloco, diloco, best-500, ...",
 )
 @click.option(
     "--pipeline",
     is_flag=True,
-    help="Split the model into three stages, so that no process holds all of it.",
+    help="Train a model in three stages, none of whose six processes holds all of it.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="An empty folder for the files (default: a new temporary one).",
+    help="Where to write (default: a new folder).",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object as the last line of standard output.",
 )
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
@@ -46,14 +57,14 @@ def command(
 ) -> None:
     """Watch a swarm of real processes train a language model on this machine.
 
-    One peer is killed and a new one joins while the others keep training. At the end, the result
-    is compared with ordinary data-parallel training (DDP) and with peers that do not communicate.
+    One peer is killed, a newcomer joins, and the founder is frozen for a while. At the end the
+    swarm is compared with data parallelism and with a peer that never communicates.
 
-    With --pipeline, six processes serve the model in three stages, two per stage; one server is
-    killed, then both servers of a stage. --peers and --method are ignored.
+    --pipeline ignores --peers and --method: a trainer and six servers, two per stage, of which
+    one is killed, and then both servers of one stage.
 
-    Ctrl-C stops all processes and exits with code 130; press it again to quit immediately.
-    """
+    Ctrl-C ends all processes after they have saved, and exits with 130; press Ctrl-C again to quit
+    immediately."""
     if pipeline:
         _pipeline(Output(as_json), steps, folder)
         return
@@ -67,20 +78,30 @@ def command(
         file = place / "run.toml"
         file.write_bytes(described.canonical())
         out.line(
-            f"{peers} peers, {described.run.total_tokens:,} tokens, method {method};"
-            f" files in {place}"
+            f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; "
+            f"files in {place}"
         )
-        with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
+        exchanges = described.method.name != "local"
+        with (
+            live("farflock demo") as show,
+            Demo(place, file, peers, show, steps, exchanges).running() as demo,
+        ):
             demo.run()
         from farflock.node.demo.report import report
 
         with out.progress("comparing") as progress:
             plan, lines = described.plan(), demo_manifest("ddp", peers, steps).plan()
             facts = report(
-                plan, lines, place, demo.children, peers, lambda name, share: progress(share)
+                plan,
+                lines,
+                place,
+                demo.children,
+                demo.marks,
+                peers,
+                lambda name, share: progress(share),
             )
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
-        out.result(facts, _text(facts))
+        out.result(facts, _text(facts, demo.missing()))
 
 
 def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
@@ -92,18 +113,21 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
         file = place / "run.toml"
         file.write_bytes(described.canonical())
         out.line(
-            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens;"
-            f" files in {place}"
+            f"{STAGES} stages, {processes} processes, {described.run.total_tokens:,} tokens; "
+            f"files in {place}"
         )
         with (
             live("farflock demo") as show,
-            PipelineDemo(place, file, processes, show).running() as demo,
+            PipelineDemo(place, file, processes, show, steps, exchanges=False).running() as demo,
         ):
             demo.run()
         with out.progress("comparing") as progress:
-            facts = report(described, place, demo.children, lambda name, share: progress(share))
+            facts = report(
+                described, place, demo.children, demo.marks, lambda name, share: progress(share)
+            )
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
-        out.result(facts, _text(facts, "the unsplit model", "a sixth of the data"))
+        text = _text(facts, demo.missing(), "the unsplit model", "a sixth of the data")
+        out.result(facts, text)
 
 
 @contextmanager
@@ -113,9 +137,9 @@ def _place(named: Path | None) -> Iterator[Path]:
     place.mkdir(parents=True, exist_ok=True)
     if any(place.iterdir()):
         raise Usage(
-            f"--folder {place} is not empty",
-            "the demo's files would mix with those in it",
-            "name an empty or a new folder",
+            f"{place} is not empty",
+            "the demo's files would mix with those there",
+            "name an empty or a new --folder",
         )
     try:
         yield place
@@ -126,26 +150,32 @@ def _place(named: Path | None) -> Iterator[Path]:
 
 
 def _text(
-    facts: dict[str, object], ddp: str = "DDP, one model", none: str = "no communication"
+    facts: dict[str, object],
+    missing: Sequence[str],
+    ddp: str = "DDP, one model",
+    none: str = "no communication",
 ) -> str:
-    def loss(name: str) -> str:
-        return f"{facts[name + '_loss']:.4f} ± {facts[name + '_error']:.4f}"
+    def line(name: str, loss: str, sent: object) -> str:
+        of = f"{facts[loss + '_loss']:.4f} ± {facts[loss + '_error']:.4f}"
+        return f"  {name:<19} {of:<24} {sent:>17,}"
 
     share = facts["share_of_gain"]
     kept = (
-        "too short to tell" if share is None else f"{share:.0%} of DDP's gain over no communication"
+        "the run is too short to tell what the swarm kept of DDP's gain over no communication"
+        if share is None
+        else f"the swarm kept {share:.0%} of DDP's gain over no communication"
     )
     return "\n".join(
         (
-            "held-out loss, nats per byte          bytes sent per peer",
-            f"  swarm             {loss('held_out')}     {facts['bytes_per_peer']:>14,}",
-            f"  {ddp:<17} {loss('ddp')}     {facts['ddp_bytes_per_peer']:>14,}"
-            "  (ring all-reduce, bf16)",
-            f"  {none:<17} {loss('none')}     {0:>14,}",
-            f"  untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f};"
-            f" the swarm kept: {kept}",
-            f"peers killed {facts['peers_killed']}, joined {facts['peers_joined']}",
-            f"loss plot {facts['plot']}\ncheckpoint {facts['checkpoint']}",
+            f"  {'':<19} {'held-out loss, nats/byte':<24} {'bytes sent / peer':>17}",
+            line("the swarm", "held_out", facts["bytes_per_peer"]),
+            line(ddp, "ddp", facts["ddp_bytes_per_peer"]) + "  (all-reduce)",
+            line(none, "none", 0),
+            f"{kept}; untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f}",
+            f"peers killed: {facts['peers_killed']}; joined: {facts['peers_joined']}",
+            *missing,
+            f"loss plot: {facts['plot']} (SVG and CSV next to it)",
+            f"checkpoint: {facts['checkpoint']}",
             f"\n{facts['sample']}",
         )
     )

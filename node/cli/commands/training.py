@@ -13,6 +13,8 @@ from farflock.node.process.status import Status
 class WatchedNode(Protocol):
     """A node that reports its status while it trains and can be asked to stop."""
 
+    @property
+    def view_s(self) -> float: ...
     def show_to(self, show: Callable[[Status], None]) -> None: ...
     def stop(self) -> None: ...
 
@@ -35,7 +37,7 @@ def train(
         def watched(node: NodeT) -> None:
             greet(node)
             ending.gently = node.stop
-            node.show_to(show)
+            node.show_to(lambda status: show(status, node.view_s))
 
         saved = run_until_asked(ending, lambda: work(watched))
     return conclude(out, saved, ending.asked, trained=ending.gently is not None)

@@ -60,6 +60,7 @@ class Trainer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
+        self.may_begin: Callable[[], bool] = lambda: True  # asked before each microbatch
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` or `stopping` is true; then give up what is in flight."""
@@ -115,8 +116,12 @@ class Trainer:
 
     def begin_more(self) -> None:
         """Begin as many microbatches as may be in flight."""
-        # depth hides the links' latency; `kept` bounds what waits until a round names it
-        while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
+        # depth hides the latency; `kept` bounds what waits until a round names it
+        while (
+            len(self._walking) < self._depth.wanted
+            and len(self._flights) < self._terms.kept
+            and self.may_begin()
+        ):
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight
             self.commits.begin(flight.number, flight.order, _now())

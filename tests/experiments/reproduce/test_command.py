@@ -36,7 +36,8 @@ def test_a_recipe_runs_from_end_to_end_and_is_remembered(farflock, tmp_path):
     assert told["verdict"] is None
     assert [rule["paper"] for rule in told["rules"]][2] == "stable (eq. 74)"
     place = tmp_path / QUICK / "ci"
-    assert {path.name for path in place.iterdir()} == {"loss.png", "result.json", "table.md"}
+    figure = {"loss.png", "loss.svg", "loss.csv"}
+    assert {path.name for path in place.iterdir()} == figure | {"result.json", "table.md"}
     assert len(json.loads((place / "result.json").read_text())["arms"][0]["curves"]) == 2
     _, out, _ = farflock("reproduce", "--list", "--folder", tmp_path)
     assert "ci: ran" in out

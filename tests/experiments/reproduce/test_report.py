@@ -1,18 +1,20 @@
 """What is printed, drawn and recorded is what was measured."""
 
+import csv
+
 import msgspec
 import pytest
 
 from farflock.experiments.reproduce import pages, plot, recipe, report
 from farflock.experiments.reproduce.job import Point
+from farflock.experiments.reproduce.labels import figure_labels, labels
 from farflock.experiments.reproduce.study import Result, Study
 from farflock.node.errors import Usage
 
 
 @pytest.fixture
 def told(recipe_text, outcome):
-    """A function (tier) -> a study, its results and its facts: DDP 1, none 2,
-    the arms 1.2 and 1.5."""
+    """A function that makes a tier's study, results and facts: DDP 1, none 2, arms 1.2 and 1.5."""
 
     def tell(tier="cpu", long=1.5):
         study = Study(recipe.read("mine", recipe_text), tier)
@@ -90,28 +92,60 @@ def test_the_page_s_section_has_the_claim_the_source_and_all_arms(told):
     assert "128 in all" in text
 
 
-def test_the_picture_has_a_panel_for_each_axis(told, tmp_path):
+def test_the_figure_has_a_panel_for_each_axis_an_svg_and_its_data(told, tmp_path):
     _, results, _ = told()
-    plot.draw(results, "mine", tmp_path / "loss.png")
+    plot.draw(results, "mine", tmp_path / "loss.png", {"short": "DiLoCo, period 2"})
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    names = [name for name, _ in plot.panels()]
-    assert names == [
-        "tokens of the run",
-        "bytes sent by a peer",
-        *(f"hours at {rate} Mbit/s" for rate in (10, 100, 1000)),
+    assert [name for name, _, _ in plot.panels()] == [
+        "of the run",
+        "sent per peer",
+        *(f"at {rate} Mbit/s" for rate in (10, 100, 1000)),
     ]
     outcome = results[0].outcomes[0]
-    assert [axis(outcome, outcome.curve[-1]) for _, axis in plot.panels()[:2]] == [32, 32]
+    assert [axis(outcome, outcome.curve[-1]) for _, _, axis in plot.panels()[:2]] == [32, 32]
+    svg = (tmp_path / "loss.svg").read_text()
+    for label in ("Ddp", "None", "DiLoCo, period 2", "tokens of the run", "bytes sent per peer"):
+        assert f">{label}</text>" in svg
+    assert ">Short</text>" not in svg
+    assert "<dc:" not in svg
+    rows = list(csv.DictReader((tmp_path / "loss.csv").open(newline="")))
+    assert len(rows) == sum(len(each.curve) for result in results for each in result.outcomes)
+    assert rows[0]["arm"] == "ddp"
+    assert {row["label"] for row in rows} == {"Ddp", "None", "DiLoCo, period 2", "Long"}
+
+
+def test_arms_of_one_method_are_told_apart_by_the_options_in_which_they_differ(told):
+    study, results, _ = told()
+    assert figure_labels(study, results) == {
+        "ddp": "Ddp",
+        "none": "None",
+        "short": "DiLoCo, period 1",
+        "long": "DiLoCo, period 2",
+    }
+
+
+def test_labels_are_of_the_options_that_run_and_not_of_those_that_a_tier_replaces():
+    study = Study(recipe.load("noloco"), "ci")
+    arms, own = study.arms, dict.fromkeys(study.arms, "its own")
+    assert labels(arms, study.sizes, own)["noloco"] == "NoLoCo"
+    both = {"a": arms["noloco"], "b": msgspec.structs.replace(arms["noloco"], peers=8)}
+    assert labels(both, study.sizes, own | {"a": "A", "b": "B"}) == {
+        "a": "NoLoCo, peers 4",
+        "b": "NoLoCo, peers 8",
+    }
+    same = {"a": arms["noloco"], "b": arms["noloco"]}
+    assert labels(same, study.sizes, {"a": "A", "b": "B"}) == {
+        "a": "NoLoCo (arm a)",
+        "b": "NoLoCo (arm b)",
+    }
 
 
 def test_each_rate_s_panel_uses_its_own_rate(told):
     outcome = told()[1][0].outcomes[0]
-    hours = [axis(outcome, outcome.curve[-1]) for _, axis in plot.panels()[2:]]
-    assert hours == [
-        report.time_s(outcome.curve[-1], False, rate) / 3600 for rate in (10, 100, 1000)
-    ]
-    assert hours == sorted(hours, reverse=True)
-    assert len(set(hours)) == 3
+    seconds = [axis(outcome, outcome.curve[-1]) for _, _, axis in plot.panels()[2:]]
+    assert seconds == [report.time_s(outcome.curve[-1], False, rate) for rate in (10, 100, 1000)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 3
 
 
 @pytest.fixture

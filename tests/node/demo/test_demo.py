@@ -1,12 +1,21 @@
-"""Success of a demo: a newcomer came in, and no peer failed except one that came too late."""
+"""Which newcomers a demo counts, how long its peers wait for one, and which errors fail it."""
 
+import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from farflock.node.demo.demo import Child, Demo
+from farflock.node.demo.demo import (
+    HOLD_AT,
+    MIN_RUN_S,
+    NEWCOMER_TIMEOUT_S,
+    SLOW_STEP_S,
+    Child,
+    Demo,
+)
 from farflock.node.errors import Failure
 from farflock.node.process.status import Status
 
@@ -17,10 +26,10 @@ STATUS = Status(
 
 @pytest.fixture
 def demo(tmp_path):
-    """A function that makes a demo of one peer and a newcomer from exit codes and token counts."""
+    """A function that makes a demo of one peer and a newcomer with these exit codes and tokens."""
 
-    def made(newcomer_code, *, tokens=100, came_in):
-        demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None)
+    def made(newcomer_code, *, tokens=100, came_in, steps=0, exchanges=True):
+        demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None, steps, exchanges)
         for name, code in (("founder", 0), ("newcomer", newcomer_code)):
             (tmp_path / name).mkdir()
             process = SimpleNamespace(returncode=code, poll=lambda code=code: code)
@@ -34,14 +43,116 @@ def demo(tmp_path):
     return made
 
 
-def test_a_newcomer_is_counted_once_it_came_in(demo):
-    assert demo(0, came_in=True).joined == 1
+def receipt(demo, *participants, status="ok"):
+    """Let the newcomer apply a round of these peers."""
+    line = msgspec.json.encode({"participants": participants, "status": status}) + b"\n"
+    with (demo.children[1].folder / "receipts.jsonl").open("ab") as file:
+        file.write(line)
 
 
-def test_one_that_came_after_the_end_is_not_counted_and_fails_nothing(demo):
+def look(demo):
+    for child in demo.children:
+        child.look(demo.exchanges)
+
+
+def test_a_newcomer_is_counted_once_a_round_with_another_peer_included_it(demo):
+    swarm = demo(0, came_in=True)
+    for participants, status in (
+        ((), "ok"),
+        (("peer",), "ok"),
+        (("a", "b"), "ok"),
+        (("a", "peer"), "failed"),
+    ):
+        receipt(swarm, *participants, status=status)
+        look(swarm)
+        assert swarm.joined == 0
+    receipt(swarm, "a", "peer", status="partial")
+    look(swarm)
+    assert swarm.joined == 1
+    assert not swarm.missing()
+
+
+def test_a_receipt_that_is_being_written_is_passed_over(demo):
+    swarm = demo(0, came_in=True)
+    receipt(swarm, "a", "peer")
+    with (swarm.children[1].folder / "receipts.jsonl").open("ab") as file:
+        file.write(b'{"participants": ["a", "pe')
+    look(swarm)
+    assert swarm.joined == 1
+
+
+def test_without_exchanges_a_member_that_trained_is_counted(demo):
+    swarm = demo(0, came_in=True, exchanges=False)
+    look(swarm)
+    assert swarm.joined == 1
+
+
+def test_a_newcomer_that_comes_after_the_end_is_not_counted_and_fails_nothing(demo):
     late = demo(1, came_in=False)
+    look(late)
     assert late.joined == 0
     late.require_success()
+
+
+def brake(demo):
+    return float((demo.folder / "seconds-per-step").read_text())
+
+
+@pytest.fixture
+def waiting(demo):
+    """A function that makes a demo of 60 steps whose newcomer still runs."""
+
+    def made(*, came_in):
+        swarm = demo(None, came_in=came_in, steps=60)
+        swarm._joined_s = time.monotonic()
+        return swarm
+
+    return made
+
+
+def test_the_peers_wait_for_a_newcomer_that_is_not_a_member(waiting):
+    swarm = waiting(came_in=False)
+    swarm._attend(HOLD_AT - 0.01)
+    assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
+    swarm._attend(HOLD_AT)
+    assert brake(swarm) == math.inf
+    assert swarm.news == ["training waits for the newcomer, which is not a member yet"]
+
+
+def test_the_peers_train_slowly_until_a_round_has_included_the_newcomer(waiting):
+    swarm = waiting(came_in=True)
+    look(swarm)
+    swarm._attend(HOLD_AT)
+    assert brake(swarm) == SLOW_STEP_S
+    receipt(swarm, "a", "peer")
+    look(swarm)
+    swarm._attend(HOLD_AT)
+    assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
+    assert swarm.joined == 1
+
+
+@pytest.mark.parametrize(
+    ("came_in", "why"), [(False, "it did not get into the run"), (True, "no round included it")]
+)
+def test_the_wait_for_a_newcomer_ends_and_the_demo_says_what_it_lacks(waiting, came_in, why):
+    swarm = waiting(came_in=came_in)
+    look(swarm)
+    swarm._attend(HOLD_AT)
+    swarm._joined_s -= NEWCOMER_TIMEOUT_S
+    swarm._attend(HOLD_AT)
+    swarm._attend(HOLD_AT)
+    assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
+    (said,) = swarm.missing()
+    assert said.startswith(f"newcomer is not counted: {why} within 90 s; see ")
+    assert said in swarm.news
+
+
+def test_a_newcomer_that_ended_holds_nobody_up(demo):
+    swarm = demo(1, came_in=False, steps=60)
+    swarm._joined_s = time.monotonic()
+    swarm._attend(HOLD_AT)
+    assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
+    assert swarm.missing()[0].startswith("newcomer is not counted: it did not get into the run; ")
 
 
 @pytest.mark.parametrize("case", [{"came_in": True}, {"came_in": False, "tokens": 60}])

@@ -1,4 +1,5 @@
-"""The pipeline demo without its processes: its training, its kills, and its final verdict."""
+"""The demo of a pipeline without its processes: what it trains, which servers it kills and when,
+and what it makes of the checkpoints that are left."""
 
 import signal
 from types import SimpleNamespace
@@ -148,10 +149,8 @@ def test_in_a_run_that_is_looked_at_late_all_events_happen_one_by_one(demo):
 
 @pytest.fixture
 def left(tmp_path):
-    """A function that writes a stage's checkpoint as a child that trained `tokens` would.
-
-    It returns the child.
-    """
+    """A function that writes the checkpoint of a stage by a child, with this number of tokens, and
+    returns the child."""
     plan, pipeline = pipeline_manifest(20).plan(), pipeline_manifest(20).pipeline_plan()
 
     def write(name, *stages, tokens=100, filled=None, killed=False):
@@ -218,7 +217,11 @@ def test_the_report_holds_the_pipelines_model_against_the_unsplit_one_on_the_fou
         with History.open(child.folder, lambda: 0.0) as history:
             history.metrics(1, loss=3.0)
     facts = report(
-        pipeline_manifest(24), tmp_path, children, lambda name, share: shown.append((name, share))
+        pipeline_manifest(24),
+        tmp_path,
+        children,
+        (),
+        lambda name, share: shown.append((name, share)),
     )
     assert arms == [(8, ["peer"], 1, 24), (8, ["peer"], STAGES * SERVERS, 4)]
     assert shown == [("unsplit", 1.0), ("alone", 1.0)]

@@ -258,6 +258,16 @@ def test_the_demos_tokens_are_those_of_its_peers_steps():
     assert manifest.exchange.start_peers == 4
 
 
+@pytest.mark.parametrize(("steps", "period"), [(20, 4), (60, 6), (100, 10), (390, 10)])
+def test_a_short_demo_has_several_rounds(steps, period):
+    assert demo_manifest("noloco", peers=4, steps=steps).method.options["period"] == period
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_the_shortest_demo_has_a_manifest_for_every_method(name):
+    assert parse(demo_manifest(name, peers=1, steps=20).canonical())
+
+
 def test_a_methods_codec_is_one_thing_wherever_it_is_written():
     there = resolved("exchange.codec=int8")
     assert (

@@ -11,7 +11,7 @@ from farflock.node.errors import Failure, Terminated
 
 @pytest.fixture
 def interrupted(monkeypatch, tmp_path):
-    """A function that makes each demo fail as soon as it begins; it would write into `passing`."""
+    """A function that makes demos end with an error as soon as they start, in `passing`."""
     (tmp_path / "passing").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "passing"))
 

@@ -1,0 +1,98 @@
+"""Plain words for what a node's status says, for tables and for lines alike."""
+
+from farflock.node.demo.demo import Child
+from farflock.node.process.status import PartnerStatus, Status
+
+ADMITTED = ", and waits to be admitted"  # how a status ends before the node is a member
+STATES = {
+    "trains": "training",
+    "is leaving": "leaving",
+    "has ended": "ended",
+    "waits for members": "waiting for members",
+}
+LIVES = {
+    "alive": "answering",
+    "suspect": "not answering",
+    "dead": "gone",
+    "unknown": "not contacted yet",
+}
+ROADS = {
+    "direct": "direct",
+    "forwarded": "relayed",
+    "libp2p": "relayed by libp2p",
+    "none": "no connection",
+}
+ROUNDS = {
+    "ok": "complete",
+    "partial": "without some peers",
+    "alone": "without a partner",
+    "failed": "failed",
+}
+
+
+def doing(status: Status, view_s: float | None = None, had_partner: bool = True) -> str:
+    """Say what a node does. A membership change takes at most `view_s`, if that is known."""
+    if ADMITTED in status.doing:
+        soon = "" if view_s is None else f", up to {view_s:g} s"
+        if status.loss is None:
+            return f"waiting to be admitted{soon}"
+        act = _act(status.doing.removesuffix(ADMITTED))
+        return f"{act}; will be counted from the next membership change{soon}"
+    return _act(status.doing) + ("" if had_partner else "; no partner this round")
+
+
+def _act(said: str) -> str:
+    if said.startswith("serves "):
+        return f"serving {said.removeprefix('serves ')}"
+    what, colon, rest = said.partition(":")
+    return STATES.get(what, what) + colon + rest
+
+
+def life(partner: PartnerStatus) -> str:
+    """Say whether another member answers."""
+    return LIVES.get(partner.life, partner.life)
+
+
+def road(partner: PartnerStatus) -> str:
+    """Say how messages travel to another member."""
+    return ROADS.get(partner.road, partner.road)
+
+
+def rounds(status: Status) -> str:
+    """Say how the rounds went that a node has applied."""
+    counts = sorted(status.rounds.items())
+    return ", ".join(f"{count:,} {ROUNDS.get(kind, kind)}" for kind, count in counts)
+
+
+def peer_state(child: Child, status: Status | None) -> str:
+    """Say in a few words what a demo's peer does."""
+    if child.killed:
+        return "killed"
+    if child.stopped:
+        return "frozen"
+    if not child.running:
+        return "finished"
+    if status is None:
+        return "starting"
+    return "waiting to be admitted" if ADMITTED in status.doing else _act(status.doing)
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in the unit that fits it."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def short(count: int) -> str:
+    """Return a large number in three or four characters."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.1f}{name}"
+    return str(count)
+
+
+def several(count: int, one: str) -> str:
+    """Return a number and a noun that agrees with it."""
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"

@@ -1,0 +1,64 @@
+"""A brake on a node's training, so that a short demo does not end before its newcomer is in.
+
+The parent names a file in the environment. While the file exists, each local step takes at least
+as many seconds as the file says; the node answers its peers meanwhile.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+BRAKE = "FARFLOCK_BRAKE"  # the file's path
+LOOK_EVERY_S = 0.1
+
+Pause = Callable[[], Awaitable[None]]
+
+
+def brake_of(stopping: Callable[[], bool]) -> "Brake | None":
+    """Return the brake that the environment names, if any."""
+    named = os.environ.get(BRAKE)
+    return None if named is None else Brake(Path(named), stopping)
+
+
+def with_brake(pause: Pause, stopping: Callable[[], bool]) -> Pause:
+    """Return `pause`, awaited between steps, with the brake that the environment names, if any."""
+    if (brake := brake_of(stopping)) is None:
+        return pause
+
+    async def both() -> None:
+        await pause()
+        await brake.pause()
+
+    return both
+
+
+class Brake:
+    """The brake of one node."""
+
+    def __init__(self, file: Path, stopping: Callable[[], bool]) -> None:
+        self._file, self._stopping = file, stopping
+        self._stepped_s = time.monotonic()
+
+    async def pause(self) -> None:
+        """Wait until this step has taken the seconds in the file, or is to be the last."""
+        while self._holds():  # noqa: ASYNC110 - another process writes the file
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._stepped_s = time.monotonic()
+
+    def _holds(self) -> bool:
+        return not self._stopping() and time.monotonic() - self._stepped_s < self._seconds()
+
+    def may_begin(self, parts: int) -> bool:
+        """Return whether one of the `parts` of a step may begin now, and count it if so."""
+        if time.monotonic() - self._stepped_s < self._seconds() / parts:
+            return False
+        self._stepped_s = time.monotonic()
+        return True
+
+    def _seconds(self) -> float:
+        with contextlib.suppress(OSError, ValueError):
+            return float(self._file.read_text())
+        return 0.0
