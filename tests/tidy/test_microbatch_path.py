@@ -2,11 +2,11 @@
 
 import asyncio
 import re
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from worlds.switchboard import Switchboard
 
 from farflock.compression.activation_catalog import activation_codec
 from farflock.node.model.llama import ModelConfig, build
@@ -29,7 +29,6 @@ from tests.tidy.trace import Trace
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "architecture.md").read_text()
-Switchboard = runpy.run_path(str(HERE.parent / "worlds" / "switchboard.py"))["World"]
 
 MODEL = ModelConfig(
     vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
