@@ -96,11 +96,12 @@ def run(options: Options) -> Iterator[Metric]:
     size, repeats = (QUICK, 1) if options.quick else (Size(), options.repeats)
     blows = [asyncio.run(blows_of(size)) for _ in range(repeats)]
     stops, kills = zip(*blows, strict=True)
-    yield from _metrics("kill.", kills, f"SIGKILL to 1 of {size.peers} in mid-exchange")
-    yield from _metrics("kill.stop_", stops, f"SIGSTOP to 1 of {size.peers} in mid-exchange")
+    yield from death_metrics("kill.", kills, f"SIGKILL to 1 of {size.peers} in mid-exchange")
+    yield from death_metrics("kill.stop_", stops, f"SIGSTOP to 1 of {size.peers} in mid-exchange")
 
 
-def _metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
+def death_metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
+    """Yield how soon the others noticed a death, and how many steps they lost by it."""
     notice_s = statistics.median(blow.notice_s for blow in blows)
     note = f"{what}; worst of {len(blows)}: {max(blow.notice_s for blow in blows):.2f} s; the goal is below the yardstick"
     yield Metric(
@@ -129,7 +130,7 @@ async def blows_of(size: Size) -> tuple[Blow, Blow]:
         victim.tell("release")
         await watch.together(size.peers)
         killed = await _strike(watch, victim, signal.SIGKILL)
-        _require_books(watch, victim)
+        require_books(watch, victim)
         return stopped, killed
 
 
@@ -156,7 +157,7 @@ async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
     return Blow(went_on_s - struck_s, watch.lost(others) - lost_before)
 
 
-def _require_books(watch: Watch, victim: Worker) -> None:
+def require_books(watch: Watch, victim: Worker) -> None:
     """Raise `Diverged` unless the run's agreed tokens match the workers' counts.
 
     The victim's last round may count or not; the others are compared at their latest common one.

@@ -78,7 +78,7 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
             bare_s = seconds(
                 lambda: thread.submit(bare.train, size.steps).result(), time.process_time
             )
-            _require_alike(node.loop.last_loss, bare.loss)
+            require_alike(node.loop.last_loss, bare.loss)
             pairs.append((turn_tokens / ours_s, turn_tokens / bare_s))
     return pairs[1:]
 
@@ -105,7 +105,8 @@ async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
             yield node
 
 
-def _require_alike(ours: float | None, theirs: float) -> None:
+def require_alike(ours: float | None, theirs: float) -> None:
+    """Raise `Unalike` unless both loops ended with the same loss."""
     if ours is None or not math.isclose(ours, theirs, rel_tol=SAME_LOSS):
         raise Unalike(
             f"the node's loop ended a turn with a loss of {ours}, the bare loop with {theirs}"

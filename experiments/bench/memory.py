@@ -80,7 +80,7 @@ async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
             for worker in workers:
                 worker.tell("exchange")
             answers = await fleet.hear_all(workers, "done", ROUND_TIMEOUT_S)
-            _require_exchange(answers)
+            require_exchange(answers)
             rounds.append([Taken(answer["before"], answer["peak"]) for answer in answers])
     return rounds
 
@@ -89,7 +89,8 @@ class NoExchange(NotMeasured):
     """The peers did not reach one state, so their memory says nothing."""
 
 
-def _require_exchange(answers: list[Fields]) -> None:
+def require_exchange(answers: list[Fields]) -> None:
+    """Raise `NoExchange` unless all peers took part in a whole exchange."""
     if {(answer["status"], answer["peers"]) for answer in answers} != {("ok", PEERS)}:
         raise NoExchange(
             f"an exchange ended with {[(answer['status'], answer['peers']) for answer in answers]}"

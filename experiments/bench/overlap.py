@@ -141,14 +141,14 @@ async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]
 async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int) -> Piece:
     """Take `steps` steps on all workers, from the barrier until each is done."""
     _, answers = await fleet.together(workers, "train", PIECE_TIMEOUT_S, arm=arm, steps=steps)
-    _require_exchanges(arm, answers, exchanges)
+    require_exchanges(arm, answers, exchanges)
     return Piece(
         max(answer["took_s"] for answer in answers),
         statistics.mean(answer["cpu_s"] for answer in answers),
     )
 
 
-def _require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
+def require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
     """Raise `NoOverlap` unless a piece holds its whole exchange with all workers."""
     seen = [[tuple(result) for result in answer["rounds"]] for answer in answers]
     if seen != [[("ok", len(answers))] * wanted] * len(answers):

@@ -31,15 +31,15 @@ def run(options: Options) -> Iterator[Metric]:
     size = QUICK if options.quick else Scale()
     with one_thread():
         if options.wants("planner.seconds"):
-            yield _seconds(size, options.repeats)
+            yield planner_seconds(size, options.repeats)
         if options.wants("planner.over_optimum"):
-            yield _over_optimum(size)
+            yield over_optimum(size)
         for metric, gain in BASELINES.items():
             if options.wants(metric):
-                yield _over_genetic(size, metric, gain)
+                yield over_genetic(size, metric, gain)
 
 
-def _seconds(size: Scale, repeats: int) -> Metric:
+def planner_seconds(size: Scale, repeats: int) -> Metric:
     """Measure the processor seconds of a plan, each repeat with another seed."""
     every = cases(size.nodes)
     for case in every:
@@ -69,7 +69,7 @@ def _seconds(size: Scale, repeats: int) -> Metric:
     )
 
 
-def _over_optimum(size: Scale) -> Metric:
+def over_optimum(size: Scale) -> Metric:
     """Return the worst ratio of many cases; the note has that of a search that cannot try all."""
     ours, searched = [], []
     for stages in SMALL_STAGES:
@@ -104,7 +104,7 @@ def optimum(costs: Costs, sizes: tuple[int, ...]) -> float:
     return min(costs.layout(stages).seconds for stages in partitions(sizes))
 
 
-def _over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
+def over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
     """Return the worst ratio of the cases; the note has the baseline's time."""
     pairs, notes = [], []
     for case in cases(size.nodes):

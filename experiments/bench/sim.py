@@ -47,12 +47,12 @@ def run(options: Options) -> Iterator[Metric]:
         if options.wants("sim"):
             yield _steps(size, tokens, options.repeats)
         if options.wants("sim.peer_s"):
-            yield _peer(size, tokens, options.repeats)
+            yield peer_metric(size, tokens, options.repeats)
 
 
 def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     """Measure the steps of the swarm and the plain loop; the first turn warms up."""
-    pairs = [_turn(size, tokens) for _ in range(1 + repeats)][1:]
+    pairs = [simulated_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
     note = (
         f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, DiLoCo with rounds of {size.period}"
@@ -63,7 +63,7 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     )
 
 
-def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
+def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
     """Return the steps per second of the swarm, and of the plain loop for as many steps."""
     begin_s = time.process_time()
     steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
@@ -78,7 +78,7 @@ def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
     return steps / swarm_s, steps / seconds(plain, time.process_time)
 
 
-def _peer(size: Size, tokens: TokenIds, repeats: int) -> Metric:
+def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     """Measure runs that end at once: join, download, admission, one token, 30 virtual seconds."""
     size = replace(size, batch=1, seq=1)
     each_s = []

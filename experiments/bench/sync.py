@@ -109,7 +109,7 @@ async def _rounds(
             worker.tell("plain", addresses=addresses)
         for _ in range(1 + repeats):
             start_s, answers = await fleet.together(workers, "sync", ROUND_TIMEOUT_S)
-            _require_sync(answers)
+            require_sync(answers)
             synced_s.append(max(answer["done_s"] for answer in answers) - start_s)
             cpu_s.append(sum(answer["cpu_s"] for answer in answers))
             start_s, answers = await fleet.together(
@@ -119,7 +119,8 @@ async def _rounds(
     return synced_s[1:], plain_s[1:], cpu_s[1:]
 
 
-def _require_sync(answers: Sequence[Fields]) -> None:
+def require_sync(answers: Sequence[Fields]) -> None:
+    """Raise `NoSync` unless all workers report the same whole exchange."""
     results = {(answer["status"], answer["members"], answer["hash"]) for answer in answers}
     if len(results) != 1 or [(status, members) for status, members, _ in results] != [
         ("ok", len(answers))

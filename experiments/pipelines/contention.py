@@ -97,15 +97,15 @@ def makespans(setting: Setting) -> dict[str, float]:
     given paths: random ones, and the released plans.
     """
     full, skipping, every = (
-        _chains(released.FULL),
-        _chains(released.RANDOM),
+        chains_of(released.FULL),
+        chains_of(released.RANDOM),
         len(released.PARTITION[0]),
     )
     plans = {
-        "full, three origins": _in_turn(full, FEW_ORIGINS),
-        "full, five origins": _in_turn(full, every),
-        "skipping, three origins": _in_turn(skipping, FEW_ORIGINS),
-        "skipping, five origins": _in_turn(skipping, every),
+        "full, three origins": paths_in_turn(full, FEW_ORIGINS),
+        "full, five origins": paths_in_turn(full, every),
+        "skipping, three origins": paths_in_turn(skipping, FEW_ORIGINS),
+        "skipping, five origins": paths_in_turn(skipping, every),
         "random": planned.as_plan(released.RANDOM.values()),
         "not collision-aware": planned.as_plan(released.NOT_COLLISION_AWARE.values()),
         "collision-aware": planned.as_plan(released.COLLISION_AWARE.values()),
@@ -118,12 +118,12 @@ def effects(made_s: Mapping[str, float]) -> dict[str, float]:
     return {idea: made_s[without] / made_s[with_it] for idea, (without, with_it) in IDEAS.items()}
 
 
-def _chains(paths: released.Paths) -> list[released.Path]:
+def chains_of(paths: released.Paths) -> list[released.Path]:
     """Return the different paths after the first stop."""
     return sorted({path[1:] for each in paths.values() for path in each})
 
 
-def _in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
+def paths_in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
     """Let each origin take all chains in turn, each from another start."""
     lanes = []
     for lane, origin in enumerate(released.PARTITION[0][:origins]):

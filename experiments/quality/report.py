@@ -65,7 +65,7 @@ def screen_table(scores: Scores, budget: int) -> Table:
                     f"{trial.warmup:g}",
                     _loss(run),
                     "" if share is None else f"{share:.1%}",
-                    _saving([run]),
+                    byte_saving([run]),
                     remark,
                     trial.why,
                 )
@@ -195,7 +195,7 @@ def _final_row(scores: Scores, name: str) -> Sequence[object]:
         "-" if share is None else f"{share.mean:.1%}",
         "-" if share is None or math.isinf(share.error) else f"{share.error:.1%}",
         " ".join(f"{one:.0%}" for one in found),
-        _saving(final.runs),
+        byte_saving(final.runs),
         _remark(scores, name),
     )
 
@@ -220,7 +220,7 @@ def _note(scores: Scores, name: str) -> str:
         f"± {estimate(found).error:.4f} (standard error)"
         if len(found) > 1
         else "no standard error",
-        f"bytes 1/{_saving(final.runs)} of DDP's",
+        f"bytes 1/{byte_saving(final.runs)} of DDP's",
         f"lr {trial.lr:.3g}, warm-up {trial.warmup:g}, {options_text(final.runs[0])}",
         _remark(scores, name),
     ]
@@ -236,7 +236,7 @@ def _loss(run: Run) -> str:
     return f"{run.loss:.4f}" if math.isfinite(run.loss) else "diverged"
 
 
-def _saving(runs: Sequence[Run]) -> str:
+def byte_saving(runs: Sequence[Run]) -> str:
     """Return the least saving of these runs, as the number under the line of 1/x."""
     found = [run.saving for run in runs if run.saving is not None]
     if not found:

@@ -86,7 +86,7 @@ class Study:
             "tier": self.tier,
             "sizes": msgspec.to_builtins(self.sizes),
             "arms": {
-                name: [msgspec.to_builtins(job) for job in self._searched(name)]
+                name: [msgspec.to_builtins(job) for job in self.searched(name)]
                 for name in self.arms
             },
             "verdict": msgspec.to_builtins(self.recipe.verdict),
@@ -95,7 +95,7 @@ class Study:
     def run(self, shelf: Shelf, workers: int, progress: Callable[[float], None]) -> list[Result]:
         """Run all jobs that the shelf lacks; an interruption loses only those that were running."""
         seeds = self.sizes.seeds
-        search = {name: self._searched(name) for name in self.arms if len(self._grid(name)) > 1}
+        search = {name: self.searched(name) for name in self.arms if len(self._grid(name)) > 1}
         steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
         found = outcomes(
             itertools.chain.from_iterable(search.values()), shelf, workers, steps.keep, steps.told
@@ -155,7 +155,8 @@ class Study:
         rates = arm.lr if arm is not None and arm.lr is not None else self.sizes.lr
         return list(itertools.product(rates, self.sizes.warmup))
 
-    def _searched(self, name: str) -> list[AnyJob]:
+    def searched(self, name: str) -> list[AnyJob]:
+        """Return the jobs of an arm's search: each setting of its grid, at the first seed."""
         return [self.job(name, self.sizes.seeds[0], setting) for setting in self._grid(name)]
 
     def _best(

@@ -34,7 +34,7 @@ def code_version(job: msgspec.Struct) -> str:
     modules = list(ROOTS[str(type(job).__struct_config__.tag)])
     method, options = getattr(job, "method", None), getattr(job, "options", {})
     if method is not None:
-        modules += [METHODS[method].__module__, *_codecs(method, options)]
+        modules += [METHODS[method].__module__, *codecs_of(method, options)]
     return (
         f"{sources_hash(tuple(sorted(set(modules))))} torch {torch.__version__.partition('+')[0]}"
     )
@@ -80,7 +80,7 @@ def _file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _codecs(method: str, options: dict[str, Any]) -> list[str]:
+def codecs_of(method: str, options: dict[str, Any]) -> list[str]:
     """Return the modules of a method's codecs, from its options or its defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[method])} | options
     named = [

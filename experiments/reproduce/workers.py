@@ -67,7 +67,7 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
     waiting = list(reversed(jobs))
     with _crew(min(workers, len(jobs))) as crew:
         for worker in crew:
-            _give(worker, waiting)
+            give_job(worker, waiting)
         while any(worker.job is not None for worker in crew):
             ready = wait([worker.line for worker in crew if worker.job is not None], LOOK_S)
             for worker in [worker for worker in crew if worker.line in ready]:
@@ -79,7 +79,7 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
                     )
                 told(job, word.share)
                 if word.outcome is not None:
-                    _give(worker, waiting)
+                    give_job(worker, waiting)
                     yield job, word.outcome
 
 
@@ -144,7 +144,8 @@ def _crew(count: int) -> Iterator[list[_Worker]]:
             worker.line.close()
 
 
-def _give(worker: _Worker, waiting: list[AnyJob]) -> None:
+def give_job(worker: _Worker, waiting: list[AnyJob]) -> None:
+    """Send a worker the next waiting job, if there is one."""
     worker.job = waiting.pop() if waiting else None
     if worker.job is not None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, as `_hear` will report

@@ -198,9 +198,9 @@ class InvariantChecker:
             self.violate(
                 f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
             )
-        if len(peer._tasks) > MAX_TASKS:
+        if len(peer.tasks) > MAX_TASKS:
             self.violate(
-                f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed"
+                f"{name} has {len(peer.tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed"
             )
 
     def check_memory(self, peer: Peer) -> None:

@@ -68,14 +68,16 @@ def test_the_runs_tokens_must_confirm_what_the_workers_count(agreed, honest):
     watch.note(workers[1], said(5, agreed=30, counted=10))
     watch.note(workers[2], said(8, agreed=agreed + 2 * PERIOD, counted=15 + PERIOD))
     if honest:
-        kill._require_books(watch, workers[1])
+        kill.require_books(watch, workers[1])
     else:
         with pytest.raises(Diverged):
-            kill._require_books(watch, workers[1])
+            kill.require_books(watch, workers[1])
 
 
 def test_the_metrics_are_the_median_notice_and_the_worst_loss():
-    notice, lost = kill._metrics("kill.", [Blow(0.2, 0), Blow(0.9, 3), Blow(0.4, 0)], "SIGKILL")
+    notice, lost = kill.death_metrics(
+        "kill.", [Blow(0.2, 0), Blow(0.9, 3), Blow(0.4, 0)], "SIGKILL"
+    )
     assert (notice.metric, notice.value, notice.yardstick, notice.n) == (
         "kill.notice_s",
         0.4,

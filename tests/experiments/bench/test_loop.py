@@ -65,7 +65,7 @@ def test_the_bare_loop_clips_only_where_the_plan_does(tokens):
 @pytest.mark.parametrize("ours", [None, 2.01, math.nan])
 def test_loops_that_did_not_train_alike_are_not_compared(ours):
     with pytest.raises(loop.Unalike):
-        loop._require_alike(ours, 2.0)
+        loop.require_alike(ours, 2.0)
 
 
 def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):

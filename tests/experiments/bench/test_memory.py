@@ -39,7 +39,7 @@ def test_a_whole_run_counts_what_earlier_exchanges_left():
 
 def test_an_exchange_that_not_both_took_part_in_measures_nothing(monkeypatch):
     with pytest.raises(NoExchange, match="alone"):
-        memory._require_exchange([{"status": "ok", "peers": 2}, {"status": "alone", "peers": 1}])
+        memory.require_exchange([{"status": "ok", "peers": 2}, {"status": "alone", "peers": 1}])
 
 
 def test_the_peak_is_seen_after_the_memory_is_given_back():

@@ -88,15 +88,15 @@ def answer(*rounds):
     ],
 )
 def test_a_piece_without_its_one_exchange_is_not_timed(answers):
-    overlap._require_exchanges("overlapping", [answer(("ok", 2)), answer(("ok", 2))], 1)
+    overlap.require_exchanges("overlapping", [answer(("ok", 2)), answer(("ok", 2))], 1)
     with pytest.raises(NoOverlap, match="1 exchanges of all 2"):
-        overlap._require_exchanges("overlapping", answers, 1)
+        overlap.require_exchanges("overlapping", answers, 1)
 
 
 def test_a_loop_without_exchanges_has_none():
-    overlap._require_exchanges("local", [answer(), answer()], 0)
+    overlap.require_exchanges("local", [answer(), answer()], 0)
     with pytest.raises(NoOverlap):
-        overlap._require_exchanges("local", [answer(("ok", 2)), answer()], 0)
+        overlap.require_exchanges("local", [answer(("ok", 2)), answer()], 0)
 
 
 @pytest.fixture

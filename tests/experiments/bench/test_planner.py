@@ -38,7 +38,7 @@ def test_the_time_is_the_median_and_the_note_has_the_longest(monkeypatch):
     taken = iter([1.0, 9.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     monkeypatch.setattr(networks, "plan", lambda *arguments, **options: None)
     monkeypatch.setattr(planner, "seconds", lambda work, clock: next(taken))
-    metric = planner._seconds(planner.QUICK, 3)
+    metric = planner.planner_seconds(planner.QUICK, 3)
     assert (metric.value, metric.n) == (5.0, 9)
     assert "worldwide 2.00 (at most 9.00)" in metric.note
 
@@ -52,7 +52,7 @@ def test_over_the_optimum_is_the_worst_case(monkeypatch):
         return Layout(layout.stages, layout.data_parallel_s * factor, layout.pipeline_s * factor)
 
     monkeypatch.setattr(planner, "plan", worse)
-    metric = planner._over_optimum(planner.QUICK)
+    metric = planner.over_optimum(planner.QUICK)
     assert metric.value == metric.ratio == pytest.approx(1.5)
     assert "0 are missed, at worst 1.0000" in metric.note
 
@@ -69,7 +69,7 @@ def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
         monkeypatch.setattr(
             networks, "plan", lambda *arguments, ours=ours: Layout((), next(ours), 0.0)
         )
-        metric = planner._over_genetic(planner.QUICK, name, gain)
+        metric = planner.over_genetic(planner.QUICK, name, gain)
         assert (metric.metric, metric.value, metric.yardstick, metric.ratio) == (
             name,
             1.0,

@@ -35,11 +35,11 @@ def test_the_plain_loop_takes_the_steps_that_the_swarm_took(monkeypatch):
     outcome = SimulationResult("", 0, [], 0, 0.0, 0.0, 0, steps=7)
     monkeypatch.setattr(sim, "Bare", Counted)
     monkeypatch.setattr(sim, "_simulated", lambda size, tokens, peers, total: outcome)
-    sim._turn(sim.Size(peers=3), None)
+    sim.simulated_turn(sim.Size(peers=3), None)
     assert trained == ["0", "1", "2", "0", "1", "2", "0"]
 
 
 def test_a_peers_price_is_what_a_larger_swarm_costs_more(monkeypatch):
     monkeypatch.setattr(sim, "_simulated", lambda size, tokens, peers, total: peers)
     monkeypatch.setattr(sim, "seconds", lambda work, clock: 1.0 + 0.25 * work())
-    assert sim._peer(sim.Size(), None, 3).value == 0.25
+    assert sim.peer_metric(sim.Size(), None, 3).value == 0.25

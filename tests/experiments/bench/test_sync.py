@@ -32,9 +32,9 @@ def answer(status="ok", members=2, mean="aa"):
     ],
 )
 def test_a_round_that_was_no_sync_of_all_is_not_timed(answers):
-    sync._require_sync([answer(), answer()])
+    sync.require_sync([answer(), answer()])
     with pytest.raises(NoSync):
-        sync._require_sync(answers)
+        sync.require_sync(answers)
 
 
 @pytest.mark.net

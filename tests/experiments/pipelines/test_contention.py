@@ -116,8 +116,8 @@ def test_effects_are_ratios_of_what_was_simulated():
 
 
 def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
-    full = contention._in_turn(contention._chains(released.FULL), 3)
-    skipping = contention._in_turn(contention._chains(released.RANDOM), 5)
+    full = contention.paths_in_turn(contention.chains_of(released.FULL), 3)
+    skipping = contention.paths_in_turn(contention.chains_of(released.RANDOM), 5)
     assert len(full.paths) == len(skipping.paths) == contention.MICROBATCHES
     for plan, chains in ((full, 3), (skipping, 5)):
         uses = [

@@ -39,10 +39,10 @@ def test_a_finalist_s_share_is_the_mean_over_seeds_with_its_error(scores):
 
 def test_savings_are_rounded_down_and_the_worst_seed_s(run_of):
     runs = [run_of("a.100", 1.0, sent=9.99), run_of("a.100", 1.0, 2, sent=9.0)]
-    assert report._saving(runs) == "100.1"
-    assert report._saving([run_of("a.100", 1.0, sent=10.001)]) == "99.9"
-    assert report._saving([run_of("none", 1.0)]) == "none"
-    assert report._saving([run_of("a.100", None)]) == "-"
+    assert report.byte_saving(runs) == "100.1"
+    assert report.byte_saving([run_of("a.100", 1.0, sent=10.001)]) == "99.9"
+    assert report.byte_saving([run_of("none", 1.0)]) == "none"
+    assert report.byte_saving([run_of("a.100", None)]) == "-"
 
 
 def test_the_screen_shows_every_trial_also_those_that_do_not_count(scores):

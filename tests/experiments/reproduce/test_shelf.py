@@ -103,8 +103,8 @@ def test_a_change_of_the_code_is_another_version(monkeypatch, tmp_path):
 
 def test_the_codecs_of_a_method_count_by_option_and_by_default(swarm):
     sparse = swarm(method="sparseloco", options={"period": 2})
-    assert "farflock.compression.topk" in version._codecs(sparse.method, sparse.options)
-    packed = version._codecs("diloco", {"codec": "bf16+zstd"})
+    assert "farflock.compression.topk" in version.codecs_of(sparse.method, sparse.options)
+    packed = version.codecs_of("diloco", {"codec": "bf16+zstd"})
     assert {"farflock.compression.zstd", "farflock.compression.half"} <= set(packed)
 
 

@@ -200,4 +200,4 @@ def test_progress_ends_at_one_and_never_falls(recipe_text, monkeypatch, outcome,
 
 def test_the_search_s_best_run_counts_as_the_first_seed(recipe_text):
     mine = Study(recipe.read("mine", recipe_text), "cpu")
-    assert key(mine._searched("short")[1]) == key(mine.job("short", 1, (4e-3, 0.25)))
+    assert key(mine.searched("short")[1]) == key(mine.job("short", 1, (4e-3, 0.25)))

@@ -72,14 +72,14 @@ def test_a_process_that_is_killed_is_told_with_a_remedy(noise, monkeypatch):
 
 
 def test_a_process_that_died_before_it_had_its_job_is_told_too(noise, monkeypatch):
-    give = workers._give
+    give = workers.give_job
 
     def give_to_the_dead(worker, waiting):
         worker.process.kill()
         worker.process.join()
         give(worker, waiting)
 
-    monkeypatch.setattr(workers, "_give", give_to_the_dead)
+    monkeypatch.setattr(workers, "give_job", give_to_the_dead)
     with pytest.raises(Failure, match="was killed"):
         list(workers.run_all([noise(seed=seed) for seed in range(2)], 2, silent))
     assert multiprocessing.active_children() == []

@@ -313,7 +313,7 @@ def test_the_digest_is_that_of_what_happened():
 def a_peer(waits=(), size_bytes=0, tasks=0):
     port = SimpleNamespace(store=SimpleNamespace(size_bytes=size_bytes), now=lambda: 1.0)
     return SimpleNamespace(
-        me="one", context=port, waits=lambda: list(waits), _tasks=range(tasks), run_s=lambda: 100.0
+        me="one", context=port, waits=lambda: list(waits), tasks=range(tasks), run_s=lambda: 100.0
     )
 
 

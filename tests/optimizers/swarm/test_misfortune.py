@@ -15,6 +15,7 @@ from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import ExchangeKey, Result
 from farflock.optimizers.noloco import NoLoCo
 from farflock.optimizers.parts.outer import OuterSGD
+from farflock.optimizers.parts.state_fields import saved
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
@@ -40,6 +41,12 @@ def work(swarm, name, steps, since=0):
 
 def minus(a, b):
     return {name: a[name] - b[name] for name in a}
+
+
+def residual_of(peer):
+    """What error feedback holds back, by parameter, from the state that the method saves."""
+    own = saved(peer.method, "own")
+    return {key.removeprefix("residual."): own[key] for key in own if key.startswith("residual.")}
 
 
 def phi_of(peer):
@@ -93,7 +100,7 @@ def test_sent_and_residual_and_unsent_work_are_all_local_work(loopback, codec, l
     )
     swarm.steps(17)
     peer = swarm.peers["a"]
-    residual, phi, theta = peer.method._memory.residual, phi_of(peer), peer.theta()
+    residual, phi, theta = residual_of(peer), phi_of(peer), peer.theta()
     for name, total in work(swarm, "a", 17).items():
         arrived = start_of(swarm)[name] - phi[name]  # the sum of all that was sent and taken
         unsent = phi[name] - theta[name]
@@ -107,17 +114,15 @@ def test_feedback_is_settled_when_the_result_is_known_and_not_before(loopback, s
     swarm.late = lambda peer, number: 2 if number == 1 else 0
     swarm.steps(2)
     peer = swarm.peers["a"]
-    settled = {name: x.clone() for name, x in peer.method._memory.residual.items()}
+    settled = {name: x.clone() for name, x in residual_of(peer).items()}
     swarm.steps(2)
     assert peer.driver.pending == (ExchangeKey("delta", 1),)
-    assert same(peer.method._memory.residual, settled)
+    assert same(residual_of(peer), settled)
     message = dict(peer.offered[-1][1].tensors)
     swarm.steps(2)
     assert peer.driver.pending == (ExchangeKey("delta", 2),) or not peer.driver.pending
     sent = peer.results[1].sent
-    assert same(
-        peer.method._memory.residual, {name: message[name] - sent[name] for name in message}
-    )
+    assert same(residual_of(peer), {name: message[name] - sent[name] for name in message})
 
 
 def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
@@ -125,17 +130,17 @@ def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
     swarm.fails = lambda number: number == 1
     swarm.steps(2)
     peer = swarm.peers["a"]
-    settled = {name: x.clone() for name, x in peer.method._memory.residual.items()}
+    settled = {name: x.clone() for name, x in residual_of(peer).items()}
     swarm.steps(2)
     assert [result.status for result in peer.results] == ["alone", "failed"]
-    assert same(peer.method._memory.residual, settled)
+    assert same(residual_of(peer), settled)
 
 
 def test_the_next_message_is_new_work_and_the_decayed_residual(loopback):
     swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
     swarm.steps(2)
     peer = swarm.peers["a"]
-    residual = {name: x.clone() for name, x in peer.method._memory.residual.items()}
+    residual = {name: x.clone() for name, x in residual_of(peer).items()}
     swarm.steps(2)
     for name, x in peer.offered[1][1].tensors.items():
         assert torch.equal(x, residual[name] / 2 + work(swarm, "a", 4, since=2)[name])
@@ -147,7 +152,7 @@ def test_adopting_a_snapshot_drops_the_residual_and_carrying_keeps_it(loopback, 
     swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
     swarm.steps(2)
     peer = swarm.peers["a"]
-    residual = {name: x.clone() for name, x in peer.method._memory.residual.items()}
+    residual = {name: x.clone() for name, x in residual_of(peer).items()}
     peer.method.restore(peer.replica, peer.outer(), mode)
     swarm.steps(2)
     for name, x in peer.offered[1][1].tensors.items():
