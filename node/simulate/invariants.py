@@ -197,8 +197,9 @@ class InvariantChecker:
                 f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, above "
                 f"{MAX_STORE_BYTES}"
             )
-        if peer.tasks > MAX_TASKS:
-            self.violate(f"{name} has {peer.tasks} tasks at {now_s:.1f} s, above {MAX_TASKS}")
+        tasks = len(peer.tasks)
+        if tasks > MAX_TASKS:
+            self.violate(f"{name} has {tasks} tasks at {now_s:.1f} s, above {MAX_TASKS}")
 
     def check_memory(self, peer: Peer) -> None:
         """Check that nothing a peer holds has grown long; slow, as it looks everywhere."""

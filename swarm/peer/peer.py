@@ -85,7 +85,7 @@ class Peer:
         store_bytes: int = STORE_BYTES,
     ) -> None:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.context = PeerContext(
             terms.run, terms.seed, incarnation, links, store, self._spawn, compute
@@ -125,11 +125,6 @@ class Peer:
         router.add_exchange(self.codec_offers.receive, messages.Reads)
         router.add_exchange(self.tallies.receive, messages.Tally)
         return router
-
-    @property
-    def tasks(self) -> int:
-        """The number of tasks in progress."""
-        return len(self._tasks)
 
     @property
     def me(self) -> PeerId:
@@ -206,7 +201,7 @@ class Peer:
                 raise self.failure from None
             raise
         finally:
-            await cancel(*self._tasks)
+            await cancel(*self.tasks)
 
     # exchanges
 
@@ -318,12 +313,12 @@ class Peer:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
+        self.tasks[task] = None
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the whole peer, loudly, if one of its tasks failed: that is a bug."""
-        del self._tasks[task]
+        del self.tasks[task]
         error = None if task.cancelled() else task.exception()
         if error is not None and self.failure is None:  # the first failure causes the others
             log.error("a task of peer %s failed; the peer ends", self.me, exc_info=error)

@@ -12,6 +12,7 @@ rounds and carries out their actions.
 import asyncio
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -60,6 +61,7 @@ class Rounds:
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._streams: dict[str, StreamState] = {}
+        self.streams = MappingProxyType(self._streams)  # what is known of each stream's rounds
         self.machines: dict[Key, Collective] = {}  # of the open rounds
         self._log = RoundLog(context, self.machines)
         self._catch_up = CatchUp(context, self._log)
@@ -152,10 +154,6 @@ class Rounds:
     def close(self, name: str) -> None:
         """End a stream at this peer, so that it can be opened again with another part in it."""
         self._forget(self._streams.pop(name, None))
-
-    def stream(self, name: str) -> StreamState:
-        """Return what this peer knows of a stream's rounds."""
-        return self._streams[name]
 
     def tokens(self, name: str) -> int:
         """Return the run's agreed tokens after the newest decided round."""

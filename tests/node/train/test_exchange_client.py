@@ -252,7 +252,7 @@ def test_a_member_that_watches_another_stage_wants_its_notes_alone(bench, text, 
     async def work(clients, first):
         client = ExchangeClient(clients[0].peer, 3, 5)
         name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, client.peer.rounds.stream(name).stream
+        return name, client.peer.rounds.streams[name].stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

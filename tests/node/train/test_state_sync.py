@@ -232,7 +232,7 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
             shards = [
-                peer.rounds.stream(entry.key.stream).stream.terms.shards
+                peer.rounds.streams[entry.key.stream].stream.terms.shards
                 for entry in (first, *others)
             ]
             assert shards == [2] + [1] * len(others)

@@ -286,7 +286,7 @@ async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_i
     herd.network.tap = lambda when_s, sender, to, packed: (
         None if to == survivor.id and b"piece" in packed else packed
     )
-    state = survivor.peer.rounds.stream(STREAM)
+    state = survivor.peer.rounds.streams[STREAM]
     await until(
         lambda: any(not entry.complete for entry in state.log.values()),
         20,

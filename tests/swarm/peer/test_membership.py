@@ -396,7 +396,7 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
         await asyncio.sleep(VIEW_S + 3)
         assert node.view == view
         assert node.peer.membership.clock.offset_s == offset or who != "a stranger"
-        assert node.peer.rounds.stream("weights").seen < 10**5
+        assert node.peer.rounds.streams["weights"].seen < 10**5
         assert not any(event[2] in ("lost", "failed") for event in node.events)
         assert (
             sum(

@@ -61,7 +61,7 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     await asyncio.sleep(1.0)
     for node in made.nodes.values():
-        state, store = node.rounds.stream(name_of(0)), node.peer.context.store
+        state, store = node.rounds.streams[name_of(0)], node.peer.context.store
         assert len(state.log) == LOG_ROUNDS
         assert list(state.old_log) + list(state.log) == list(
             range(node.rounds.newest(name_of(0)) + 1)
@@ -75,7 +75,7 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
 async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     node, name = made.nodes[3], name_of(0)
-    state = node.rounds.stream(name)
+    state = node.rounds.streams[name]
     assert state.old_log
     node.rounds.close(name)
     assert (len(state.log), len(state.old_log), state.old_log_bytes) == (0, 0, 0)
@@ -86,7 +86,7 @@ async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
 @flock(0, 0, 1, NOTHING)
 async def test_a_stream_that_is_not_witnessed_has_no_old_log(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
-    assert not any(node.rounds.stream(name_of(0)).old_log for node in made.nodes.values())
+    assert not any(node.rounds.streams[name_of(0)].old_log for node in made.nodes.values())
     assert made.nodes[3].rounds.oldest_kept(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
@@ -124,7 +124,7 @@ def test_the_old_log_is_bounded_and_what_has_left_it_is_said_to_be_skipped(
         await ears.all_of(made, made.newest(0))
         assert 0 < ears.skipped < 4 * LOG_ROUNDS
         for node in made.nodes.values():
-            state = node.rounds.stream(name_of(0))
+            state = node.rounds.streams[name_of(0)]
             assert 0 < len(state.old_log) <= 8
             assert node.peer.context.store.size_bytes < 100_000
 
@@ -137,7 +137,7 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
     made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
     await asyncio.sleep(1.0)
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
-    state, one = looker.rounds.stream(name_of(0)), made.nodes[0]
+    state, one = looker.rounds.streams[name_of(0)], made.nodes[0]
     told = Forgotten(Key(name_of(0), state.next), made.newest(0), made.newest(0))
     looker.rounds.receive(one.id, one.life, told)
     assert state.forgotten.said == {one.id: told}
@@ -153,10 +153,10 @@ async def test_a_new_onlooker_goes_on_with_the_newest_round_that_most_know(
 ):
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
-    stream = looker.rounds.stream(name).stream
+    stream = looker.rounds.streams[name].stream
     looker.rounds.close(name)
     looker.rounds.open(stream)
-    state = looker.rounds.stream(name)
+    state = looker.rounds.streams[name]
     looker.rounds.receive(liar.id, liar.life, Forgotten(Key(name, state.next), 2**61, 2**61))
     assert state.newest == -1
     await until(lambda: looker.rounds.newest(name) >= 0, 10.0, "word of the others")
@@ -172,7 +172,7 @@ async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     made.network.kill(made.nodes[1].id)
     for looker in lookers:
-        stream = looker.rounds.stream(name).stream
+        stream = looker.rounds.streams[name].stream
         looker.rounds.close(name)
         looker.rounds.open(stream)
     await until(
@@ -202,10 +202,10 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
     before = looker.rounds.newest(name)
     word = Forgotten(Key(name, before + 1), 2**40, 2**40)
     looker.rounds.receive(liar.id, liar.peer.context.incarnation, word)
-    assert looker.rounds.stream(name).forgotten.by(before + 1, liar.id) == word
+    assert looker.rounds.streams[name].forgotten.by(before + 1, liar.id) == word
     await asyncio.sleep(HOPELESS_S + 5.0)
     assert looker.rounds.newest(name) == before
-    assert looker.rounds.stream(name).next == before + 1
+    assert looker.rounds.streams[name].next == before + 1
 
 
 @pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
@@ -221,7 +221,7 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
         rounds, name = made.nodes[number].rounds, name_of(0)
         await made.go_on(0, LOG_ROUNDS + 6, 60.0)
         await asyncio.sleep(1.0)
-        state = rounds.stream(name)
+        state = rounds.streams[name]
         first = next(iter(state.log)) - (beyond if witnessed else 0)
         for at in range(first, state.newest + 1):
             state.entry(at).complete = False

@@ -383,7 +383,7 @@ async def test_when_its_block_ends_nothing_of_a_peer_goes_on(world):
     async with peer.running():
         peer.found()
         await asyncio.sleep(1)
-        assert peer.tasks == 2, "it receives and ticks"
+        assert len(peer.tasks) == 2, "it receives and ticks"
     assert not peer.tasks
     assert peer.failure is None
 

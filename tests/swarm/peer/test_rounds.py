@@ -162,9 +162,9 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
                 store.size_bytes,
                 store.pinned_chunks,
                 len(store.pins),
-                node.peer.tasks,
+                len(node.peer.tasks),
                 len(node.peer.rounds.machines),
-                len(node.peer.rounds.stream(STREAM).log),
+                len(node.peer.rounds.streams[STREAM].log),
                 len(node.peer.context.counters),
             )
         ]
@@ -471,7 +471,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
         return Reduction(herd.stream.reduce(number, shard, good).data if good else None, rejected)
 
     for node in herd.nodes.values():
-        state = node.peer.rounds.stream(STREAM)
+        state = node.peer.rounds.streams[STREAM]
         state.stream = dataclasses.replace(state.stream, reduce=picky)
     number = herd.nodes[0].applied + 1
     offers = [

@@ -48,7 +48,7 @@ def test_an_onlooker_fetches_what_it_wants_and_no_more(wants, fetched):
     async def main(made):
         await made.go_on(0, 3)
         node, name = made.nodes[2], name_of(0)
-        entry = node.rounds.stream(name).log[number := node.rounds.newest(name) - 1]
+        entry = node.rounds.streams[name].log[number := node.rounds.newest(name) - 1]
         here = {item.index for item in entry.close.items if item.digest in node.peer.context.store}
         assert here == fetched
         assert entry.complete
@@ -153,14 +153,14 @@ async def test_a_member_without_the_content_of_a_round_never_contributes_that_pa
     await asyncio.sleep(2.0)
     stuck = left.applied + 1
     assert made.newest(0) >= stuck
-    assert left.rounds.stream(name_of(0)).log[stuck].taken == (True,) * SHARDS
+    assert left.rounds.streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
     for number in range(2):
         made.kill(number)
     made.network.tap = None
     await until(lambda: left.peer.context.counters["forsaken rounds"], 90.0, "that it gives up")
     assert left.applied == stuck - 1
     await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
-    assert not left.rounds.names or stuck not in left.rounds.stream(name_of(0)).log
+    assert not left.rounds.names or stuck not in left.rounds.streams[name_of(0)].log
 
 
 @flock(0, 1, NOTHING, NOTHING)
