@@ -1,4 +1,4 @@
-"""What all figures share: colours that colour-blind readers can tell apart, labels at the ends of
+"""Parts of all figures: colours that colour-blind readers can tell apart, labels at the ends of
 lines, units that fit, and files without anything of the machine that drew them.
 """
 
