@@ -1,5 +1,6 @@
 """Glue: one process of a run, from the command line down to the loop.
 
-Rooms, lowest first: model, state, run, train, (loop.py), assembly, pipeline, process, then library, simulate and demo, then
-cli; a room imports only rooms before it, and swarm, optimizers and compression. Start reading at loop.py.
+Rooms, lowest first: model, state, run, train, (loop.py), assembly, pipeline, process, then library,
+simulate and demo, then cli. A room imports only rooms before it, and swarm, optimizers and
+compression. Start reading at loop.py.
 """

@@ -114,9 +114,9 @@ def test_another_text_than_the_runs_is_refused(tmp_path, plays):
     good = from_file(path).sha256
     assert load_corpus(str(path), good).name == "mine.txt"
     path.write_text(user_text() + "more\n")
-    with pytest.raises(BadCorpus, match="get the run.s text"):
+    with pytest.raises(BadCorpus, match=r"get the run.s text"):
         load_corpus(str(path), good)
-    with pytest.raises(BadCorpus, match="get the run.s text"):
+    with pytest.raises(BadCorpus, match=r"get the run.s text"):
         load_corpus("shakespeare", good)
 
 

@@ -56,7 +56,8 @@ def test_a_missing_tensor_is_named():
     del whole["exp_avg.model.layers.3.mlp.up_proj.weight"]
     with pytest.raises(
         Misfit,
-        match=r"layers 2 to 4 lack 1 tensors, such as exp_avg\.model\.layers\.3\.mlp\.up_proj\.weight",
+        match="layers 2 to 4 lack 1 tensors, "
+        r"such as exp_avg\.model\.layers\.3\.mlp\.up_proj\.weight",
     ):
         cut(whole, CONFIG, range(2, 5))
     assert len(cut(whole, CONFIG, range(4, 6))) == 3 * len(names_of(CONFIG, range(4, 6)))

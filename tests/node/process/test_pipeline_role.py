@@ -127,7 +127,8 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     for choose in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
         with pytest.raises(
             Usage,
-            match="run of 3 stages; choose from auto, trainer, replica, stage, stage:N, where N is below 3",
+            match="run of 3 stages; "
+            "choose from auto, trainer, replica, stage, stage:N, where N is below 3",
         ) as refused:
             choose()
         assert repr(role) in str(refused.value)

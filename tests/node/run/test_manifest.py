@@ -544,7 +544,8 @@ def test_another_protocol_is_refused_with_both_numbers():
     require_same_protocol(PROTOCOL)
     with pytest.raises(
         RefusedByRun,
-        match=f"another protocol: it speaks version {PROTOCOL + 1}, this program version {PROTOCOL};",
+        match=f"another protocol: it speaks version {PROTOCOL + 1}, "
+        f"this program version {PROTOCOL};",
     ):
         require_same_protocol(PROTOCOL + 1)
     with pytest.raises(RefusedByRun, match="use the version of farflock that made it"):

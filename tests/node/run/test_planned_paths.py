@@ -272,7 +272,8 @@ def test_batches_are_whole_shares():
 def test_a_plan_goes_with_its_policy_and_no_other():
     with pytest.raises(
         Usage,
-        match=r"pipeline\.plan: policy planned has no paths to follow; give paths in \[pipeline\.plan\]",
+        match=r"pipeline\.plan: policy planned has no paths to follow; "
+        r"give paths in \[pipeline\.plan\]",
     ):
         resolved(None)
     with pytest.raises(

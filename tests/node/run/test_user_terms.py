@@ -67,7 +67,8 @@ def test_a_joiner_may_name_what_the_founder_named_or_nothing():
         ({"outer": {"lr": 0.1}}, "method.options.outer.lr: it is 0.1 here"),
         (
             {"model": net(4)},
-            "this model differs from the run's: it has 4 tensors with 17 values, the run's model 4 with 13",
+            "this model differs from the run's: it has 4 tensors with 17 values, "
+            "the run's model 4 with 13",
         ),
         (
             {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1, bias=False))},

@@ -270,7 +270,7 @@ def test_another_format_is_named_not_guessed(tmp_path):
     path = write(tmp_path, 1)
     reseal(path, lambda manifest: manifest.update(format=2))
     with pytest.raises(
-        CheckpointError, match="has checkpoint format 2, but this version .* reads format 1"
+        CheckpointError, match=r"has checkpoint format 2, but this version .* reads format 1"
     ):
         load(path)
 

@@ -318,7 +318,7 @@ def test_a_database_of_a_later_version_is_left_as_it_is(tmp_path, clock):
     database.execute("PRAGMA user_version = 3")
     database.close()
     with pytest.raises(
-        HistoryUnusable, match="has version 3, but this version .* reads 2; use the newer version"
+        HistoryUnusable, match=r"has version 3, but this version .* reads 2; use the newer version"
     ):
         History.open(tmp_path, clock)
 

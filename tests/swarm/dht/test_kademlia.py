@@ -545,7 +545,7 @@ async def test_a_taken_port_is_explained(stack, folder):
     a = await opened(stack, folder, 1)
     taken = a.addresses[0].partition("/p2p/")[0]
     with pytest.raises(
-        PortTaken, match="another program uses port .*; stop that program, or choose another"
+        PortTaken, match=r"another program uses port .*; stop that program, or choose another"
     ):
         await DhtDirectory.open(key_file(folder, 2), run=RUN, listen=[taken])
     await a.close()

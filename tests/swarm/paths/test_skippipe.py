@@ -131,7 +131,8 @@ def test_visiting_all_stages_without_swaps_is_the_order_of_the_model():
 def test_a_number_of_stages_that_no_path_can_visit_is_refused(visited):
     with pytest.raises(
         BadPlan,
-        match=f"cannot visit {visited} of 5 stages: no path may skip 2 of them; choose 2 to 5 stages",
+        match=f"cannot visit {visited} of 5 stages: no path may skip 2 of them; "
+        "choose 2 to 5 stages",
     ):
         PlanTerms(HEADED.kinds, visited)
 
@@ -163,7 +164,8 @@ def test_work_that_touches_is_no_collision_and_work_that_overlaps_is_one():
     require_timetable(works, memory=2)
     with pytest.raises(
         BadPlan,
-        match=r"collision: a works on microbatch \(1, 0\) until 2.0000 s and on \(0, 1\) from 1.9000 s",
+        match=r"collision: a works on microbatch \(1, 0\) until 2.0000 s and "
+        r"on \(0, 1\) from 1.9000 s",
     ):
         require_timetable([*works, ScheduledPass("a", (0, 1), 1.9, 2.5)], memory=2)
 
