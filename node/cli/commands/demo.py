@@ -51,7 +51,6 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     is_flag=True,
     help="Print one JSON object as the last line of standard output.",
 )
-@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     peers: int, steps: int, method: str, pipeline: bool, folder: Path | None, as_json: bool
 ) -> None:

@@ -85,8 +85,8 @@ class StageStartup:
         ends = await self._end_copy() if after >= 0 else None
         where = serving.peer, self.plan, self.pipeline, serving.index
         begun = await begin_anew(*where, after, self.saved, ends)
-        fields = {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after}
-        self.report("stage", fields)
+        index, kind, reason = serving.index, begun.kind, begun.reason
+        self.report("stage", {"stage": index, "from": kind, "why": reason, "round": after})
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
             serving.state_sync.marks["bumped"] = after
