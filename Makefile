@@ -40,7 +40,7 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(BIN)/python docs/make_reference.py --check
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # import-linter follows imports only from packages at the root of a search path; here the front door hides the folders
 # behind it. Seen through a folder of links, without the front door, they are the portions of one namespace package.
