@@ -489,7 +489,7 @@ async def test_a_peer_that_is_gone_costs_others_one_call_and_then_nothing(stack,
 @in_loop
 async def test_one_identity_cannot_run_twice(stack, folder):
     a = await opened(stack, folder, 1)
-    with pytest.raises(IdentityInUse, match="key-1 is in use"):
+    with pytest.raises(IdentityInUse, match="key-1: another running peer uses this identity"):
         await DhtDirectory.open(key_file(folder, 1), run=RUN)
     await a.close()
     await opened(stack, folder, 1)
