@@ -94,9 +94,7 @@ class Trial(Chaos):
         codec writes."""
         self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
-        there = there and await self.until(
-            lambda: self.population.liar is None or not self.streams
-        )
+        there = there and await self.until(lambda: self.population.liar is None or not self.streams)
         self.tap.lying, self.population.liar = 0.0, None
         return there
 

@@ -500,11 +500,14 @@ async def test_one_identity_cannot_run_twice(stack, folder):
     [
         ([UNREACHABLE], "none of the 1 peers in the invite could be reached.*fresh invite"),
         (["rubbish"], "'rubbish' is not the address of a peer"),
-        (["/ip4/127.0.0.1/tcp/1"], "no peer's address"),
-        (["/ip4/127.0.0.1/tcp/1,/ip4/127.0.0.1/tcp/2" + UNREACHABLE[20:]], "no peer's address"),
+        (["/ip4/127.0.0.1/tcp/1"], "is not the address of a peer"),
+        (
+            ["/ip4/127.0.0.1/tcp/1,/ip4/127.0.0.1/tcp/2" + UNREACHABLE[20:]],
+            "is not the address of a peer",
+        ),
         (["/ip4/1.2.3/tcp/1" + UNREACHABLE[20:]], "the libp2p daemon ended.*1.2.3"),
-        ([UNREACHABLE] * 17, "at most 16 addresses, got 17"),
-        (["/" * 1000 + UNREACHABLE], "no peer's address"),
+        ([UNREACHABLE] * 17, "17 addresses, and at most 16 are allowed"),
+        (["/" * 1000 + UNREACHABLE], "is not the address of a peer"),
     ],
 )
 def test_an_invite_that_leads_nowhere_is_explained_and_leaves_nothing(tmp_path, addresses, message):
