@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from long_slice import SHARE, is_in_slice
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,7 @@ def test_every_test_is_drawn_within_a_hundred_commits():
     assert set().union(*(drawn(str(seed)) for seed in range(100))) == set(IDS)
 
 
+@pytest.mark.ci_more
 def test_pytest_drops_the_rest_of_the_long_tests_and_keeps_the_others():
     def collected(*options):
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]

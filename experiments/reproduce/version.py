@@ -46,20 +46,20 @@ def sources_hash(roots: tuple[str, ...]) -> str:
     """Return the SHA-256 over the syntax of these modules and their imports, by name."""
     digest = hashlib.sha256()
     for name, path in sorted(closure(roots).items()):
-        syntax = _syntax(path.read_text()).encode()
-        digest.update(f"{name} {len(syntax)} ".encode() + syntax)
+        digest.update(f"{name} {_syntax_hash(path.read_text())} ".encode())
     return digest.hexdigest()
 
 
-def _syntax(source: str) -> str:
-    """Return the syntax tree of a module as text, without docstrings."""
+@functools.cache  # by the whole source: the arms of a study share most of their modules
+def _syntax_hash(source: str) -> str:
+    """Return the SHA-256 of a module's syntax tree without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             del node.body[0]
         if not getattr(node, "type_params", True):
             del node.type_params  # type: ignore[attr-defined]  # only Python 3.12 has this field
-    return ast.dump(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def closure(roots: Iterable[str]) -> dict[str, Path]:
@@ -72,19 +72,20 @@ def closure(roots: Iterable[str]) -> dict[str, Path]:
         if path is None or name in found or name in CATALOGUES:
             continue
         found[name] = path
-        waiting += _imported(path)
+        waiting += _imported(path.read_text())
     return found
 
 
-def _imported(path: Path) -> list[str]:
+@functools.cache
+def _imported(source: str) -> tuple[str, ...]:
     """Return our names that a module imports, also inside functions."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("farflock."):
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names if alias.name.startswith("farflock.")]
-    return names
+    return tuple(names)
 
 
 def _file(name: str) -> Path | None:

@@ -98,6 +98,7 @@ def follow(page, home):
     return commands
 
 
+@pytest.mark.ci_more
 @pytest.mark.parametrize(("name", "commands"), [("new-method", 4), ("new-codec", 4)])
 def test_the_page_can_be_followed_literally(tmp_path, name, commands):
     done = follow((PAGES / f"{name}.md").read_text(), tmp_path)

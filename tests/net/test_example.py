@@ -67,6 +67,7 @@ def gone(pids, limit_s=5.0):
     return not any(map(alive, pids))
 
 
+@pytest.mark.ci_more
 def test_two_processes_of_the_example_train_one_model():
     with example() as founder:
         invite = founder.stdout.readline().split()[-1]

@@ -170,6 +170,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.ci_more
 def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator():
     async def over_sockets():  # all policies at the same time: most of it is waiting
         return await asyncio.gather(*(OverSockets(cut).walk() for cut in POLICIES.values()))

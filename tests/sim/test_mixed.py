@@ -180,6 +180,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.ci_more
 def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_for_the_rest():
     one = audit(2, 1, 1, replicas=2)
     points, dying, lost = list(POINTS), [], set()
@@ -213,6 +214,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
     assert lost - named, "it never had anything that was lost with it"
 
 
+@pytest.mark.ci_more
 def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_state():
     one = audit(3, 1, 1, replicas=2)
     seen = {}

@@ -50,7 +50,9 @@ def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None
 # paths
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "stages", [1, 4, *(pytest.param(n, marks=pytest.mark.ci_more) for n in (2, 3))]
+)
 def test_gradients_through_random_paths_are_those_of_the_unsplit_model(stages):
     one = audit(stages, servers=3, trainers=2, steps=3, seed=stages).run().check().check_finished()
     assert all(len(rounds) >= 3 for rounds in one.named.values())
@@ -63,7 +65,7 @@ def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_w
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
 
 
-@pytest.mark.parametrize("rate", [None, 0.3])
+@pytest.mark.parametrize("rate", [0.3, pytest.param(None, marks=pytest.mark.ci_more)])
 def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its_path(rate):
     one = audit(
         4,
@@ -130,7 +132,7 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
 # deaths
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci_more)])
 def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
     one = audit(stages=2, servers=2, seed=seed)
     kills = ScheduledKills(one, POINTS[seed::2])
@@ -319,6 +321,7 @@ def pace(policy, measured_s, seed=0):
     return found
 
 
+@pytest.mark.ci_more
 def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
     forward = [
         1 + BACKWARD_COST,

@@ -243,6 +243,7 @@ def settled(one, sim, rounds):
 LONG = pytest.mark.long
 
 
+@pytest.mark.ci_more
 @pytest.mark.parametrize(
     "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
 )
@@ -268,6 +269,7 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
     assert fallen == sorted(fallen), "who came back spoke a former version"
 
 
+@pytest.mark.ci_more
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
 def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
     one = audit(servers=2, trainers=1, replicas=replicas)

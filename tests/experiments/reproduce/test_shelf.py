@@ -129,7 +129,7 @@ class One:
 )
 def test_a_version_is_that_of_the_syntax_without_docstrings(old, new, same):
     assert old in BEFORE
-    assert (version._syntax(BEFORE) == version._syntax(BEFORE.replace(old, new))) == same
+    assert (version._syntax_hash(BEFORE) == version._syntax_hash(BEFORE.replace(old, new))) == same
 
 
 def test_the_codecs_of_a_method_count_by_option_and_by_default(swarm):
