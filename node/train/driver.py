@@ -247,7 +247,7 @@ class Driver:
         return Apply(Exchange(key, "mean", All(), tensors={}), result)
 
     def skip(self, key: ExchangeKey, result: Result) -> None:
-        """Tell the method, before its streams open, that the rounds up to this one failed for it."""
+        """Tell the method, before its streams open, that rounds up to this one failed for it."""
         self.method.apply(self.replica, self.missed(key, result).exchange, result)
 
     def forget(self) -> None:

@@ -36,7 +36,7 @@ class EdgeEnds:
        cannot be read. Whatever was lost, repeated or forgotten on either side, it never returns
        other values.
     3. The trainer that `caller` names can read what `output` returns, whatever this end has
-       forgotten in the meantime. `output` raises `UnencodableTensor` for values that are not finite.
+       forgotten since. `output` raises `UnencodableTensor` for values that are not finite.
     4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
        only by the compute thread."""
 

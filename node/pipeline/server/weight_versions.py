@@ -35,8 +35,8 @@ class WeightVersions:
     Law:
 
     1. Inside `using(version)` the stage computes, and is differentiated, with exactly the weights
-       of that version; outside the block, with its own. Two servers of a stage that both have a version
-       have the same weights for it, bit for bit.
+       of that version; outside the block, with its own. Two servers of a stage that both have a
+       version have the same weights for it, bit for bit.
     2. `using` raises `MissingVersion` exactly where `lack` names a reason, unless the weights
        change between the two.
     3. A round is `begin_round`, then the change of the weights, then `end_round`; a local step
