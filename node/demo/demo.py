@@ -120,9 +120,9 @@ class Moment:
 
 @dataclass(slots=True)
 class Demo:
-    """The processes of one demo and the events that befall them. `show` is called a few times a
-    second. `steps` is the expected number of steps per peer, or 0 if the run is not to be slowed
-    down; `exchanges` is False for a method that never communicates."""
+    """The processes of one demo, and its events. `show` is called a few times a second. `steps` is
+    the expected number of steps per peer, or 0 if the run is not to be slowed down; `exchanges` is
+    False for a method that never communicates."""
 
     folder: Path
     manifest: Path

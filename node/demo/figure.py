@@ -31,8 +31,8 @@ class EndLabel:
 
 
 def fitting_unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the largest unit that `largest` is at least twice as large as, otherwise the
-    smallest unit."""
+    """Return the largest unit that fits at least twice into `largest`, otherwise the smallest
+    unit."""
     return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
 
 
@@ -57,8 +57,8 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> lis
 
 
 def label_ends(axes: Any, labels: Sequence[EndLabel], in_layout: bool = True) -> None:  # noqa: ANN401 - matplotlib is untyped
-    """Write the labels to the right of the axes, each tied to its line's end by a thin line; not
-    `in_layout` where there is free space anyway."""
+    """Write the labels to the right of the axes, each tied to the end of its line by a thin line.
+    Pass `in_layout` as False where there is free space anyway."""
     inverse = axes.transAxes.inverted()
     heights = [
         float(inverse.transform(axes.transData.transform((axes.get_xlim()[1], label.y)))[1])
@@ -104,8 +104,8 @@ def figure(**options: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - matpl
 
 
 def save(made: Any, png: Path) -> None:  # noqa: ANN401 - matplotlib is untyped
-    """Write the figure as PNG, and as SVG next to it, without a date, a program's name or a
-    machine's."""
+    """Write the figure as PNG, and as SVG next to it, without the date or the names of program and
+    machine."""
     made.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     made.savefig(png.with_suffix(".svg"), bbox_inches="tight", metadata=nothing)

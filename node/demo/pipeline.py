@@ -2,7 +2,7 @@
 the whole model.
 
 One server is killed, then both servers of the middle stage at once; a newcomer rebuilds that stage
-from the two beside it, and training goes on. The result is compared with the unsplit model, trained
+from the two next to it, and training goes on. The result is compared with the unsplit model, trained
 on exactly the same microbatches.
 """
 

@@ -355,7 +355,8 @@ def _every_stage(parts: Composition) -> Breach | None:
 
 
 def _whole_batches(parts: Composition) -> Breach | None:
-    """A stage's batch is its share of the run's, in microbatches."""
+    """A stage's batch is its share of the run's batch, and must be a whole number of
+    microbatches."""
     for stage in range(parts.count):
         share = parts.policy.share(stage)
         if (parts.batch * share).denominator != 1:
@@ -433,7 +434,7 @@ def _rounds_by_steps(parts: Composition) -> Breach | None:
 
 def _rounds_in_step(parts: Composition) -> Breach | None:
     """Every stage accepts forward passes within a few rounds of the one in which their microbatch
-    set out, so each round must stand for equally many microbatches and name them."""
+    set out, so each round must stand for the same number of microbatches, and name them."""
     streams = parts.streams
     if streams[0].stride != 1:
         why, remedy = (

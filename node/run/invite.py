@@ -99,7 +99,8 @@ def _body(text: str) -> bytes:
 
 
 def _versioned(body: bytes) -> tuple[int, list[msgspec.Raw]]:
-    """Return the version, and the still encoded fields, whatever that version puts there."""
+    """Return the version and the fields after it, which stay encoded: they depend on the
+    version."""
     try:
         version, *fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.msgpack.decode(version, type=int), fields

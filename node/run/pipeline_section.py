@@ -158,7 +158,8 @@ def fill_pipeline(table: dict[str, Any]) -> None:
 
 
 def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
-    """Replace `hosts` terms in the plan by planned lanes, unless an invalid table prevents it."""
+    """Replace measurements of hosts in the plan by planned lanes, unless another table is
+    invalid."""
     seed = table.get("run", {}).get("seed", 0)
     layers = pipeline.get("stages")
     fits = (

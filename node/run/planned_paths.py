@@ -215,8 +215,8 @@ def _require_apart(plan: PathPlan) -> None:
 
 
 def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
-    """Require all lanes to visit each stage equally often, and no lane to put off its visits to
-    a stage by half a batch or more."""
+    """Require all lanes to visit each stage equally often, and each lane to spread its visits
+    evenly, to within half a batch."""
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
         raise BadPlan(

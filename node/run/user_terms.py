@@ -43,8 +43,8 @@ DEFAULT_VIEW_S = 5.0  # joiners are let in at the next view: loops in notebooks 
 
 
 class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[run]: the name, and the seed from which pairs and reducers are drawn; a model's own
-    randomness is not the run's."""
+    """[run]: the name, and the seed from which pairs and reducers are drawn. A user's model has its
+    own source of randomness."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0

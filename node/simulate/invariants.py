@@ -311,8 +311,8 @@ class InvariantChecker:
     def _check_feedback(
         self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange
     ) -> None:
-        """Require a message beta·e + (phi - theta), where e is the reference's residual. Skipped
-        for delayed steps, as theta has moved on by then."""
+        """Require the message to be beta·e + (phi - theta), where e is the reference's residual.
+        Delayed steps are skipped, as theta has moved on by then."""
         beta = getattr(driver.method, "feedback", None)
         if beta is None or exchange.apply_after:
             return

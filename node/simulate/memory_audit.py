@@ -32,7 +32,7 @@ def longest(peer: Peer) -> tuple[int, str]:
 
 
 def _parts(thing: object) -> Iterable[tuple[str, object]]:
-    """Return a container's items, or the attributes of one of Farflock's objects; nothing that
+    """Return a container's items, or the attributes of one of Farflock's objects, without what
     peers share."""
     if isinstance(thing, Mapping):
         return (("[]", value) for value in thing.values())

@@ -80,7 +80,8 @@ class EndBarrier:
         return self._alone_s is not None and now_s - self._alone_s >= CUT_OFF_S
 
     def _agree(self) -> bool:
-        """Announce this node's rounds if none is pending; return True if all announced the same."""
+        """Announce this node's rounds if no exchange is pending; return True if all peers announced
+        the same rounds."""
         if self._driver.pending:
             return False
         agree = True

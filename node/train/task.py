@@ -29,7 +29,8 @@ class TrainingTask(Protocol):
         ...
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Run batch number `step`, leave its gradients, and return its loss in nats per token."""
+        """Run batch number `step`, leave its gradients on the model, and return its loss in nats
+        per token."""
         ...
 
     def set_rate(self, tokens: int) -> None:

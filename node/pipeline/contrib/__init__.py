@@ -11,4 +11,4 @@ the simulations of `make test-long`; it gets no kernel, no tuning and no further
 change between releases.
 
 May import every other room of node/pipeline. The core imports nothing of it: lifecycle/features.py
-imports a maker when a run's terms ask for it. Start reading at kept_versions.py."""
+imports a feature when a run's terms ask for it. Start reading at kept_versions.py."""

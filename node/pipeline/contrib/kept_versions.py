@@ -58,12 +58,12 @@ def mean_delay(ages: Collection[int]) -> int:
 
 @dataclass(slots=True)
 class Versions(WeightVersions):
-    """`WeightVersions` that are kept, at one server of stage `module`.
+    """The versions that one server of stage `module` keeps.
 
     `applied()` is the round of its weights, `marks` are the numbers stored with its state, and
     `bound` is the maximum delay of a gradient in rounds. Where members' weights diverge between
     rounds (`local_steps` per round), passes use the last round's result, `agreed()`, which all
-    have; None: that is the module's own weights."""
+    members have. `agreed` is None where that result is the module's own weights."""
 
     module: nn.Module
     inner: torch.optim.Optimizer

@@ -11,11 +11,11 @@ from farflock.node.train.driver import ContributionLog, Driver
 
 
 class FrozenEmbedding:
-    """The versions of the frozen embedding at one node; this kind has a single one. Five functions.
+    """The versions of the frozen embedding at one node. This class has a single version.
 
     Law:
 
-    1. A version is the same table at all peers that hold it, bit by bit, and follows from the
+    1. A version is the same table at all peers that hold it, bit for bit, and follows from the
        rounds of the first stage.
     2. After `before` and `begun` this node's codec holds the version in effect after its stage's
        round, if any peer has it. A node that lacks a version refuses payloads in it by name and

@@ -82,8 +82,8 @@ class StageAccounts:
     """The microbatches of one stage server, from their merge until a round counts them; the stage's
     rounds use it as their `ContributionLog` (node/train/driver.py).
 
-    A microbatch is merged, taken by a step, contributed to a round, and named by that round or a
-    later one. One that is more than `staleness` rounds late for a step is left out and named as
+    A microbatch is merged, taken by a step, contributed to a round, and named by that round or
+    another. One that is more than `staleness` rounds late for a step is left out and named as
     late, so that its trainer does not wait for it. `applied()` is the last round in the weights,
     `tokens_each` the tokens per microbatch. The compute thread calls `sums.add` and `take`."""
 

@@ -65,7 +65,8 @@ class CommitTracker:
 
     @property
     def recent_loss(self) -> float | None:
-        """The mean loss of the last `RECENT` microbatches in nats per token; None before any."""
+        """The mean loss of the last `RECENT` microbatches in nats per token; None before the
+        first."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property

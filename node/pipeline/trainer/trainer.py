@@ -1,9 +1,9 @@
 """A pipeline's trainer: it takes microbatches through the stages, and each stage counts each
 gradient once (decision 014).
 
-It holds no weights. In node/pipeline/trainer, in_flight.py has what is kept of a microbatch,
-walker.py the walk, stage_client.py one call of a walk, and commits.py the microbatches that
-count. The path policy chooses the servers (swarm/paths/policy.py)."""
+It holds no weights. In node/pipeline/trainer, in_flight.py has the parts of a microbatch that a
+trainer keeps, walker.py the walk, stage_client.py one call of a walk, and commits.py the
+microbatches that count. The path policy chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
