@@ -154,7 +154,7 @@ def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def cursors_of(saved: Checkpoint) -> Cursors:
-    """Return the numbers in a checkpoint; raise `CheckpointCorrupt` if there are none."""
+    """Return the counters in a checkpoint; raise `CheckpointCorrupt` if there are none."""
     try:
         return msgspec.convert(saved.meta["node"], Cursors)
     except (KeyError, msgspec.ValidationError) as error:

@@ -72,7 +72,7 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[pipeline]. `stages` are the numbers of layers of the stages; a founder may give the number
+    """[pipeline]. `stages` lists the number of layers in each stage; a founder may give the number
     of stages instead, for nearly equal ones. (For measured machines, the planner in
     experiments/placement/asymmetric.py finds unequal ones to write here.) A stage steps once its
     group has taken in `batch` microbatches of train.batch sequences of train.seq tokens.

@@ -2,7 +2,7 @@
 
 A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.jsonl` and
 `receipts.jsonl` (node/state/history.py), and `checkpoints/step-N/` (node/state/checkpoint.py). Only
-this module reads the environment."""
+this module reads FARFLOCK_HOME."""
 
 import os
 from dataclasses import dataclass
