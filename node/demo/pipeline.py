@@ -2,8 +2,8 @@
 the whole model.
 
 One server is killed, then both servers of the middle stage at once; a newcomer rebuilds that stage
-from the two next to it, and training goes on. The result is compared with the unsplit model, trained
-on exactly the same microbatches.
+from the stages before and after it, and training goes on. The result is compared with the unsplit
+model, trained on exactly the same microbatches.
 """
 
 import time

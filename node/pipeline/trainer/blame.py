@@ -31,7 +31,7 @@ class PayloadOrigins:
 
     def refused(self, payload: PayloadKey, by: PeerId, servers: int) -> bool:
         """Note that `by` refused a payload, and return True if it is useless to ask others.
-        `servers` is the number of servers that could read it."""
+        `servers` is the number of servers of the stage that reads the payload."""
         refusals = self._refusals.setdefault(payload, set())
         refusals.add(by)
         return len(refusals) >= min(WITNESSES, servers)
