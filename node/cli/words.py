@@ -65,7 +65,7 @@ def rounds(status: Status) -> str:
 
 
 def peer_state(child: Child, status: Status | None) -> str:
-    """Say in a few words what a demo's peer does."""
+    """Say in a few words what a demo's peer is doing."""
     if child.killed:
         return "killed"
     if child.stopped:

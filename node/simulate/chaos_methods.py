@@ -119,7 +119,7 @@ class CountingReplica:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes, all flat."""
+        """The shapes of all tensors, each flat."""
         return {name: (size,) for name, size in self._sizes.items()}
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class CountingReplica:
                 self._tensors[what][name] = new.clone()
 
     def inner_step(self, lr: float | None = None) -> None:
-        """theta <- theta - grad."""
+        """Set theta <- theta - grad."""
         held = self._tensors
         for name, grad in held["grad"].items():
             held["param"][name] = held["param"][name] - grad

@@ -1,10 +1,10 @@
 """Distribution of the frozen embedding's versions (embedding_versions.py) to all servers of a run.
 
-Servers of the first stage make them. Every server of any stage, and every full replica,
+Servers of the first stage make the versions. Every server of any stage, and every full replica,
 downloads the versions that it is missing and serves those that it has, so that a version is lost
-only if all of them are. Of several offers it takes the one that most members of a stage
-announce. A download larger than a table is never begun; each chunk is verified by its digest,
-and the whole by its offer's hash."""
+only if all these nodes are. Of several offers a node takes the one that most members of a stage
+announce. A download larger than a table is never begun; each chunk is verified by its digest, and
+the whole by its offer's hash."""
 
 import asyncio
 import logging

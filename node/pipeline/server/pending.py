@@ -30,9 +30,9 @@ class PendingGradients:
         self.replies: dict[GradientKey, asyncio.Future[CallReply]] = {}
 
     def begin(self, key: GradientKey, attempt: int, reply: asyncio.Future[CallReply]) -> Begin:
-        """Register a backward pass and return the next action: `run` it and resolve `reply`;
-        answer from `replies` `again`; refuse as `busy`; or do `nothing`, because the gradient
-        already counts or was given up."""
+        """Register a backward pass and return the next action: `run` it and resolve `reply`; answer
+        `again` from `replies`; refuse as `busy`; or do `nothing`, because the gradient already
+        counts or was given up."""
         begun = self.staging.begin(key, attempt)
         if begun == "run":
             self.replies[key] = reply
