@@ -1,18 +1,18 @@
 """Errors that a user can act on: what failed, why, and what to do, with the command's exit code.
 
-Other modules raise their own errors whose message is such a sentence. The table below names them,
-so the command line recognises them without importing those modules.
+Other modules raise errors of their own with such a sentence as their message. The table below names
+them, so the command line recognises them without importing those modules.
 """
 
 import errno
 from collections.abc import Iterable
 
-_MAX_COMPARED_CHARS = 64  # of a misspelt name, which may come from a stranger
+_MAX_COMPARED_CHARS = 64  # of a misspelt name, which may come from an untrusted peer
 INTERRUPTED = 130  # exit code after Ctrl-C, as in shells: 128 + SIGINT
 
 
 class Terminated(BaseException):
-    """A request to stop from another program or a closing terminal; not an error."""
+    """Another program or a closing terminal asked the process to stop; this is not an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")

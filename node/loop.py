@@ -22,8 +22,10 @@ from farflock.swarm.compute import Compute
 
 @dataclass(slots=True)
 class Loop:
-    """A peer's training from its current step on. `train` is `compute` for the local step:
-    simulations charge time in it, stages wait in it until the step is due; None ends training."""
+    """A peer's training loop from its current step on.
+
+    `train` is `compute` for the local step: in it simulations charge time and stages wait until
+    the step is due. If it returns None, training ends."""
 
     driver: Driver
     client: ExchangeClient
@@ -42,8 +44,8 @@ class Loop:
     async def run(
         self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None
     ) -> None:
-        """Train until the run has its tokens or `stop` is called, then drain for up to `drain_s`;
-        with a barrier all peers end after the same round."""
+        """Train until the run has its tokens or `stop` is called, then drain for up to
+        `drain_s`. With a barrier, all peers end after the same round."""
         try:
             while not self.stop.requested and not is_over(self, total_tokens, barrier):
                 loss = await self.train(partial(self.train_one, await self.begin_step()))
@@ -68,7 +70,8 @@ class Loop:
         return self.progress
 
     def train_one(self, progress: Progress) -> float:
-        """Make one local step and return its loss. It runs in the worker, so it reads no clock."""
+        """Take one local step and return its loss. This runs in the worker, so it reads no
+        clock."""
         loss = self.training_task.forward_backward(self.step, progress)
         progress = replace(progress, weight=self.training_task.weight)
         self.driver.method.local_step(self.driver.replica, progress)
@@ -95,7 +98,8 @@ class Loop:
         return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
 
     async def settle(self, *, last: bool = False) -> None:
-        """Apply results that are due; unless it is the `last` time, wait for those needed next."""
+        """Apply the results that are due and, unless it is the `last` time, wait for those
+        needed next."""
         try:
             self._collect()
             while (action := self.driver.next(self.progress, last=last)) is not None:
@@ -113,7 +117,8 @@ class Loop:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
     async def _apply(self, action: Apply) -> None:
-        """Let the method apply a result; inner steps that it takes (DDP) use that round's rate."""
+        """Let the method apply a result; if it takes inner steps (DDP), they use that round's
+        rate."""
         set_rate = self.training_task.set_rate
         self._start(await self.compute(partial(self.driver.apply, action, self.progress, set_rate)))
         self.report("round", action.summary)

@@ -1,4 +1,4 @@
-"""One node with a whole model: its assembly over a peer, its checkpoints, and how it resumes.
+"""One node with a whole model: its assembly over a peer, its checkpoints, and its resumption.
 
 May import node/loop.py, node/train, node/state, node/run and node/model.
 

@@ -1,4 +1,5 @@
-"""A node's checkpoints: when they are written, which are kept, and which one a restart takes."""
+"""A node's checkpoints: the times at which they are written, those that are kept, and the one
+that a restart takes."""
 
 import asyncio
 import logging
@@ -30,7 +31,8 @@ class SavedNode(Resumable, Protocol):
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """Writes a node's checkpoints, every `every_s` seconds and at the end, and keeps `KEPT`."""
+    """Writes a node's checkpoints every `every_s` seconds and at the end, and keeps the newest
+    `KEPT`."""
 
     node: SavedNode
     folder: RunFolder
@@ -51,7 +53,7 @@ class CheckpointManager:
             self._written_s = time.monotonic()
 
     async def save(self) -> Path:
-        """Write a checkpoint unless this step has one; return its folder."""
+        """Write a checkpoint unless there is one of this step; return its folder."""
         step = self.node.loop.step
         parts, cursors = checkpoint_state(self.node)
         self._written_s = time.monotonic()
@@ -86,8 +88,8 @@ def folder_of(folder: RunFolder, role: str) -> Path:
 def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:
     """Return the newest intact checkpoint of this run and role; None if there is none.
 
-    Raise `CheckpointError` if all are corrupt or the newest belongs to another run: a new start
-    would write among them, and in time prune them."""
+    Raise `CheckpointError` if all are corrupt or the newest belongs to another run: a new run
+    would write its own among them, and in time prune them."""
     checkpoints = folder_of(folder, role)
     newest = checkpoint.latest(checkpoints)
     if newest is not None and newest.meta.get("run") != run:

@@ -1,6 +1,8 @@
-"""One node's part in a run, assembled over one peer: model, method, driver, client and loop.
+"""One node's part in a run, assembled over one peer: the model, method, driver, exchange client and
+loop.
 
-Processes and simulations assemble nodes alike; links, directory and compute are passed in.
+Processes and simulations assemble nodes in the same way; the links, directory and compute are
+passed in.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,8 +31,8 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 class ReplicaNode:
     """A node that is ready to start or to join a run.
 
-    Its process, `status` and the live view read the same attributes as of a stage server or a
-    trainer (node/pipeline/node.py)."""
+    Its process, `status` and the live view read the same attributes here as on a stage server or
+    a trainer (node/pipeline/node.py)."""
 
     peer: Peer
     model: Llama
@@ -63,7 +65,7 @@ class ReplicaNode:
 
     @property
     def work(self) -> dict[str, int]:
-        """Counters of work other than steps: none."""
+        """Counters of work other than steps; a whole replica has none."""
         return {}
 
     def waits(self) -> list[OpenWait]:
@@ -72,11 +74,11 @@ class ReplicaNode:
 
     @property
     def stopping(self) -> bool:
-        """True if the loop is to end."""
+        """True if the loop is to stop."""
         return self.loop.stop.requested
 
     def stop(self) -> None:
-        """Request to end after the current step."""
+        """Request a stop after the current step."""
         self.loop.stop()
 
     async def run(self, total_tokens: int) -> None:
@@ -89,7 +91,7 @@ class ReplicaNode:
         """Start the run with this node's initial weights."""
         self.peer.found()
         driver = self.loop.driver
-        driver.method.snapshot(driver.replica)  # fix the round's start before any request for it
+        driver.method.snapshot(driver.replica)  # fixes the round's start before any request for it
         self.state_sync.open()
 
     async def join(
@@ -98,7 +100,8 @@ class ReplicaNode:
         timeout_s: float,
         downloaded: DownloadProgress = lambda here, total: None,
     ) -> None:
-        """Join through these members: learn the views, adopt the state, and ask to be admitted."""
+        """Join the run through the members with these records: learn the views, adopt the state,
+        and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
         await self.state_sync.adopt(timeout_s, downloaded)
         self.peer.ask_in()

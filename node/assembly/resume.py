@@ -2,9 +2,10 @@
 
 A checkpoint holds the replica with its gradients and inner moments, the method's shared state (the
 one a joiner receives) and its personal state, every pending exchange with its result if known, and
-the cursors: step, round, tokens. On resume an exchange without a result is reported `failed` once:
-the method keeps the work and sends it again. That is correct only if the whole swarm stopped. In a
-swarm that went on, a node restores its cursors and moments (`load_moments`) and adopts the state.
+the cursors: step, round, tokens. On resuming, an exchange without a result is reported `failed`
+once: the method keeps the work and sends it again. That is correct only if the whole swarm stopped.
+If the swarm went on, a node restores only its cursors and moments (`load_moments`) and adopts the
+swarm's state.
 """
 
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ class _Open(msgspec.Struct, frozen=True):
 
 
 class Cursors(msgspec.Struct, frozen=True):
-    """The numbers of a checkpoint."""
+    """The counters in a checkpoint."""
 
     step: int
     joined_at: int
@@ -86,7 +87,8 @@ class Cursors(msgspec.Struct, frozen=True):
 
 
 def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
-    """Return copies of all that `load_state` needs, tensors and numbers; call between two steps."""
+    """Return copies of all that `load_state` needs, as tensors and numbers; call this between
+    two steps."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
     parts: StateGroups = {
         "model": dict(method.eval_params(replica)),
@@ -111,7 +113,8 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
 
 
 def load_state(node: Resumable, saved: Checkpoint) -> None:
-    """Restore a fresh node from a checkpoint and open its streams; `CheckpointCorrupt` if unfit."""
+    """Restore a fresh node from a checkpoint and open its streams; raise `CheckpointCorrupt` if
+    the checkpoint does not fit the node."""
     cursors = cursors_of(saved)
     driver = node.loop.driver
     try:
@@ -139,7 +142,8 @@ def load_moments(node: Resumable, saved: Checkpoint) -> None:
 def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
     """Restore the state and inner moments of a stage without other peers, as if adopted from one.
 
-    Pending exchanges are left out: their rounds are over. `CheckpointCorrupt` if unfit.
+    Pending exchanges are left out, because their rounds are over. Raise `CheckpointCorrupt` if the
+    checkpoint does not fit.
     """
     driver = node.loop.driver
     try:
@@ -150,7 +154,7 @@ def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def cursors_of(saved: Checkpoint) -> Cursors:
-    """Return the numbers in a checkpoint; raise `CheckpointCorrupt` if there are none."""
+    """Return the counters in a checkpoint; raise `CheckpointCorrupt` if there are none."""
     try:
         return msgspec.convert(saved.meta["node"], Cursors)
     except (KeyError, msgspec.ValidationError) as error:
@@ -174,7 +178,8 @@ def _read(replica: Replica, whats: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def _write_moments(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
-    """Write the stored moments; all-zero ones are absent, as in a fresh inner optimizer."""
+    """Write the stored moments; a moment that is all zero is left absent, as in a fresh inner
+    optimizer."""
     for what in MOMENTS:
         stored = {
             name: tensors[f"{what}.{name}"] for name in replica.names if f"{what}.{name}" in tensors

@@ -1,4 +1,4 @@
-"""`python -m farflock.node.cli`: the command line where no script is installed."""
+"""`python -m farflock.node.cli`: the command line, for installations without the script."""
 
 from farflock.node.cli.main import main
 

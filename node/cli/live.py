@@ -1,8 +1,9 @@
-"""The live view: a swarm or one node as a changing table on a terminal, as plain lines elsewhere.
+"""The live view: a swarm or one node, as a changing table on a terminal and as plain lines
+elsewhere.
 
 It shows nodes' own statuses (node/process/status.py) on standard error: standard output is for
-results. It takes over the screen with the first thing to show, so that what was printed before, an
-invite above all, stays.
+results. It takes over the screen only when there is something to show, so that earlier output,
+above all an invite, stays visible.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from farflock.node.process.status import Status
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LINE_EVERY = 0.05  # without a terminal: a line per twentieth of the run
+LINE_EVERY = 0.05  # without a terminal: one line per twentieth of the run
 LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 40
@@ -34,14 +35,14 @@ class ShowStatus(Protocol):
 
 @contextlib.contextmanager
 def live(title: str) -> Iterator[Callable[[Moment], None]]:
-    """A function that shows a demo's moments for as long as the block runs."""
+    """Yield a function that shows a demo's moments for as long as the block runs."""
     with _shown(_DemoLines(title), lambda moment: _demo_table(title, moment)) as show:
         yield show
 
 
 @contextlib.contextmanager
 def watching(title: str) -> Iterator[ShowStatus]:
-    """A function that shows a node's statuses for as long as the block runs."""
+    """Yield a function that shows a node's statuses for as long as the block runs."""
     news = _News()
     with _shown(_NodeLines(title, news), lambda seen: node_table(title, seen, news)) as show:
         yield lambda status, view_s=None: show(Seen(status, view_s))
@@ -119,7 +120,7 @@ class _News:
         self._rounds: dict[str, int] = {}
 
     def of(self, status: Status) -> list[str]:
-        """Return what is new since the last status."""
+        """Return the news since the last status."""
         before, self._members = self._members, frozenset(status.members)
         self._note_rounds(status.rounds)
         new = []
@@ -138,7 +139,8 @@ class _News:
 
 
 class _NodeLines:
-    """A node as plain lines: news, one per twentieth of the run, and one now and then."""
+    """A node as plain lines: its news, one line per twentieth of the run, and one line now and
+    then."""
 
     def __init__(self, title: str, news: _News) -> None:
         self._title, self._news = title, news
@@ -155,7 +157,7 @@ class _NodeLines:
 
 
 def node_line(seen: Seen, had_partner: bool = True) -> str:
-    """A node's status as one line."""
+    """Return a node's status as one line."""
     status, values = seen.status, _numbers(seen.status)
     labelled = [f"{label} {value}" for label, value in values.items() if value and label != "via"]
     parts = [
@@ -191,8 +193,8 @@ def _waits(status: Status) -> list[str]:
 
 
 def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
-    """A node's status for a terminal: the run's bar, the numbers, one row for each other member,
-    waits and news."""
+    """Return a node's status for a terminal: the run's progress bar, the numbers, one row for
+    each other member, the waits and the news."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -209,7 +211,7 @@ def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
         state, via = words.life(partner), words.road(partner)
         members.add_row(
             *map(Text, (partner.peer[-8:], partner.role, state, via, latency))
-        )  # Text: never markup
+        )  # `Text`, so that it is never read as markup
     does = words.doing(status, seen.view_s, news.had_partner)
     return Group(
         Text(f"{title}: run {status.run[:8]}"),

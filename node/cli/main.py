@@ -145,7 +145,8 @@ def _run(arguments: list[str], out: Output) -> int:
 
 
 def _with_help(error: click.ClickException) -> str:
-    """Return click's sentence, and for wrong usage the command that explains the right one."""
+    """Return click's message and, for wrong usage, the help command that explains the right
+    usage."""
     sentence = error.format_message().rstrip(".")
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return sentence

@@ -1,7 +1,8 @@
-"""The only printer: plain lines for people, one JSON object as the last line for programs.
+"""The only module that prints: plain lines for people, and one JSON object as the last line for
+programs.
 
-A terminal gets tables and bars from rich, which is imported only then; files, pipes and logs get
-plain lines.
+A terminal gets tables and bars from rich, which is not imported otherwise; files, pipes and logs
+get plain lines.
 """
 
 import contextlib
@@ -79,7 +80,7 @@ def one_line(facts: Mapping[str, Any]) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return the rows under their column names, two spaces apart."""
+    """Return the rows below their column names, with two spaces between columns."""
     cells = [[str(name) for name in columns], *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
     right = [_all_numbers(rows, place) for place in range(len(columns))]
@@ -132,8 +133,8 @@ def conclude(
 ) -> int:
     """Print how the command ended and return its exit code.
 
-    Ctrl-C always gives 130. Any other request to stop was granted if a checkpoint was saved, so it
-    gives 0. `trained` says that the node was in its run when it had to stop without saving.
+    Ctrl-C always gives 130. Any other request to stop has succeeded if a checkpoint was saved, so
+    it gives 0. `trained` says that the node was in its run when it had to stop without saving.
     """
     code = 0 if asked is None or (saved and asked != signal.SIGINT) else _interrupted(asked)
     if saved is None:

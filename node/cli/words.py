@@ -1,4 +1,4 @@
-"""Plain words for what a node's status says, for tables and for lines alike."""
+"""A node's status in plain words, for tables and for lines."""
 
 from farflock.node.demo.demo import Child
 from farflock.node.process.status import PartnerStatus, Status
@@ -59,13 +59,13 @@ def road(partner: PartnerStatus) -> str:
 
 
 def rounds(status: Status) -> str:
-    """Say how the rounds went that a node has applied."""
+    """Say how the rounds that a node has applied went."""
     counts = sorted(status.rounds.items())
     return ", ".join(f"{count:,} {ROUNDS.get(kind, kind)}" for kind, count in counts)
 
 
 def peer_state(child: Child, status: Status | None) -> str:
-    """Say in a few words what a demo's peer does."""
+    """Say in a few words what a demo's peer is doing."""
     if child.killed:
         return "killed"
     if child.stopped:
@@ -86,7 +86,7 @@ def size(count: int) -> str:
 
 
 def short(count: int) -> str:
-    """Return a large number in three or four characters."""
+    """Return a large number as text of three or four characters."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.1f}{name}"

@@ -1,8 +1,8 @@
 """The baselines of a swarm's result, trained in one process on exactly its peers' streams.
 
 `ddp` is synchronous data parallelism as one model: each step takes the union of the peers' batches.
-`none` is one replica that never communicates. Same data, same initial weights, same tokens per
-peer, same schedule.
+`none` is one replica that never communicates. Both have the swarm's data, initial weights, tokens
+per peer and schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,8 @@ def train_baseline(
     steps: int,
     progress: Callable[[float], None],
 ) -> Llama:
-    """Train one model for `steps` steps on these streams' batches, at the rate of `peers` peers."""
+    """Train one model for `steps` steps on these streams' batches, with the learning rate of a
+    run of `peers` peers."""
     model = build(plan.model, plan.run_seed)
     inner = plan.inner.build(model)
     sources = [
@@ -63,8 +64,8 @@ class Comparison:
 
     @property
     def share_of_gain(self) -> float | None:
-        """The share of data parallelism's gain over no communication that the swarm kept; None if
-        that gain is within 4 standard errors of 0: the run is too short to tell."""
+        """The share of data parallelism's gain over no communication that the swarm kept. None
+        if that gain is within 4 standard errors of 0: the run is then too short to tell."""
         if self.gain <= 4 * self.gain_error:
             return None
         return (self.none - self.swarm) / self.gain

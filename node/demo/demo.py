@@ -4,7 +4,7 @@ Each peer is the command that a volunteer would type, in its own process. At one
 the demo kills one of them, by about one half a newcomer has joined by invite, and later the demo
 freezes the founder for a while; the others train on throughout.
 
-A short run would end before the newcomer is in. So at `HOLD_AT` the peers wait until it is a
+A short run would end before the newcomer has joined. So at `HOLD_AT` the peers wait until it is a
 member, then train slowly until a round has included it (node/process/brake.py).
 """
 
@@ -31,10 +31,10 @@ from farflock.node.state.paths import write_whole
 KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # shares of the run's tokens
 STOP_BY = 0.8  # latest freeze: a frozen founder admits no peer, so it first waits for the newcomer
 STOPPED_S = 8.0
-HOLD_AT = 0.55  # share at which the peers wait for a newcomer that is not in yet
+HOLD_AT = 0.55  # share at which the peers wait for a newcomer that has not joined yet
 NEWCOMER_TIMEOUT_S = 90.0  # for a newcomer to be admitted and to take part in a round
 SLOW_STEP_S = 0.5  # per step, until a round has included the newcomer
-MIN_RUN_S = 15.0  # a faster run would be over between two looks at its peers' statuses
+MIN_RUN_S = 15.0  # a faster run would be over between two checks of its peers' statuses
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # without any progress
@@ -43,7 +43,7 @@ LEAVE_S = 10.0  # for children to save and leave
 
 
 class _Receipt(msgspec.Struct):
-    """The fields of a round's receipt that say who took part (node/state/run_log.py)."""
+    """The fields of a round's receipt that name the peers in it (node/state/run_log.py)."""
 
     participants: tuple[str, ...] = ()
     status: str = "failed"
@@ -59,7 +59,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Child:
-    """One peer's process."""
+    """One peer's process, as the demo sees it."""
 
     name: str
     folder: Path
@@ -71,7 +71,8 @@ class Child:
     track: list[tuple[int, int]] = field(default_factory=list)  # (its step, the run's tokens)
 
     def look(self, exchanges: bool = True) -> None:
-        """Note how far it is; without exchanges, a member that has trained has contributed."""
+        """Note the peer's progress. Without exchanges, a member that has trained counts as
+        having contributed."""
         if (status := self.status()) is None:
             return
         if not self.track or self.track[-1][0] < status.step:
@@ -97,20 +98,20 @@ class Child:
         return False
 
     def status(self) -> Status | None:
-        """Return its last status, None if there is none."""
+        """Return the peer's last status; None if there is none."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return read_status(self.folder / "status.json")
         return None
 
     @property
     def running(self) -> bool:
-        """True while the process runs."""
+        """True while the peer's process runs."""
         return self.process.poll() is None
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One frame of the live view: all children, the progress of the run, and its news."""
+    """One frame of the live view: all child processes, the progress of the run, and the news."""
 
     children: tuple[Child, ...]
     share: float
@@ -119,9 +120,9 @@ class Moment:
 
 @dataclass(slots=True)
 class Demo:
-    """The processes of one demo and what happens to them. `show` is called a few times a second.
-    `steps` is the expected number of steps per peer, 0 to brake nothing; `exchanges` is False for a
-    method that never communicates."""
+    """The processes of one demo, and its events. `show` is called a few times a second. `steps` is
+    the expected number of steps per peer, or 0 if the run is not to be slowed down; `exchanges` is
+    False for a method that never communicates."""
 
     folder: Path
     manifest: Path
@@ -141,7 +142,7 @@ class Demo:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Demo"]:
-        """End all children with the block, however it is left."""
+        """End all child processes when the block ends, for whatever reason."""
         try:
             yield self
         finally:
@@ -160,7 +161,7 @@ class Demo:
             if share > best:
                 best, progressed_s = share, time.monotonic()
             if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
-                break  # a peer that is still joining comes too late
+                break  # a peer that is still joining is too late
             for child in self.survivors():
                 child.look(self.exchanges)
             self.let_happen(share, invite)
@@ -187,11 +188,11 @@ class Demo:
 
     @property
     def joined(self) -> int:
-        """The number of newcomers that were admitted and took part in a round."""
+        """The number of newcomers that were admitted and then took part in a round."""
         return sum(child.contributed for child in self.newcomers())
 
     def missing(self) -> list[str]:
-        """Say of each newcomer that is not counted why not."""
+        """Give the reason for each newcomer that does not count as joined."""
         return [
             f"{child.name} is not counted: {self._lacks(child)}; see {child.folder / 'log.txt'}"
             for child in self.newcomers()
@@ -224,7 +225,7 @@ class Demo:
         return MIN_RUN_S / self.steps if self.steps else 0.0
 
     def _brake(self, step_s: float) -> None:
-        """Let each step of the peers take at least this long from now on."""
+        """From now on, make each step of the peers take at least this long."""
         if not self.steps or step_s == self._step_s:
             return
         if step_s == math.inf:
@@ -243,7 +244,8 @@ class Demo:
         self.news.append(news)
 
     def others(self) -> list[tuple[str, list[str]]]:
-        """Return the peers that join at the start: names, and options of `farflock join`."""
+        """Return the peers that join at the start: their names, and their options of `farflock
+        join`."""
         return [(f"peer {number}", []) for number in range(1, self.peers)]
 
     def _kill(self, victim: Child, share: float) -> None:
@@ -252,7 +254,7 @@ class Demo:
         self._tell(share, f"{victim.name} killed", f"{victim.name} was killed (SIGKILL)")
 
     def let_happen(self, share: float, invite: str) -> None:
-        """Kill, join, freeze, each once, when its time has come."""
+        """Kill a peer, let a newcomer join, freeze the founder: each once, at its time."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
             self._kill(self.children[1], share)
         if share >= JOIN_AT and not self.newcomers():
@@ -271,7 +273,8 @@ class Demo:
             self._tell(share, "founder back", "the founder is back")
 
     def _stop_is_due(self, share: float) -> bool:
-        """Return whether to stop the founder: once, and only if others are there to decide."""
+        """Return whether to freeze the founder now: once, and only if there are other peers to
+        decide rounds."""
         once = self._stopped_s is None and not self._stop_done and self.peers > 2
         return once and share >= (STOP_AT if self.joined else STOP_BY)
 
@@ -340,7 +343,8 @@ class Demo:
         return f"read the log.txt files under {self.folder}"
 
     def _end_all(self) -> None:
-        """Ask all children to leave, then kill them, at once if interrupted, so that none stays."""
+        """Ask all children to leave, and kill those that do not, so that none stays; if
+        interrupted, kill them all at once."""
         alive = [child for child in self.children if child.running]
         try:
             for child in alive:

@@ -1,5 +1,5 @@
 """Parts of all figures: colours that colour-blind readers can tell apart, labels at the ends of
-lines, units that fit, and files without anything of the machine that drew them.
+lines, units that fit, and files that contain nothing about the machine that drew them.
 """
 
 import csv
@@ -31,13 +31,14 @@ class EndLabel:
 
 
 def fitting_unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the largest unit of which `largest` has at least 2, else the smallest unit."""
+    """Return the largest unit that fits at least twice into `largest`, otherwise the smallest
+    unit."""
     return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return the heights moved as little as possible (least squares), so that they are `gap` apart
-    and within the limits; closer together if they would not fit."""
+    """Return the heights, moved as little as possible (least squares) so that they are `gap`
+    apart and within the limits; they end up closer together if they would not fit otherwise."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     gap = min(gap, (high - low) / max(len(heights) - 1, 1))
     blocks: list[tuple[float, int]] = []  # neighbours that touch: their mean shift, and how many
@@ -56,8 +57,8 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> lis
 
 
 def label_ends(axes: Any, labels: Sequence[EndLabel], in_layout: bool = True) -> None:  # noqa: ANN401 - matplotlib is untyped
-    """Write the labels to the right of the axes, each tied to its line's end by a thin line; not
-    `in_layout` where there is free space anyway."""
+    """Write the labels to the right of the axes, each tied to the end of its line by a thin line.
+    Pass `in_layout` as False where there is free space anyway."""
     inverse = axes.transAxes.inverted()
     heights = [
         float(inverse.transform(axes.transData.transform((axes.get_xlim()[1], label.y)))[1])
@@ -88,7 +89,7 @@ def label_ends(axes: Any, labels: Sequence[EndLabel], in_layout: bool = True) ->
 
 @contextmanager
 def figure(**options: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - matplotlib is untyped
-    """Give a figure and its axes for the block, without a display."""
+    """Yield a figure and its axes for the block, without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -103,7 +104,8 @@ def figure(**options: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - matpl
 
 
 def save(made: Any, png: Path) -> None:  # noqa: ANN401 - matplotlib is untyped
-    """Write the figure as PNG, and as SVG next to it; without date, program or machine."""
+    """Write the figure as PNG, and as SVG next to it, without the date or the names of program and
+    machine."""
     made.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     made.savefig(png.with_suffix(".svg"), bbox_inches="tight", metadata=nothing)

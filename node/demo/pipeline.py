@@ -2,8 +2,8 @@
 the whole model.
 
 One server is killed, then both servers of the middle stage at once; a newcomer rebuilds that stage
-from the two beside it, and training goes on. The result is compared with the unsplit model, trained
-on exactly the same microbatches.
+from the stages before and after it, and training goes on. The result is compared with the unsplit
+model, trained on exactly the same microbatches.
 """
 
 import time
@@ -64,7 +64,7 @@ def pipeline_manifest(steps: int) -> Manifest:
 
 @dataclass(slots=True)
 class PipelineDemo(Demo):
-    """A demo whose founder serves the first stage and trains; the others serve a stage each."""
+    """A demo whose founder serves the first stage and trains; each other peer serves one stage."""
 
     def others(self) -> list[tuple[str, list[str]]]:
         stages = [stage for _ in range(SERVERS) for stage in range(STAGES)][1:]
@@ -77,7 +77,8 @@ class PipelineDemo(Demo):
         ]
 
     def let_happen(self, share: float, invite: str) -> None:
-        """Kill one server, then a whole stage, which a newcomer takes up; then add a newcomer."""
+        """Kill one server, then a whole stage, which a newcomer takes over; then add another
+        newcomer."""
         if share >= KILL_ONE_AT and not self.killed:
             self._kill(self._of("server 2b"), share)
         if share >= KILL_STAGE_AT and self.killed == 1:
@@ -102,9 +103,9 @@ def report(
     marks: Sequence[Mark],
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
-    """Assemble the model from the stages' last checkpoints, train the unsplit model on the
-    founder's microbatches and another on one server's share; evaluate all; return the contract's
-    fields."""
+    """Assemble the model from the stages' last checkpoints. Train the unsplit model on the
+    founder's microbatches, and another model on one server's share; evaluate all of them. Return
+    the fields of the demo's result."""
     plan, pipeline = manifest.plan(), manifest.pipeline_plan()
     assert pipeline is not None, "a demo of a pipeline"
     microbatches = pipeline.batch_tokens // (plan.batch * plan.seq)

@@ -1,5 +1,5 @@
-"""A demo's plot: each peer's training loss over the run's tokens, what happened to the peers, and
-the held-out losses; as PNG and SVG, with the data as CSV.
+"""A demo's plot: each peer's training loss over the run's tokens, the events, and the held-out
+losses; as PNG and SVG, with the data as CSV.
 """
 
 import math
@@ -36,7 +36,7 @@ def plot(
     total_tokens: int,
     compared: Comparison,
 ) -> Path:
-    """Write `loss.png`, `loss.svg` and `loss.csv`; return the first."""
+    """Write `loss.png`, `loss.svg` and `loss.csv`; return the path of the first."""
     longest = max((_steps(child) for child in children), default=1)
     curves = {child.name: curve for child in children if (curve := curve_of(child, longest))}
     unit, name = fitting_unit(total_tokens, TOKENS)
@@ -74,7 +74,8 @@ def curve_of(child: Child, longest: int) -> Curve:
 
 
 def tokens_at(track: Sequence[tuple[int, int]], step: int) -> float:
-    """Return the run's tokens at one of a peer's steps, from the (step, tokens) that were seen."""
+    """Return the run's tokens at one of a peer's steps, interpolated from the (step, tokens)
+    pairs that were seen."""
     at = bisect_right(track, (step, 2**62))
     if at == len(track) and track:
         return float(track[-1][1])
@@ -85,7 +86,7 @@ def tokens_at(track: Sequence[tuple[int, int]], step: int) -> float:
 
 
 def _limits(curves: dict[str, Curve], compared: Comparison) -> tuple[float, float]:
-    """Return the loss axis' range; the first steps of an untrained model lie above it."""
+    """Return the range of the loss axis; the first steps of an untrained model lie above it."""
     losses = [loss for curve in curves.values() for _, loss in curve]
     held_out = (compared.swarm, compared.ddp, compared.none)
     low = min((*losses, *held_out))
@@ -94,7 +95,7 @@ def _limits(curves: dict[str, Curve], compared: Comparison) -> tuple[float, floa
 
 
 def _curves(axes: Any, curves: dict[str, Curve], unit: float) -> list[EndLabel]:  # noqa: ANN401 - matplotlib is untyped
-    """Draw the peers' curves; label those that end early where they end, and return the others."""
+    """Draw the peers' curves. Label those that end early at their end, and return the others."""
     labels, right = [], axes.get_xlim()[1]
     for number, (name, curve) in enumerate(curves.items()):
         colour = OKABE_ITO[number % len(OKABE_ITO)]

@@ -35,8 +35,8 @@ def report(
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """Train the baselines as `lines` says (some methods' inner optimizers are of no use without
-    them), evaluate everything, write plot and checkpoint; return the contract's fields. Peers that
-    never joined are ignored."""
+    the method), evaluate everything, and write the plot and the checkpoint. Return the fields of
+    the demo's result. Peers that never joined are ignored."""
     children = [child for child in children if child.status() is not None]
     train = train_tokens()
     streams = [status.peer for child in children if (status := child.status()) is not None][:peers]
@@ -63,8 +63,8 @@ def held_against(
     peers: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Evaluate the swarm's model and its two baselines, write plot and checkpoint; return the
-    fields that both demos have."""
+    """Evaluate the swarm's model and its two baselines; write the plot and the checkpoint.
+    Return the fields that both demos have."""
     tokenizer, train = ByteTokenizer(), train_tokens()
     held_out = tokenizer.encode(load_corpus("shakespeare").held_out)
     x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
@@ -105,7 +105,8 @@ def _numbers(compared: Comparison) -> dict[str, float | None]:
 
 
 def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
-    """Return the mean of the survivors' evaluated models (for an exact method they are equal)."""
+    """Return the mean of the survivors' models as evaluated (for an exact method they are
+    equal)."""
     parts = [checkpoint.load(found).parts["model"] for found in _checkpoints(children)]
     mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
     model = build(plan.model, plan.run_seed)

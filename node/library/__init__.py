@@ -1,4 +1,4 @@
-"""Farflock under any PyTorch loop: the public `SwarmOptimizer` and `local_swarm`.
+"""Farflock for any PyTorch loop: the public `SwarmOptimizer` and `local_swarm`.
 
 May import node/process and below.
 

@@ -1,7 +1,8 @@
-"""A bridge between threads and asyncio: a swarm in its own thread, next to a user's program.
+"""A bridge between threads and asyncio: it runs a swarm in its own thread, next to a user's
+program.
 
 A user's training loop is synchronous and owns the main thread; links and agreement need an event
-loop that runs even during a long step. The thread is a daemon that its maker must close
+loop that runs even during a long step. The thread is a daemon thread that its creator must close
 (`SwarmOptimizer` does at the end of its block, when garbage-collected, and at exit).
 """
 
@@ -52,9 +53,9 @@ class Background:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(END_TIMEOUT_S)
 
     def close(self) -> None:
-        """End everything that runs there, and the thread; safe to call twice."""
+        """End everything that runs on the loop, and the thread. It is safe to call this twice."""
         if not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop may already be closed
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is not self.thread:
             self.thread.join(END_TIMEOUT_S)
@@ -68,7 +69,7 @@ class Background:
 
 
 class BackgroundContext(Generic[T]):
-    """A context entered in the background: its value, calls into its loop, and its end."""
+    """A context entered in the background: its value, calls into its loop, and its exit."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -104,9 +105,11 @@ class BackgroundContext(Generic[T]):
             self._over.result()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, R]], *, through: bool = False) -> R:
-        """Run a coroutine there and return its result. If the context ends first, raise why.
+        """Run a coroutine on the loop and return its result. If the context ends first, raise the
+        error that ended it.
 
-        Ctrl-C cancels the coroutine unless it must go `through`; the next call then waits for it.
+        Ctrl-C cancels the coroutine, unless `through` is set; in that case the next call waits for
+        it.
         """
         self._raise_if_over()
         unfinished, self._unfinished = self._unfinished, None
@@ -132,7 +135,8 @@ class BackgroundContext(Generic[T]):
         return future.result()
 
     def end(self) -> None:
-        """Leave the context and wait until it is left; no error on the way out is raised here."""
+        """Leave the context and wait until it is left; errors on the way out are not raised
+        here."""
         if self._over.done():
             return
         self._loop.call_soon_threadsafe(self._leave.set)
@@ -196,7 +200,7 @@ def _first_of(*futures: "concurrent.futures.Future[Any]") -> None:
 def in_threads(count: int, work: Callable[[int], R], give_up: Callable[[], None]) -> list[R]:
     """Return the results of `work(0)` to `work(count - 1)`, each run in a thread of its own.
 
-    The first error, or Ctrl-C, ends the others through `give_up` and is raised."""
+    The first error, or Ctrl-C, ends the other threads through `give_up` and is then raised."""
     with concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="peer") as pool:
         futures = [pool.submit(work, number) for number in range(count)]
         try:

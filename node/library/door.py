@@ -1,8 +1,8 @@
-"""An optimizer's way into a run over the real network: starts one, or joins that of an invite.
+"""An optimizer's entry point over the real network: it starts a run, or joins that of an invite.
 
-It serves optimizers as node/process/node_process.py serves nodes, but in a background thread and
-with the terms of a user's model for a manifest. Importing it loads the directory, and with it
-hivemind."""
+It does for optimizers what node/process/node_process.py does for nodes, but in a background
+thread and with the terms of a user's model in place of a manifest. Importing this module loads
+the directory, and with it hivemind."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,8 @@ INVITE_LASTS_S = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class NetworkEntryPoint:
-    """An entry point over the real network, in a thread: starts a run, or joins the invite's."""
+    """An entry point over the real network, in a thread: it starts a run, or joins that of the
+    invite."""
 
     invite: str | None = None
     host: str = "127.0.0.1"
@@ -74,7 +75,7 @@ class NetworkEntryPoint:
     async def _inside(
         self, join_request: JoinRequest, invite: Invite | None, terms: UserTerms | None
     ) -> AsyncIterator[OptimizerNode]:
-        """Open everything from the folder to the peer; it is closed in the reverse order."""
+        """Open everything from the folder to the peer; close it in the reverse order."""
         with contextlib.ExitStack() as kept:
             folder = self.folder or Path(
                 kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-"))
@@ -116,7 +117,7 @@ class NetworkEntryPoint:
 async def _published(
     directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer
 ) -> AsyncIterator[None]:
-    """Serve the run's terms from this peer, and keep their head in the directory."""
+    """Serve the run's terms from this peer, and keep their head published in the directory."""
     peer.context.store.put(raw, "manifest")
     publishing = asyncio.create_task(keep_published(directory, run, head))
     try:

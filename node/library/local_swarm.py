@@ -32,12 +32,12 @@ RankFunction = Callable[[int, Optimize], T]
 
 MAX_PEERS = 64
 QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, jitter_s=0.0)
-VIEW_S = 3.0  # time for all to ask, so that one change of the view admits all
+VIEW_S = 3.0  # long enough for all ranks to ask, so that one change of the view admits them all
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalDoor:
-    """The entry point of one rank: rank 0 starts the run, the others wait for it and join."""
+    """The entry point of one rank: rank 0 starts the run, and the others wait for it and join."""
 
     swarm: "LocalSwarm"
     rank: int
@@ -51,7 +51,7 @@ class _LocalDoor:
 
 
 class LocalSwarm:
-    """A swarm of `peers` peers in this process, for the duration of its block."""
+    """A swarm of `peers` peers in this process, which lasts as long as its `with` block."""
 
     def __init__(
         self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]
@@ -77,9 +77,9 @@ class LocalSwarm:
     def train(self, work: RankFunction[T]) -> list[T]:
         """Call `work(rank, optimize)` for each rank in its own thread; return the results by rank.
 
-        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all have
-        theirs. Steps wait for each other, so each rank needs its thread. The first error ends all
-        and is raised."""
+        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all
+        ranks have theirs. Steps wait for each other, so each rank needs its own thread. The
+        first error ends all ranks and is raised."""
         if self.optimizers:
             raise Usage(
                 "this swarm has already trained", "its run is over", "make a new local_swarm"

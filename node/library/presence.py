@@ -1,7 +1,7 @@
-"""An optimizer's part in a run, as it lives in the background thread, whatever its entry point.
+"""An optimizer's part in a run: what runs in the background thread, whatever the entry point.
 
-It has the same driver, exchange client, state sync and loop as a node; only the training step stays
-with the program that brought the model. Entry points: node/library/door.py over the real network,
+It has the same driver, exchange client, state sync and loop as a node; only the training step
+stays with the user's program. Entry points: node/library/door.py over the real network,
 node/library/local_swarm.py over links in memory."""
 
 import asyncio
@@ -35,7 +35,8 @@ StepGate = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True)
 class ExternalStep:
-    """A step of a user's loop as a training task: gradients are there, or `closure` makes them."""
+    """A step of a user's loop as a training task: the gradients are already there, or `closure`
+    computes them."""
 
     tokens_per_step: int = 1
     closure: Callable[[], Any] | None = None
@@ -72,7 +73,8 @@ class JoinRequest:
 
 @dataclass(slots=True)
 class OptimizerNode:
-    """An optimizer's part in its run. The background loop owns all but `invite` and plain reads."""
+    """An optimizer's part in its run. Only the background loop may use it, except for `invite`
+    and plain reads."""
 
     terms: UserTerms
     peer: Peer
@@ -91,7 +93,7 @@ class OptimizerNode:
         invite: Callable[[], str],
         founder: bool,
     ) -> "OptimizerNode":
-        """Put method, driver, exchange client, state sync and loop together over this peer."""
+        """Assemble the method, driver, exchange client, state sync and loop over this peer."""
         driver = Driver(terms.build(), join_request.replica)
         client = ExchangeClient(peer, terms.run.seed)
         state_sync = StateSync(peer, driver, client, compute)
@@ -108,10 +110,10 @@ class OptimizerNode:
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
         """Start the run with this peer's weights, or join it through these members: learn the
-        views, adopt the state, pass `gate`, be admitted. Raise `RefusedByRun` on a timeout."""
+        views, adopt the state, pass `gate`, and be admitted. Raise `RefusedByRun` on a timeout."""
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
-            # fix the round's start before a joiner can ask for it
+            # fixes the round's start before a joiner can ask for it
             await self.loop.compute(lambda: driver.method.snapshot(driver.replica))
             self.peer.found()
             state_sync.open()
@@ -137,7 +139,7 @@ class OptimizerNode:
                 await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
-        """Stay for others if `patient`, then say goodbye."""
+        """Stay for peers that need the last round if `patient`, then say goodbye."""
         await drop(self.loop.under_way)
         if self.patient:
             with contextlib.suppress(TimeoutError):
@@ -151,7 +153,8 @@ class EntryPoint(Protocol):
     def enter(
         self, join_request: JoinRequest
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
-        """Enter the run; return the node's context and what ends it (safe to call twice)."""
+        """Enter the run; return the node's context and a function that ends it (safe to call
+        twice)."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""A swarm under any PyTorch loop: a `torch.optim.Optimizer` whose `step` also syncs the model.
+"""A swarm for any PyTorch loop: a `torch.optim.Optimizer` whose `step` also syncs the model.
 
-The driver is that of node/loop.py. The local step runs in the caller's thread, all else in one
-background thread; `step` returns when the driver has nothing to apply or to wait for.
+The driver is that of node/loop.py. The local step runs in the caller's thread, everything else in
+one background thread. `step` returns once the driver has nothing to apply or to wait for.
 """
 
 import weakref
@@ -43,7 +43,7 @@ class RoundReport(NamedTuple):
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """The swarm's part of a state dict without tensors; `pending` are (stream, round) keys."""
+    """The swarm's part of a state dict, without its tensors; `pending` are (stream, round) keys."""
 
     step: int
     place: RunPosition
@@ -121,10 +121,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     # torch's optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
-        """Make a local step with present gradients (or `closure`'s), and the exchanges due.
+        """Make a local step with the present gradients (or those of `closure`), and the exchanges
+        that are due.
 
-        Return what the closure returns. After Ctrl-C the exchange continues, and the next call
-        waits for it.
+        Return the closure's result. After Ctrl-C the exchange continues, and the next call waits
+        for it.
         """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
@@ -146,14 +147,15 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._replica.write(self._held, "grad")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and the method's under "swarm": with the model's own
-        `state_dict`, all that a lone peer needs to continue as if it had never stopped."""
+        """Return the inner optimizer's state, with the method's under "swarm". Together with the
+        model's own `state_dict`, it is all that a lone peer needs to continue as if it had never
+        stopped."""
         return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore all of a state dict, bit by bit, if alone in a new run (load the model's too).
-        Among others, restore the inner optimizer's state only, or nothing if the method shares the
-        moments."""
+        """Restore all of a state dict, bit for bit, if this peer is alone in a new run (load the
+        model's too). Among other peers, restore only the inner optimizer's state, or nothing if
+        the method shares the moments."""
         state = dict(state_dict)
         swarm = state.pop("swarm", None)
         alone = self._here.founder and len(self.members) == 1
@@ -180,7 +182,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def invite(self) -> str:
-        """The word with which others join, valid for a week; any member can make one."""
+        """The word with which other peers join, valid for a week; any member can make one."""
         return self._here.invite()
 
     @property
@@ -205,12 +207,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def tokens(self) -> int:
-        """The run's progress: the agreed tokens plus an estimate of what all have trained since."""
+        """The run's progress: the agreed tokens plus an estimate of what all members have
+        trained since."""
         return self._life.call(self._tokens)
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens that a step counts for; may be set before each step."""
+        """The number of tokens that a step counts for; you may set it before each step."""
         return self._training_task.tokens_per_step
 
     @tokens_per_step.setter
@@ -218,8 +221,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._training_task.tokens_per_step = tokens
 
     def eval_params(self) -> dict[str, torch.Tensor]:
-        """Return the method's outer parameters if any, else the model's: float32 on the CPU, the
-        same bits on every peer after a round of an exact method."""
+        """Return the method's outer parameters if it has any, otherwise the model's: in float32
+        on the CPU, and with the same bits on every peer after a round of an exact method."""
         return self._life.call(self._eval_params)
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
@@ -234,10 +237,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
             ) from None
 
     def close(self, patient: bool = True) -> None:
-        """Leave the run; end the thread and the directory's process; safe to call twice.
+        """Leave the run, and end the thread and the directory's process. It is safe to call this
+        twice.
 
-        If `patient`, first apply what is under way, and stay a few seconds for peers that need
-        more."""
+        If `patient`, first apply what is under way, and stay a few seconds for peers that still
+        need this one."""
         try:
             if patient and self._end.alive and not self._life.ended:
                 self._life.call(lambda: drain(self._here.loop, DRAIN_S))
@@ -263,7 +267,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._life.value
 
     def _share_inner(self) -> None:
-        """Share the inner optimizer's groups and state, for schedulers and scalers."""
+        """Share the inner optimizer's groups and state, for learning-rate schedulers and
+        gradient scalers."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _require_fit(self, name: str, made: Method) -> None:
@@ -320,7 +325,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
 
 class _News:
-    """The loop's last reports, apart from the optimizer so that the loop does not keep it alive."""
+    """The loop's last reports. They are kept apart from the optimizer, so that the loop does not
+    keep it alive."""
 
     def __init__(self) -> None:
         self.last_round: RoundReport | None = None
@@ -334,7 +340,8 @@ class _News:
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:
-    """Return the inner optimizer over a model's trained parameters; `Usage` for a bad `inner`."""
+    """Return the inner optimizer over a model's trained parameters; raise `Usage` for a bad
+    `inner`."""
     if isinstance(inner, str):
         try:
             return InnerConfig(inner, 1e-3 if lr is None else lr).build(model)  # type: ignore[arg-type]  # it checks

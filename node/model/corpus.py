@@ -1,7 +1,7 @@
 """Text to train on and text held out: the shipped plays of Shakespeare, or a user's own file.
 
-Every peer of a run must have the same text. Its hash is checked on loading, and the held-out part
-is fixed by the corpus itself, never drawn at random.
+Every peer of a run must have the same text. Its hash is checked on loading. The corpus itself fixes
+which part is held out; that part is never drawn at random.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class BadCorpus(ValueError):
 
 
 class Play(msgspec.Struct, frozen=True):
-    """One play's place in the shipped text, in order."""
+    """The place of one play in the shipped text; the plays are in order."""
 
     title: str
     size_bytes: int
@@ -73,7 +73,8 @@ def load_corpus(name: str, sha256: str | None = None) -> Corpus:
 
 
 def shakespeare(folder: Traversable) -> Corpus:
-    """Return the shipped plays, some held out whole; `BadCorpus` if the files were altered."""
+    """Return the shipped plays, with some held out whole; raise `BadCorpus` if the files were
+    altered."""
     try:
         about = msgspec.json.decode((folder / "shakespeare.json").read_bytes(), type=About)
         packed = (folder / "shakespeare.txt.xz").read_bytes()
@@ -88,7 +89,8 @@ def shakespeare(folder: Traversable) -> Corpus:
 
 
 def from_file(path: Path) -> Corpus:
-    """Return a user's UTF-8 text, its last twentieth (by lines) held out; raise `BadCorpus`."""
+    """Return a user's UTF-8 text, with its last twentieth (by lines) held out; raise
+    `BadCorpus`."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:
@@ -123,7 +125,7 @@ def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:
 
 
 def _cut_plays(text: bytes, about: About) -> Corpus:
-    """Put each play, whole, on its side of the cut."""
+    """Put each play, whole, into the training text or the held-out text."""
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     start = 0
     for play in about.plays:

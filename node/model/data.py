@@ -1,10 +1,11 @@
 """Batches as a pure function of (run seed, peer, round, step), and fixed sequences for evaluation.
 
 A peer's order of data must not depend on the other peers, and must resume from two integers. So a
-counter-based generator (Philox) draws a batch's windows, not one that has to be run forward.
+batch's windows come from a counter-based generator (Philox), which need not be run forward.
 
-Each batch draws new windows. With `recurring`, that many are drawn once and recur in epochs, each
-in another order: for fine-tuning, and for codecs that remember samples (compression/aqsgd.py).
+Each batch draws new windows. With `recurring`, that many windows are drawn once and recur in
+epochs, each time in another order, for fine-tuning and for codecs that remember samples
+(compression/aqsgd.py).
 """
 
 import functools
@@ -93,7 +94,8 @@ class Batches:
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
-        """Return the batch's recurring samples, from 0 on: the same in each of the peer's lives."""
+        """Return the batch's recurring samples, numbered from 0: the same in each of the peer's
+        lives."""
         self._require_cursor(step, round)
         first = step * self.batch_size
         places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
@@ -126,7 +128,7 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
 
 
 def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
-    """Return SHA-256 over tokenizer and tokens; peers with another hash are refused."""
+    """Return the SHA-256 of the tokenizer and the tokens; peers with another hash are refused."""
     digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
     for part in (train, held_out):
         digest.update(len(part).to_bytes(8, "little"))
@@ -143,7 +145,8 @@ def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
 
 
 def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
-    """Map a token file without reading it; `BadData` if cut short or made by another tokenizer."""
+    """Map a token file without reading it; raise `BadData` if it was cut short or made by
+    another tokenizer."""
     try:
         header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
         size_bytes = path.stat().st_size
@@ -185,7 +188,7 @@ def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64
 def _epoch_order(
     run_seed: int, peer: str, recurring: int, round: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return a permutation; equal draws (very rare) keep their order."""
+    """Return a permutation of the samples; equal draws (very rare) keep their order."""
     return np.argsort(
         _raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable"
     )

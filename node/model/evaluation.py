@@ -1,7 +1,7 @@
-"""Held-out losses with their standard errors: of a model, and of the simplest baseline.
+"""Held-out losses with their standard errors, for a model and for the simplest baseline.
 
-A trained model must beat the baseline: a unigram model (token frequencies) of the corpus. Losses
-are in nats per token, which are nats per byte with the byte tokenizer.
+A trained model must beat the baseline, which is a unigram model (token frequencies) of the corpus.
+Losses are in nats per token, which are nats per byte with the byte tokenizer.
 """
 
 import math
@@ -17,7 +17,8 @@ from farflock.node.model.tokenizer import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class LossEstimate:
-    """A mean held-out loss and the standard error of that mean, infinite for one sequence."""
+    """A mean held-out loss and the standard error of that mean, which is infinite for one
+    sequence."""
 
     mean: float
     standard_error: float
@@ -36,14 +37,15 @@ def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
     """Return a model's loss on `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
 
-    The standard error is over sequences, since tokens of one sequence are not independent.
+    The standard error is over sequences, because the tokens of one sequence are not independent.
     """
     return summarise(losses(model, x, y, batch_size))
 
 
 @torch.no_grad()
 def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
-    """Return each held-out sequence's mean loss, float64 (n,); keep the model's mode."""
+    """Return each held-out sequence's mean loss, float64 (n,); leave the model in its present
+    mode."""
     was_training = model.training
     model.eval()
     try:

@@ -30,9 +30,10 @@ def export(
     *,
     force: bool = False,
 ) -> None:
-    """Write config, weights, tokenizer and model card; `ExportRefused` if `folder` is not empty.
+    """Write the config, weights, tokenizer and model card; raise `ExportRefused` if `folder` is not
+    empty.
 
-    With `force`, files of the same names are replaced and others stay. `weights` must be exactly
+    With `force`, files with these names are replaced and others stay. `weights` must be exactly
     those of the model that `config` describes; `card` is the README's Markdown text (see
     `model_card`).
     """
@@ -57,7 +58,7 @@ def export(
         partial.mkdir(exist_ok=True)
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        for name in files:  # only once everything is on the disk
+        for name in files:  # only once all files are on the disk
             (partial / name).replace(folder / name)
     except OSError as error:
         raise ExportRefused(
@@ -69,7 +70,8 @@ def export(
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `LlamaConfig`; `rope_theta` is in its old place and its new one."""
+    """Return the fields of `LlamaConfig`, with `rope_theta` in both its old place and its new
+    one."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -97,7 +99,8 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
-    """Return a fast tokenizer's files: byte-level BPE without merges, so each byte is a token."""
+    """Return a fast tokenizer's files: byte-level BPE without merges, in which each byte is a
+    token."""
     if not isinstance(tokenizer, ByteTokenizer):
         return {}  # other tokenizers have their own tokenizer.json
     byte_level = {

@@ -36,7 +36,8 @@ def generate(
 def sample(
     model: Llama, ids: list[int], *, temperature: float, top_k: int | None, seed: int
 ) -> Iterator[int]:
-    """Return an endless iterator of tokens after `ids`; `ValueError` for options out of range."""
+    """Return an endless iterator of tokens after `ids`; raise `ValueError` for options out of
+    range."""
     if not ids:
         raise ValueError("sampling starts from at least one token; give a prompt")
     if not 0 <= temperature < float("inf"):
@@ -61,7 +62,8 @@ def _sample(
 def draw(
     logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
-    """Draw in proportion to exp(logit / temperature), from the `top_k` likeliest if given."""
+    """Draw a token with probability proportional to exp(logit / temperature), from the `top_k`
+    likeliest if that is given."""
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k is not None and top_k < logits_V.numel():

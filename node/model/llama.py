@@ -1,8 +1,8 @@
 """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped queries, tied embeddings.
 
-It is our own so that the core does not need transformers, splits at layer boundaries, and draws its
-weights from its own generators. Names and arithmetic are those of Hugging Face's
-`LlamaForCausalLM`, so exports load there.
+Farflock has its own decoder so that the core does not need transformers, models split at layer
+boundaries, and weights come from generators of their own. Names and arithmetic are those of Hugging
+Face's `LlamaForCausalLM`, so exports load there.
 
 Shapes: B sequences, L positions, D model width, H heads, K width of a head, V vocabulary.
 """
@@ -147,7 +147,8 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All but the head; it exists because Hugging Face's names begin with `model.`."""
+    """All but the head. It is a module of its own because Hugging Face's names begin with
+    `model.`."""
 
     def __init__(self, config: ModelConfig, span: range) -> None:
         super().__init__()
@@ -158,11 +159,11 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder, or the stage of it that holds the layers of `span`; names are as in the whole
+    """The decoder, or the stage of it that holds the layers of `span`, with the names of the whole
     model.
 
-    The first stage embeds tokens, the last one ends in the norm and the head. The stages of any
-    split together compute what the whole model computes. Weights are empty until `build` or
+    The first stage embeds tokens; the last one ends in the norm and the head. The stages of any
+    split together compute exactly what the whole model computes. Weights are empty until `build` or
     `load_state_dict` fills them.
     """
 
@@ -187,7 +188,8 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin_LK, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run tokens (B, L) in the first stage, else activations (B, L, D), through the layers.
+        """Run tokens (B, L) in the first stage, or activations (B, L, D) in another, through the
+        layers.
 
         Return activations or, from the last stage, logits (B, L, V).
         """
@@ -205,7 +207,8 @@ class Llama(nn.Module):
         return x if self.model.norm is None else self._logits(self.model.norm(x))
 
     def blocks(self) -> list[nn.Module]:
-        """Return this stage's layers in order; pipelines cut between them and FSDP wraps each."""
+        """Return this stage's layers in order; pipelines are cut between them, and FSDP wraps
+        each."""
         return list(self.model.layers.values())
 
     def _logits(self, x_BLD: Tensor) -> Tensor:
@@ -219,8 +222,9 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
 
     Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of
     1024), divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms.
-    Each tensor has its own generator, keyed by name, apart from the global one. torch's normal
-    numbers differ between CPUs, so a swarm starts from the founder's weights, not from the seed.
+    Each tensor has its own generator, keyed by its name; the global generator is not used. torch's
+    normal numbers differ between CPUs, so a swarm starts from the founder's weights, not from the
+    seed.
     """
     model = Llama(config, span)
     with torch.no_grad():
@@ -249,7 +253,8 @@ def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-    """Turn pairs (i, i + K/2) by position, as Hugging Face does; the paper pairs (2i, 2i + 1)."""
+    """Rotate the pairs (i, i + K/2) by their position, as Hugging Face does; the paper pairs
+    (2i, 2i + 1)."""
     first, second = x_BHLK.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_BHLK * cos_LK.to(x_BHLK.dtype) + turned * sin_LK.to(x_BHLK.dtype)
@@ -268,7 +273,7 @@ class _Linear(nn.Linear):
 
 
 class _Embedding(nn.Embedding):
-    """An embedding without torch's initial values, as `_Linear`."""
+    """An embedding without the initial values that torch would draw, like `_Linear`."""
 
     def reset_parameters(self) -> None:
         """Do nothing: `build` draws the values."""

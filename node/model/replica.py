@@ -1,7 +1,7 @@
 """A plain module as methods see it: float32 copies out, new values in, one inner step at a time.
 
-Methods must not know where a parameter or a moment is stored. `Slots` knows, for this replica and
-the sharded one (node/model/replica_fsdp.py).
+Methods must not know where a parameter or a moment is stored. `Slots` knows this, both for this
+replica and for the sharded one (node/model/replica_fsdp.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ SCALARS = ("step", "mu_product")  # moments of one number per parameter
 
 
 class Slots:
-    """The tensors of a module and its inner optimizer, as methods ask for them.
+    """The tensors of a module and its inner optimizer, by the names that methods use.
 
-    A tied parameter is there once; buffers and frozen parameters are not."""
+    A tied parameter appears once; buffers and frozen parameters do not appear."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None
@@ -35,7 +35,7 @@ class Slots:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def find(self, name: str, what: What) -> Tensor:
-        """Return the stored tensor; a missing one reads as zeros, NAdam's product as 1."""
+        """Return the stored tensor; a missing one reads as zeros, and NAdam's product as 1."""
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
@@ -49,7 +49,8 @@ class Slots:
         return torch.full((), float(begins_at_1))
 
     def ensure(self, name: str, what: What) -> Tensor | None:
-        """Return the tensor to write to, made if missing; None for a moment the optimizer lacks."""
+        """Return the tensor to write to, created if it is missing; None for a moment that the
+        optimizer does not have."""
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
@@ -76,7 +77,8 @@ class Slots:
         self._inner.zero_grad(set_to_none=False)
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return all moments that the optimizer starts with: it would not create a missing one."""
+        """Return all moments that the optimizer starts with, as it would not create one that is
+        missing."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
@@ -123,7 +125,8 @@ class PlainReplica:
         }
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Set x <- (1 - mix)·x + mix·new; `ValueError` for another shape or an unknown moment."""
+        """Set x <- (1 - mix)·x + mix·new; raise `ValueError` for another shape or an unknown
+        moment."""
         for name, new in tensors.items():
             target = self._slots.ensure(name, what)
             require_place(name, what, target, new)

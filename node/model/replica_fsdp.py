@@ -1,4 +1,4 @@
-"""A module under FSDP2 in a torchrun group as methods see it: several GPUs are one replica.
+"""A module under FSDP2 in a torchrun group, as methods see it: several GPUs form one replica.
 
 The method, its outer state and all links live on local rank 0, the *leader*; the other ranks hold
 shards and follow. Only the leader knows the swarm's answers, so it alone decides what is read,
@@ -69,25 +69,29 @@ class FsdpReplica:
         return self._slots.shapes
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Return full float32 copies on the leader's CPU (missing: zeros), nothing on followers."""
+        """Return full float32 copies on the leader's CPU (zeros for missing tensors), and
+        nothing on followers."""
         return dict(self._take_part(_Order("read", tuple(names), what), {}))
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Set x <- (1 - mix)·x + mix·new per shard; `ValueError` for a wrong shape or moment."""
+        """Set x <- (1 - mix)·x + mix·new per shard; raise `ValueError` for a wrong shape or
+        moment."""
         if self.leads:
             self._check(tensors, what)
         self._take_part(_Order("write", tuple(tensors), what, mix), tensors)
 
     def inner_step(self, lr: float | None = None) -> None:
-        """Clip the whole gradient's norm, step at `lr` (None: `self.lr`), zero the gradients."""
+        """Clip the norm of the whole gradient, step at `lr` (None: `self.lr`), and zero the
+        gradients."""
         self._take_part(_Order("step", number=self.lr if lr is None else lr), {})
 
     def release(self) -> None:
-        """Let the followers go on to their next forward pass; leader only."""
+        """Let the followers continue to their next forward pass; only the leader calls this."""
         self._take_part(_Order("release"), {})
 
     def follow(self) -> bool:
-        """Take part in the leader's next call; return False once released. Followers only."""
+        """Take part in the leader's next call; return False once released. Only followers call
+        this."""
         return self._obey(self._heard(), {}) is not None
 
     def _take_part(self, order: _Order, tensors: Tensors) -> Tensors:
@@ -140,8 +144,8 @@ class FsdpReplica:
                 blend(target, full.to(target.device), mix)
 
     def _check(self, tensors: Tensors, what: What) -> None:
-        """Refuse bad tensors before the announcement: a failed call must not leave followers
-        waiting."""
+        """Refuse bad tensors before the call is announced: a call that fails must not leave
+        followers waiting."""
         for name, new in tensors.items():
             require_place(name, what, self._slots.ensure(name, what), new)
 

@@ -11,7 +11,7 @@ from farflock.optimizers.method import Tensors, What
 
 @dataclass(frozen=True, slots=True)
 class ShapeReplica:
-    """A replica of which only the shapes are known: enough to list a method's streams."""
+    """A replica with shapes but no values, which is enough to list a method's streams."""
 
     shapes: Mapping[str, tuple[int, ...]]
 

@@ -1,7 +1,7 @@
-"""A model's tensors cut by stages, and joined from the pieces of any other cut.
+"""Cut a model's tensors by stages, and join the pieces of any other cut.
 
-A stage's tensors have the names of the whole model, so a checkpoint of four stages serves one model
-or three stages. Names may have a prefix (`param.`, `exp_avg.`), as in checkpoints.
+A stage's tensors have the names of the whole model, so a checkpoint of four stages can be read as
+one model or as three stages. Names may have a prefix (`param.`, `exp_avg.`), as in checkpoints.
 """
 
 import functools
@@ -35,7 +35,8 @@ def names_of(config: ModelConfig, span: range) -> frozenset[str]:
 
 
 def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict[str, Tensor]:
-    """Return a stage's tensors, for each prefix all of them or none; `Misfit` if one is missing."""
+    """Return a stage's tensors: for each prefix, all of them or none. Raise `Misfit` if one is
+    missing."""
     wanted = names_of(config, span)
     found = {name: tensor for name, tensor in tensors.items() if _bare(name) in wanted}
     for prefix in sorted({name.removesuffix(_bare(name)) for name in found} or {""}):
@@ -48,7 +49,8 @@ def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict
 
 
 def joined(pieces: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return several stages' tensors together; `Misfit` if two pieces disagree on a tensor."""
+    """Return several stages' tensors together; raise `Misfit` if two pieces disagree on a
+    tensor."""
     whole: dict[str, Tensor] = {}
     for piece in pieces:
         for name, tensor in piece.items():

@@ -49,6 +49,6 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer}
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return SHA-256 of the definition as canonical JSON (sorted keys)."""
+    """Return the SHA-256 of the definition as canonical JSON (sorted keys)."""
     definition = msgspec.json.encode(tokenizer.definition(), order="deterministic")
     return hashlib.sha256(definition).hexdigest()

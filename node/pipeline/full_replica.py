@@ -1,14 +1,15 @@
 """The microbatches of a full replica, which takes them through all stages locally.
 
 It draws them as a trainer does and hands each gradient to its own stage servers, which count it
-like other trainers' gradients. Nothing is sent, asked for or left pending: a gradient is in this
-peer's sums or nowhere. So microbatches that no round has named are lost with this peer, like a dead
-trainer's, and are not asked for again. A microbatch still counts once at each stage, because its
-key travels with the sum that contains it (node/train/microbatch_ids.py).
+like other trainers' gradients. Nothing is sent, asked for or left pending: a gradient is either in
+this peer's sums or nowhere. So if this peer fails, the microbatches that no round has named are
+lost, like a dead trainer's, and no other peer redoes them. A microbatch still counts once at each
+stage, because its key travels with the sum that contains it (node/train/microbatch_ids.py).
 
-A replica is throttled like a trainer. While an open round keeps a stage with a full batch from its
-step, only as many microbatches may be ready for it as a trainer may have in flight: more would be
-too old when the step comes. The number of microbatches that no round has named is bounded too."""
+A replica is throttled like a trainer. While an open round keeps a stage with a full batch from
+its step, only as many microbatches may be ready for that stage as a trainer may have in flight:
+more would be too old by the time of the step. The number of microbatches that no round has named
+is bounded too."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -25,22 +26,23 @@ from farflock.node.reporting import Report
 from farflock.swarm.paths.policy import Microbatch
 from farflock.swarm.peer.peer import OpenWait, Peer
 
-TICK_S = 0.05  # between two looks while throttled
+TICK_S = 0.05  # between two checks while throttled
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """The server of one stage of a replica, and the trigger of its steps."""
+    """The server of one of a replica's stages, and the trigger of its steps."""
 
     server: StageServer
     batch: BatchTrigger
 
 
 class FullTrainer:
-    """One life of a full replica's own training, through `parts`, the stages in order.
+    """The training that a full replica does itself, for one life of its node. `parts` are the
+    stages in order.
 
-    Microbatches come from `source`. At most `ahead` of them wait for the step of a stage that has a
-    full batch, and at most `kept` wait until a round names them."""
+    Microbatches come from `source`. At most `ahead` of them wait for the step of a stage that
+    has a full batch, and at most `kept` wait until a round names them."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class FullTrainer:
         return len(self.commits.begun_s)
 
     def waits(self) -> list[OpenWait]:
-        """Return no waits: it calls no other peer."""
+        """Return no waits: this trainer calls no other peer."""
         return []
 
     def may_begin(self) -> bool:
@@ -95,7 +97,7 @@ class FullTrainer:
         work = partial(self.compute, servers, microbatch)
         staged, loss, rounds = await self._computing.run_pass(work, BACKWARD_COST * len(order))
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
-            self.spoilt += 1  # it would spoil the sum of the whole group
+            self.spoilt += 1  # one such gradient would spoil the sum of the whole group
             return
         self.commits.begin(number, order, started_s)
         key = self._peer.me, number

@@ -48,8 +48,8 @@ END_S = 30.0  # maximum wait for a stage's other servers and open rounds at the 
 class PipelineNode:
     """One life of one node.
 
-    `stage` is the stage it serves: `NOTHING` for none, `EVERY` for a full replica. It trains if it
-    is given `tokens`, the run's text. `saved` holds its last checkpoints by stage."""
+    `stage` is the stage that it serves: `NOTHING` for none, `EVERY` for a full replica. It
+    trains if it is given `tokens`, the run's text. `saved` holds its last checkpoints, by stage."""
 
     def __init__(
         self,
@@ -147,12 +147,12 @@ class PipelineNode:
 
     @property
     def serving(self) -> StageNode | None:
-        """The stage it serves (the first one for a full replica), or None."""
+        """The stage that this node serves (the first one for a full replica), or None."""
         return self.servings[0] if self.servings else None
 
     @property
     def role(self) -> str:
-        """Its role, as its record states it."""
+        """The role in this node's record."""
         return role_of(self._stage)
 
     @property
@@ -169,14 +169,16 @@ class PipelineNode:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that this node's servers merged or its trainer committed, whichever are more."""
+        """The tokens that this node's servers have merged or that its trainer has committed,
+        whichever is larger."""
         merged = max((serving.server.served["merged"] for serving in self.servings), default=0)
         committed = self.trainer.commits.finished if self.trainer is not None else 0
         return self.edges.tokens * max(merged, committed)
 
     @property
     def last_loss(self) -> float | None:
-        """A trainer's recent mean loss, else the last loss of the first served stage."""
+        """The recent mean loss of the node's trainer, if it has one; otherwise the last loss of
+        the first stage served."""
         if self.trainer is not None:
             return self.trainer.commits.recent_loss
         return self.serving.loop.last_loss if self.serving is not None else None
@@ -211,7 +213,7 @@ class PipelineNode:
     # running
 
     async def run(self, total_tokens: int) -> None:
-        """Serve and train until every stage has `total_tokens`, or until `stop`."""
+        """Serve and train until every stage has `total_tokens`, or until `stop` is called."""
         self._began_s = self._now()
         serve = [serving.server.run() for serving in self.servings]  # until all else ends
         if self._stage not in (NOTHING, EVERY):  # a full replica never moves
@@ -256,8 +258,9 @@ class PipelineNode:
     async def _end(self, total_tokens: int) -> None:
         """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
 
-        A loop alone goes by estimates of its own stage and would end before the round that the
-        others wait for. A server that left early could keep a state that no other server has."""
+        Left alone, a loop follows the estimates of its own stage, and would end before the round
+        that the others wait for. A server that left early could keep a state that no other
+        server has."""
         while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
         # bounded, since a server that died may never say that it is done
@@ -273,7 +276,7 @@ class PipelineNode:
 
     @property
     def stopping(self) -> bool:
-        """True if it was told to stop."""
+        """True if the node was told to stop."""
         has_stopped = self.trainer is not None and self.trainer.stopping
         return has_stopped or any(serving.loop.stop.requested for serving in self.servings)
 
@@ -328,9 +331,9 @@ class PipelineNode:
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
-    """Return the maximum number of microbatches in flight: those of as many batches as a gradient
-    may be late. With more, the last stage would get so far ahead of the first that later passes are
-    too old for it."""
+    """Return the maximum number of microbatches in flight: one batch for each round by which a
+    gradient may be late. With more, the last stage would get so far ahead of the first that
+    later passes are too old for it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
@@ -360,7 +363,7 @@ class StageExchanges:
 
 
 class _Together:
-    """The progress of several downloads, added up."""
+    """The total progress of several downloads."""
 
     def __init__(self, downloaded: DownloadProgress) -> None:
         self._downloaded, self._parts = downloaded, list[tuple[int, int]]()

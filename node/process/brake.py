@@ -1,7 +1,7 @@
-"""A brake on a node's training, so that a short demo does not end before its newcomer is in.
+"""A brake on a node's training, so that a short demo does not end before its newcomer has joined.
 
-The parent names a file in the environment. While the file exists, each local step takes at least
-as many seconds as the file says; the node answers its peers meanwhile.
+The parent process names a file in the environment. While the file exists, each local step takes at
+least as many seconds as the file says; the node still answers its peers.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ def brake_of(stopping: Callable[[], bool]) -> "Brake | None":
 
 
 def with_brake(pause: Pause, stopping: Callable[[], bool]) -> Pause:
-    """Return `pause`, awaited between steps, with the brake that the environment names, if any."""
+    """Return `pause`, which is awaited between steps, with the brake added if the environment
+    names one."""
     if (brake := brake_of(stopping)) is None:
         return pause
 
@@ -43,7 +44,7 @@ class Brake:
         self._stepped_s = time.monotonic()
 
     async def pause(self) -> None:
-        """Wait until this step has taken the seconds in the file, or is to be the last."""
+        """Wait until this step has taken the seconds in the file, or the node is to stop."""
         while self._holds():  # noqa: ASYNC110 - another process writes the file
             await asyncio.sleep(LOOK_EVERY_S)
         self._stepped_s = time.monotonic()

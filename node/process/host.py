@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def require_host(host: str, place: str) -> str:
-    """Return the host; raise `Usage` unless it is an IPv4 address that others could dial.
+    """Return the host; raise `Usage` unless it is an IPv4 address that other members could dial.
 
     `place` names the option or the argument that gave it.
     """

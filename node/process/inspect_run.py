@@ -24,8 +24,8 @@ POLL_S = 0.1
 
 
 class MemberInspection(msgspec.Struct, frozen=True):
-    """A member, whether it answered, and its round trip in ms (None: not measured). `addresses` is
-    empty if it can only dial out, or if its record was not found."""
+    """A member, whether it answered, and its round trip in ms (None: not measured). `addresses`
+    is empty if the member can only dial out, or if its record was not found."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -34,7 +34,8 @@ class MemberInspection(msgspec.Struct, frozen=True):
 
 
 class RunInspection(msgspec.Struct, frozen=True):
-    """The visible facts of a run. `branch` names the newest view's branch; None: the main line."""
+    """The facts about a run that are visible from outside. `branch` names the newest view's
+    branch; None is the main line."""
 
     manifest: Manifest
     view: int
@@ -78,7 +79,7 @@ def _throwaway(machine: MachineOptions, folder: str) -> MachineOptions:
 
 
 async def _heard(peer: Peer, links: Links) -> None:
-    """Wait until every member has answered, at most `ANSWER_TIMEOUT_S`."""
+    """Wait until every member has answered, but at most `ANSWER_TIMEOUT_S`."""
     ends_s = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < ends_s:
         if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):

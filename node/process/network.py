@@ -1,6 +1,6 @@
 """A process's entry into a swarm: its identity, its directory and its links.
 
-It also learns here what a run is before it takes part.
+This module also downloads and verifies a run's terms before the process takes part.
 
 Shared by nodes (node/process/node_process.py) and by the optimizer for users' own training loops
 (node/library/swarm_optimizer.py).
@@ -49,7 +49,7 @@ class MachineOptions:
 
 
 def identity_of(folder: RunFolder) -> Identity:
-    """Return the identity in this folder's key file, which is created on the first start."""
+    """Return the identity in this folder's key file; the first start creates it."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,8 +72,10 @@ def raise_descriptor_limit() -> None:
 async def network(
     machine: MachineOptions, identity: Identity, run: str, addresses: Sequence[str]
 ) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
-    """Keep directory and links open while the block runs. Records' sequence numbers start at the
-    wall clock in ms, as they must rise from one start to the next."""
+    """Keep the directory and the links open while the block runs.
+
+    The sequence numbers of records start at the wall clock in ms, because they must rise from
+    one start to the next."""
     raise_descriptor_limit()
     listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
     directory = await DhtDirectory.open(
@@ -110,7 +112,8 @@ async def learn_run(
 async def learn_terms(
     directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """Do as `learn_run`, with the terms as sent: runs of a user's own model have no manifest."""
+    """Do the same as `learn_run`, but return the terms as they were sent: a run of a user's own
+    model has no manifest."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         heads = {
@@ -147,7 +150,8 @@ async def learn_terms(
 
 
 async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None:
-    """Re-publish the head, as every member does, so the run can be found without its founder."""
+    """Publish the head again and again, as every member does, so that the run can be found
+    without its founder."""
     while True:
         await directory.publish_head(run, head)
         await asyncio.sleep(HEAD_EVERY_S)
@@ -177,7 +181,7 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
 
 
 def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
-    """Pass a record to the links and return its owner; empty for a bad record."""
+    """Pass a record to the links and return its owner, or "" for a bad record."""
     try:
         owner = unseal(blob, run).peer
     except BadRecord:
@@ -187,20 +191,21 @@ def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
 
 
 class AddressCache:
-    """Last known addresses of members, by which a restarted node finds its run, whichever peers are
-    gone.
+    """The last known addresses of members, by which a restarted node finds its run again even if
+    some of them are gone.
 
-    `doors.json` in the node's folder: run, founder, and up to `MAX_ADDRESSES` addresses."""
+    They are in `doors.json` in the node's folder: the run, its founder, and up to
+    `MAX_ADDRESSES` addresses."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / "doors.json"
 
     def write(self, invite: Invite) -> None:
-        """Store an invite's content."""
+        """Store an invite."""
         write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
 
     def read(self, run: str) -> Invite | None:
-        """Return what is stored about this run; None if that is nothing, or unreadable."""
+        """Return the invite stored for this run, or None if there is none or it cannot be read."""
         try:
             invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
         except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
 """A node as a process: real links and directory, worker threads, files, signals.
 
-`found` and `join` differ only in where the manifest comes from; from then on both run the same node
-that simulations run. Everything lives on one asyncio loop; computation runs in worker threads.
+`found` and `join` differ only in where the manifest comes from; after that, both run the same node
+as simulations do. Everything lives on one asyncio loop; computation runs in worker threads.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class NodeProcess:
 
     @property
     def view_s(self) -> float:
-        """The longest time between two membership changes."""
+        """The longest that a newcomer waits for a membership change, in seconds."""
         return self.manifest.exchange.view_s
 
     def show_to(self, show: Callable[[Status], None]) -> None:
@@ -102,16 +102,18 @@ class NodeProcess:
         self.member.stop()
 
     def awaited(self) -> int:
-        """Return how many members the founder waits for before it trains; 0 for no wait."""
+        """Return how many members the founder waits for before it trains; 0 if it does not wait."""
         first = self.links.me == self.founder and not self.member.step
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """Return an invite with this node's address and others': it may have none, or stop."""
+        """Return an invite with this node's address and others', as this node may have none or
+        may stop."""
         return mint(self._invite((*self.directory.addresses[:1], *self._others())))
 
     def _others(self) -> tuple[str, ...]:
-        """Return one address of each member that has any, then those used to join."""
+        """Return one address of each member that has any, followed by the addresses used to
+        join."""
         records = self.member.peer.membership.records.values()
         return (
             *(
@@ -127,7 +129,7 @@ class NodeProcess:
         return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
 
     async def remember(self) -> None:
-        """Keep the others' addresses on disk for the next start."""
+        """Keep the addresses of other members on disk for the next start."""
         while True:
             if others := self._others():
                 with contextlib.suppress(OSError):  # a full disk must not end the node
@@ -136,7 +138,8 @@ class NodeProcess:
 
 
 class StatusWriter:
-    """A writer of a node's status to `status.json` in its folder, atomically, and the live view."""
+    """Writes a node's status to `status.json` in its folder, atomically, and shows it in the
+    live view."""
 
     def __init__(self, node: NodeProcess) -> None:
         self._node = node
@@ -303,8 +306,9 @@ async def join(
 ) -> Path:
     """Join the run of an invite and train it to its end; return the final checkpoint's folder.
 
-    A peer that was in this run before keeps its place in its data and its inner moments; the state
-    is the swarm's. A stage server that the others have left behind begins another life."""
+    A peer that was in this run before keeps its position in its data and its inner moments; it
+    takes the state from the swarm. A stage server that the other servers have left behind begins
+    another life."""
     while True:
         try:
             return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
@@ -315,7 +319,8 @@ async def join(
 
 
 def _known_again(machine: MachineOptions, run: str, reason: LifeOver) -> Invite:
-    """Return the addresses to rejoin by; raise `Failure` if none are known."""
+    """Return an invite with the known addresses by which to rejoin; raise `Failure` if there are
+    none."""
     log.info("the node starts again in the run: %s", reason)
     known = AddressCache(machine.folder).read(run)
     if known is None:
@@ -352,7 +357,7 @@ async def _join(
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
-                    # a returning founder trains as before
+                    # a founder that rejoins trains as before
                     founded = identity.peer == invite.founder
                     stage, trains = await joiners(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
@@ -372,13 +377,15 @@ async def _join(
 
 
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
-    """Check the memory for a whole model; with a pipeline this waits until the stage is known."""
+    """Check that a whole model fits the memory. In a pipeline, that is checked once the stage is
+    known."""
     if manifest.pipeline is None:
         require_memory(manifest.plan(), error)
 
 
 def require_corpus(manifest: Manifest) -> None:
-    """Refuse a run whose text is not on this machine before its members count this node."""
+    """Refuse a run whose text is not on this machine; call this before its members count this
+    node."""
     name, digest = manifest.data.corpus, manifest.data.sha256
     if name == SHIPPED or Path(name).is_file():
         return
@@ -389,7 +396,7 @@ def require_corpus(manifest: Manifest) -> None:
 
 @contextlib.contextmanager
 def _answered(peer: Peer) -> Iterator[None]:
-    """Turn a `TimeoutError` into an error that says what did not arrive in time."""
+    """Turn a `TimeoutError` into an error that names what did not arrive in time."""
     try:
         yield
     except TimeoutError:
@@ -409,12 +416,12 @@ def _answered(peer: Peer) -> Iterator[None]:
 
 
 def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
-    """Return whether this is the checkpoint of the run's end."""
+    """Return whether this checkpoint was written at the run's end."""
     return int(saved.meta["tokens"]) >= manifest.run.total_tokens
 
 
 async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
-    """Publish the run, train, write statuses, save, and say goodbye."""
+    """Publish the run, train, write the status, save, and say goodbye."""
     part = node.member
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
@@ -445,7 +452,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
 
 
 async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
-    """Return once a condition holds or the node is to stop."""
+    """Return once the condition `there` holds or the node is asked to stop."""
     while not (there() or node.member.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
 
@@ -458,7 +465,7 @@ def _peer(
     links: ZmqLinks,
     stage: int,
 ) -> Peer:
-    """Return the peer, with the record of a server of this stage."""
+    """Return the peer, with its record as a server of this stage."""
     terms = RunTerms(
         run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
     )
@@ -485,7 +492,7 @@ def _node(
     stage: int,
     trains: bool,
 ) -> NodeProcess:
-    """Assemble the node; its workers end with the process."""
+    """Assemble the node; its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
     corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
     tokens = ByteTokenizer().encode(corpus.train)

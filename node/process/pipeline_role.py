@@ -49,9 +49,11 @@ async def joiners(
     timeout_s: float,
     founded: bool = False,
 ) -> tuple[int, bool]:
-    """Return the same for a joiner. If the role leaves the choice, it is the stage with the fewest
-    servers in the members' own list, which drops gone peers before the directory does. A peer that
-    `founded` the run with role auto keeps training. Raise `TimeoutError` if no member answers."""
+    """Return a joiner's stage and whether it trains, like `founders`.
+
+    If the role leaves the stage open, choose the one with the fewest servers in the members' own
+    list, which drops peers that are gone sooner than the directory does. A peer that `founded`
+    the run with role auto keeps training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
@@ -69,7 +71,8 @@ def emptiest(servers: Sequence[int], me: PeerId) -> int:
 
 
 def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
-    """Return what the option demands, None if nothing; raise `Usage` for an unknown role."""
+    """Return the part that the option asks for, or None if it leaves the choice; raise `Usage`
+    for an unknown role."""
     stages = len(pipeline.stages)
     if role in ("auto", "stage"):
         return None
@@ -89,8 +92,9 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
 def last_of_part(
     folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int
 ) -> Checkpoint | None:
-    """Return the checkpoint of this node's progress when it served this stage; for a full replica,
-    that of the stage furthest behind. None if it held nothing or a checkpoint is missing."""
+    """Return the checkpoint with this node's progress when it served this stage; for a full
+    replica, that of the stage furthest behind. Return None if the node held no stage or a
+    checkpoint is missing."""
     saved = [last_of(folder, run, role_of(index)) for index in held(pipeline, stage)]
     found = [each for each in saved if each is not None]
     return (
@@ -115,8 +119,9 @@ def part_of(
     stage: int,
     trains: bool,
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
-    """Return the node, and a checkpoint manager per stage: any peer may resume a single stage
-    later. All computation shares one thread: no pass may see weights in the middle of a step."""
+    """Return the node, and one checkpoint manager per stage, because any peer may later resume a
+    single stage. All computation shares one thread: no pass may see weights in the middle of a
+    step."""
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")

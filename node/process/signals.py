@@ -1,4 +1,4 @@
-"""Graceful stops of long-running commands: the first request is graceful, the second immediate.
+"""Graceful stops of long-running commands: the first request stops gracefully, the second at once.
 
 Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a closing terminal are
 requests. A node finishes its step, stops waiting for peers, saves and says goodbye; a node that
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-LEASH = "FARFLOCK_LEASH"  # if set, end with standard input, that is, with the parent
+LEASH = "FARFLOCK_LEASH"  # if set, stop when standard input ends, that is, when the parent does
 STOP_TIMEOUT_S = 20.0  # then the node is cancelled without saving
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -23,14 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class GracefulStop:
-    """The signals of one process while its event loop runs; the first calls `gently`, once set."""
+    """The signals of one process while its event loop runs; the first one calls `gently`, if
+    that is set."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.gently: Callable[[], None] | None = None
 
     async def watch(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`; None if it was asked to end before there was one."""
+        """Return the result of `work`, or None if a signal ended it first."""
         loop, owner = asyncio.get_running_loop(), asyncio.current_task()
         assert owner is not None
         for number in ASKING:
@@ -53,7 +54,7 @@ class GracefulStop:
         return None
 
     def _let_go(self, owner: "asyncio.Task[Any]") -> None:
-        """Treat the end of standard input, the leash, like a closing terminal."""
+        """Treat the end of standard input (the leash) like a closing terminal."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._ask(signal.SIGHUP, owner)
 
@@ -70,5 +71,5 @@ class GracefulStop:
 
 
 def run_until_asked(ending: GracefulStop, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `work` on its own event loop; return None if it was asked to stop before a result."""
+    """Run `work` on its own event loop; return None if a signal ended it before it had a result."""
     return asyncio.run(ending.watch(work()))

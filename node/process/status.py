@@ -1,8 +1,7 @@
 """The status file: what a node is doing and which peers it waits for.
 
-`farflock status` and the live view read it.
-
-The node writes it once a second (node/process/node_process.py).
+The node writes it once a second (node/process/node_process.py); `farflock status` and the live view
+read it.
 """
 
 import os
@@ -31,7 +30,7 @@ class Waiting(msgspec.Struct, frozen=True):
     left_s: float
 
     def said(self, names: Mapping[str, str]) -> str:
-        """Return whom the node waits for, in which round and for how long, as a phrase."""
+        """Return the awaited peers, the round and the time left, as a phrase."""
         whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
         left = (
             f"{self.left_s:.0f} s left"
@@ -42,9 +41,10 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """One node at one moment. Bytes are those of the links since the start, each way; `rounds`
-    counts rounds applied since then, by status; `tokens_per_s` is this node's own pace; `branch` is
-    the name and first round of its branch; `work` counts what a pipeline's node has done."""
+    """One node at one moment. Bytes are those of the links since the node started, each way;
+    `rounds` counts the rounds applied since then, by status; `tokens_per_s` is this node's own
+    pace; `branch` is the name and first round of its branch; `work` holds the counters of a
+    pipeline's node."""
 
     pid: int
     run: str

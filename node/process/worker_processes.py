@@ -1,4 +1,4 @@
-"""Worker processes on this machine."""
+"""Pools of worker processes: they start fast, and they end with the process that started them."""
 
 import multiprocessing
 import os
@@ -7,12 +7,11 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 def warm(module: str) -> ForkServerContext | SpawnContext:
-    """Return a context whose processes are forks of one that has imported `module`.
+    """Return a context whose processes are forks of a server process that has imported `module` and
+    opened nothing.
 
-    That one has opened nothing.
-
-    A fork of this process may hang, as it may have threads; starting from scratch (as on Windows,
-    which has no fork) imports everything again, five CPU seconds each."""
+    A fork of this process may hang, because it may have threads. A start from scratch (as on
+    Windows, which has no fork) imports everything again, at five CPU seconds each."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
@@ -21,7 +20,7 @@ def warm(module: str) -> ForkServerContext | SpawnContext:
 
 
 def end_with_parent() -> None:
-    """End this pool worker with its parent; it would wait on the pool's queue forever."""
+    """End this pool worker with its parent; otherwise it would wait on the pool's queue forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process is not a worker"
 

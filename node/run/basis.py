@@ -1,9 +1,9 @@
 """The basis of a run's subspace codec.
 
-Every peer computes it from the run's seed, bit for bit, and the manifest names its digest.
+Every peer computes the same bits from the run's seed, and the manifest names their digest.
 
-It uses words of a counter-based generator in integer arithmetic, and products whose sums are exact
-(compression/exact_product.py), so unrelated machines agree on U (D, K) and on the frozen embedding
+The computation uses words of a counter-based integer generator, and products whose sums are exact
+(compression/exact_product.py), so unrelated machines agree on U (D, K) and on the frozen embedding,
 and neither is ever sent.
 
 Shapes: D model width, K rank, V vocabulary.
@@ -28,8 +28,8 @@ _MAX_STEPS = 200
 
 
 def largest_rank(width: int) -> int:
-    """Return the largest K allowed: beyond it the coordinates are hardly fewer than the values, and
-    no random basis is well conditioned."""
+    """Return the largest rank K allowed. Above it, the coordinates are hardly fewer than the
+    values, and random bases are badly conditioned."""
     return min(width // 2, MAX_RANK)
 
 
@@ -63,14 +63,16 @@ def require_digest(basis: Basis, named: str | None) -> Basis:
 
 
 def basis_bytes(width: int, rank: int, vocabulary: int) -> int:
-    """Return the memory that a basis takes: its matrices, and U again in float64."""
+    """Return the bytes of memory that a basis takes: its matrices, and U again in float64."""
     return 4 * width * (rank + vocabulary) + 8 * width * rank
 
 
 def orthonormal(matrix_DK: Tensor) -> Tensor:
-    """Return the orthonormal matrix nearest to one of full rank, in float64, bit for bit
-    everywhere: its polar factor by Newton-Schulz iteration, which needs only products. Raise
-    `ValueError` if the columns are dependent."""
+    """Return the orthonormal matrix nearest to a matrix of full rank, in float64, with the same
+    bits on every machine.
+
+    This is the polar factor, computed by Newton-Schulz iteration, which needs only matrix
+    products. Raise `ValueError` if the columns are dependent."""
     gram_KK = product(matrix_DK.T, matrix_DK)
     ones_K1 = torch.ones(gram_KK.shape[0], 1, dtype=torch.float64)
     # bounds the largest singular value
@@ -88,7 +90,8 @@ def orthonormal(matrix_DK: Tensor) -> Tensor:
 
 
 def _bells(seed: int, stream: int, count: int) -> Tensor:
-    """Return `count` nearly normal numbers of variance 1, each the sum of a word's four bytes."""
+    """Return `count` nearly normal numbers with mean 0 and variance 1, each from the sum of the
+    four bytes of a random word."""
     drawn = words(seed, stream, 0, count)
     sums = sum(((drawn >> shift) & 255 for shift in (0, 8, 16, 24)), torch.zeros_like(drawn))
     return (sums - 510).double() / _BELL

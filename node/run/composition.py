@@ -1,17 +1,17 @@
 """Named rules for whether the parts of a pipeline fit together, checked before anything starts.
 
-A codec, a path policy and a method are chosen separately, and some combinations cannot work; found
-out only during training, such a run stands still or trains something else. A violation is refused
-with the rule's name, the reason and what is possible.
+A codec, a path policy and a method are chosen separately, and some combinations cannot work:
+without these rules such a run would start, and then stand still or train something else. A
+violation is refused with the rule's name, the reason and the remedy.
 
-Some rules state what any such pipeline needs: codecs with memory need pinned routes; a path begins
-where tokens are embedded and ends where the loss is; swapped stages are alike. Others state what
-our own bookkeeping needs. What holds by construction has no rule: every stage divides by its own
-count; servers refuse what arrives rounds too late; models have no dropout; a recovery changes only
-its own stage and takes only equal shapes (node/pipeline/recovery/rebuild.py); shared parameters of
-a codec are computed from the run's seed, or agreed upon in a version that each payload names
-(node/pipeline/contrib/embedding_versions.py); and weights are projected by whatever writes them
-(node/pipeline/passes/constraint.py).
+Some rules hold for any pipeline of this kind: codecs with memory need pinned routes; a path begins
+where tokens are embedded and ends where the loss is; swapped stages are alike. Others are needed by
+Farflock's own bookkeeping. There is no rule for what holds by construction: every stage divides by
+its own count; servers refuse what arrives rounds too late; models have no dropout; a recovery
+changes only its own stage and takes only equal shapes (node/pipeline/recovery/rebuild.py); shared
+parameters of a codec are computed from the run's seed, or agreed upon in a version that each
+payload names (node/pipeline/contrib/embedding_versions.py); and weights are projected by whatever
+writes them (node/pipeline/passes/constraint.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ Breach = tuple[str, str]  # the reason, and the remedy
 
 
 class Uncomposable(Usage):
-    """Parts of a pipeline that do not fit together; `rule` names what they break."""
+    """Parts of a pipeline that do not fit together; `rule` names the rule that they break."""
 
     def __init__(self, rule: str, why: str, remedy: str) -> None:
         super().__init__(f"the pipeline breaks the rule {rule!r}", why, remedy)
@@ -96,7 +96,8 @@ class Composition:
 
     @property
     def streams(self) -> list[Exchange]:
-        """The method's exchanges for a stage; the tensors here are small, which changes no rule."""
+        """The method's exchanges for a stage. The tensors here are placeholders: no rule depends
+        on their sizes."""
         names = [
             f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)
         ]
@@ -109,7 +110,7 @@ def value_bytes(batch: int, seq: int, dim: int) -> int:
 
 
 def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
-    """Return the layers of each stage; raise `Uncomposable` unless they make up the model."""
+    """Return the layers of each stage; raise `Uncomposable` unless they add up to the model's."""
     require_untied(config, len(sizes))
     try:
         return split(config, sizes)
@@ -119,7 +120,7 @@ def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...
 
 
 def require_untied(config: ModelConfig, stages: int) -> None:
-    """Raise `Uncomposable` if a tied model has several stages: two would share a tensor."""
+    """Raise `Uncomposable` if a tied model has several stages: two stages would share a tensor."""
     if config.tied and stages > 1:
         why = (
             "the head and the embedding share one tensor, and they would be on the first and the"
@@ -140,7 +141,8 @@ def require_composable(parts: Composition) -> None:
 
 
 def _one_batch(parts: Composition) -> Breach | None:
-    """A step is as many microbatches as its stage's group takes in; nothing else accumulates."""
+    """A stage steps after as many microbatches as its group takes in; no other accumulation
+    exists."""
     more = parts.plan.accumulate
     if more == 1:
         return None
@@ -149,7 +151,8 @@ def _one_batch(parts: Composition) -> Breach | None:
 
 
 def _one_precision(parts: Composition) -> Breach | None:
-    """Recomputed passes must equal the first ones: stages compute in their weights' precision."""
+    """A recomputed pass must equal the first one, so stages compute in the precision of their
+    weights."""
     return (
         (
             "train.autocast is on, and stages compute in the precision of their weights",
@@ -176,7 +179,8 @@ def _pinned_routes(parts: Composition) -> Breach | None:
 
 
 def _recurring_samples(parts: Composition) -> Breach | None:
-    """A codec that sends changes since the last visit sends first visits whole, 16 bits a value."""
+    """A codec that sends changes since a sample's last visit needs samples that recur: it sends
+    a first visit whole, at 16 bits a value."""
     plan, codec, tokens = parts.plan, parts.pipeline.codec, parts.plan.schedule.total_tokens
     choice = f"choose {_without_memory(codec)}"
     if scope_of(codec) != "edge_sample":
@@ -219,7 +223,8 @@ def _room_for_samples(parts: Composition) -> Breach | None:
 
 
 def _shared_basis(parts: Composition) -> Breach | None:
-    """Both ends of a subspace codec hold the basis that every peer computes from the run's seed."""
+    """Both ends of an edge with a subspace codec hold the basis that every peer computes from
+    the run's seed."""
     terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
     if terms is None or terms.rank <= (largest := largest_rank(width)):
         return None
@@ -248,7 +253,7 @@ def _without_memory(codec: str) -> str:
 
 
 def _payloads(parts: Composition) -> Breach | None:
-    """A call carries an activation, or its gradient, whole."""
+    """A call carries a whole activation, or a whole gradient of one, so each must fit a payload."""
     plan, codec = parts.plan, parts.pipeline.codec
     largest = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
     remedy = f"set train.batch to {largest} or less" if largest else "shorten train.seq"
@@ -308,7 +313,7 @@ def _free_replicas(parts: Composition) -> Breach | None:
 
 
 def _first_stage(parts: Composition) -> Breach | None:
-    """No other stage can begin: it has no activations."""
+    """Paths begin at stage 0: every other stage needs the activations of the stage before it."""
     for order in parts.orders:
         if order[:1] != (0,):
             return (
@@ -319,7 +324,7 @@ def _first_stage(parts: Composition) -> Breach | None:
 
 
 def _last_stage(parts: Composition) -> Breach | None:
-    """The loss is computed there."""
+    """Paths end at the last stage, where the loss is computed."""
     for order in parts.orders:
         if order[-1] != parts.count - 1:
             remedy = f"end with stage {parts.count - 1}, which has the head"
@@ -328,8 +333,9 @@ def _last_stage(parts: Composition) -> Breach | None:
 
 
 def _every_stage(parts: Composition) -> Breach | None:
-    """Counts are per stage, but rounds must keep step: a stage that too few microbatches visit
-    fills its batches more slowly, until its rounds are too far back for any forward pass."""
+    """Each stage counts on its own, but rounds must keep step: a stage visited by too few
+    microbatches fills its batches more slowly, until its rounds are too far back for any forward
+    pass."""
     for order in parts.orders:
         if len(order) != len(set(order)):
             return (
@@ -349,7 +355,8 @@ def _every_stage(parts: Composition) -> Breach | None:
 
 
 def _whole_batches(parts: Composition) -> Breach | None:
-    """A stage's batch is its share of the run's, in microbatches."""
+    """A stage's batch is its share of the run's batch, and must be a whole number of
+    microbatches."""
     for stage in range(parts.count):
         share = parts.policy.share(stage)
         if (parts.batch * share).denominator != 1:
@@ -360,7 +367,7 @@ def _whole_batches(parts: Composition) -> Breach | None:
 
 
 def _equal_swaps(parts: Composition) -> Breach | None:
-    """Stages that change places have the same inputs, outputs and sizes."""
+    """Stages that swap places must have the same inputs, outputs and sizes."""
     spans = parts.pipeline.stages
     kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
     for order in parts.orders:
@@ -378,7 +385,8 @@ def _equal_swaps(parts: Composition) -> Breach | None:
 
 
 def _end_copies(parts: Composition) -> Breach | None:
-    """A lost end takes its layers from the stage next to it, and only other tensors from copies."""
+    """A lost first or last stage takes its layers from the stage next to it; copies restore only
+    the other tensors."""
     sizes = parts.pipeline.layers
     if not parts.pipeline.end_copies or (
         len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]
@@ -413,7 +421,8 @@ def _one_group(parts: Composition) -> Breach | None:
 
 
 def _rounds_by_steps(parts: Composition) -> Breach | None:
-    """A trainer keeps what no round has named: rounds must end by microbatches, not by time."""
+    """A trainer keeps every microbatch that no round has named, so rounds must end after a
+    number of microbatches, not after a time."""
     round_s = getattr(parts.method, "round_s", None)
     if round_s is None:
         return None
@@ -425,7 +434,7 @@ def _rounds_by_steps(parts: Composition) -> Breach | None:
 
 def _rounds_in_step(parts: Composition) -> Breach | None:
     """Every stage accepts forward passes within a few rounds of the one in which their microbatch
-    set out, so each round must stand for equally many microbatches and name them."""
+    set out, so each round must stand for the same number of microbatches, and name them."""
     streams = parts.streams
     if streams[0].stride != 1:
         why, remedy = (
@@ -482,7 +491,7 @@ def steps_of(options: Method | Mapping[str, Any]) -> int:
 
 
 def _versions_in_use(parts: Composition) -> Breach | None:
-    """No version is kept that no pass may use."""
+    """A server keeps no more versions than passes may use."""
     terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
     if terms is None or terms.versions <= staleness + 1:
         return None
@@ -491,7 +500,7 @@ def _versions_in_use(parts: Composition) -> Breach | None:
 
 
 def _shared_versions(parts: Composition) -> Breach | None:
-    """Servers of a stage hold the same versions, so that each can take another's place."""
+    """Servers of a stage hold the same versions, so that any of them can replace another."""
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
     why = f"with method {parts.plan.method} each member of a stage has its own weights"

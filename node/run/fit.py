@@ -1,6 +1,7 @@
-"""Checks before anything starts: whether a method fits the inner optimizer, model and members.
+"""Checks, before anything starts, that a method fits the inner optimizer, the model and the
+members.
 
-None of these can tell alone.
+The method, the optimizer and the model cannot check this on their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class AveragesMoments(Protocol):
 
 @runtime_checkable
 class ClosesOnArrivals(Protocol):
-    """A method whose rounds close once `enough` contributions are there; 0 waits for all."""
+    """A method whose rounds close once they have `enough` contributions; 0 waits for all."""
 
     enough: int
 
@@ -102,7 +103,8 @@ def require_inner(
 
 
 def require_layers(made: Method, layers: int) -> None:
-    """Raise `Usage` unless `layers` divides into the method's fragments, equally many in each."""
+    """Raise `Usage` unless `layers` divides into the method's fragments, with the same number in
+    each."""
     if isinstance(made, Streaming) and layers % made.fragments:
         why = f"the model's {layers} layers cannot be divided into {made.fragments} equal fragments"
         raise Usage(
@@ -121,7 +123,10 @@ def require_members(made: Method, members: int, place: str) -> None:
 
 def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
     """Return the moments kept per parameter, one set for each optimizer in `inner`; None for an
-    optimizer unknown here. Building one only to ask would take torch seconds and write files."""
+    optimizer unknown here.
+
+    An `InnerConfig` is looked up, because constructing its optimizer would take torch seconds
+    and write files."""
     if isinstance(inner, InnerConfig):
         momentum = MOMENTUM if inner.momentum else NONE
         return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[

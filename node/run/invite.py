@@ -4,7 +4,8 @@ Any member can mint one.
 
 `farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the
 first 4 bytes of SHA-256 over `farflock-invite` and that msgpack. The checksum guards against typing
-errors; what the invite leads to is verified by the run's id and the founder's signature.
+errors; the manifest that a joiner then downloads is verified against the run's id and the founder's
+signature.
 """
 
 import base64
@@ -98,7 +99,8 @@ def _body(text: str) -> bytes:
 
 
 def _versioned(body: bytes) -> tuple[int, list[msgspec.Raw]]:
-    """Return the version, and the undecoded fields of whatever that version has."""
+    """Return the version and the fields after it, which stay encoded: they depend on the
+    version."""
     try:
         version, *fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.msgpack.decode(version, type=int), fields

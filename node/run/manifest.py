@@ -113,7 +113,7 @@ class TrainSection(Section, frozen=True, kw_only=True):
 
 
 class TrustSection(Section, frozen=True):
-    """[trust]: who may take part. This version supports invited peers only."""
+    """[trust]: the peers that may take part. This version supports invited peers only."""
 
     level: Literal["trusted"] = "trusted"
 
@@ -139,11 +139,12 @@ class Manifest(Section, frozen=True, kw_only=True):
         return hashlib.sha256(self.canonical()).hexdigest()
 
     def run_id(self, founder: str) -> str:
-        """Return the 32 hex digits that name this run of this founder."""
+        """Return the 32 hex digits that identify this run by this founder."""
         return hashlib.sha256(self.canonical() + b"\x00" + founder.encode()).hexdigest()[:32]
 
     def plan(self) -> RunPlan:
-        """Return what all nodes of this run do; raise `ValueError` if a part refuses it."""
+        """Return the training terms that all nodes of this run share; raise `ValueError` if one
+        is invalid."""
         train = self.train
         return RunPlan(
             run_seed=self.run.seed,
@@ -174,7 +175,8 @@ class Manifest(Section, frozen=True, kw_only=True):
         )
 
     def pipeline_plan(self) -> PipelinePlan | None:
-        """Return the model's cut and the terms between stages; None for a run of whole models."""
+        """Return the model's cut into stages and the terms between them; None for a run of whole
+        models."""
         return None if self.pipeline is None else plan_of(self.pipeline, self.plan())
 
     def check(self) -> "Manifest":
@@ -234,7 +236,7 @@ def parse(text: str | bytes) -> Manifest:
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
-    """Resolve what a founder wrote into a complete manifest; may read the corpus to hash it."""
+    """Resolve a founder's tables into a complete manifest; this may read the corpus to hash it."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
@@ -294,7 +296,8 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
 
 
 def simulated_default(assignments: Sequence[str]) -> Manifest:
-    """Return the default manifest of `farflock sim`: tiny model, short rounds, assigned method."""
+    """Return the default manifest of `farflock sim`: a tiny model, short rounds, the assigned
+    method."""
     assigned: dict[str, Any] = {}
     for assignment in assignments:
         override(assigned, assignment)
@@ -333,7 +336,7 @@ def _require_tables(table: Mapping[str, Any]) -> None:
 
 
 def _fill_model(table: dict[str, Any]) -> None:
-    """Spell out the preset; sizes that are given too replace its own."""
+    """Replace a preset by its sizes; a size that is also given overrides the preset's."""
     model = dict(table.get("model", {}))
     named = any(size in model for size in ("dim", "layers", "heads"))
     preset = model.pop("preset", None if named else "demo")
@@ -344,7 +347,8 @@ def _fill_model(table: dict[str, Any]) -> None:
 
 
 def _fill_train(table: dict[str, Any]) -> None:
-    """Spell out the warm-up and, if the method's step is a sign, an inner optimizer to keep it."""
+    """Spell out the warm-up and, if the method's step is a sign, an inner optimizer that leaves
+    it unchanged."""
     run, train, method = (table.setdefault(name, {}) for name in ("run", "train", "method"))
     if "warmup_tokens" not in train and isinstance(
         total := run.get("total_tokens", RunSection().total_tokens), int
@@ -356,7 +360,7 @@ def _fill_train(table: dict[str, Any]) -> None:
 
 @functools.cache
 def _corpus_hash(name: str) -> str:
-    """Return the SHA-256 of a corpus, which is read once."""
+    """Return the SHA-256 of a corpus; each corpus is read only once."""
     try:
         return load_corpus(name).sha256
     except BadCorpus as error:
@@ -364,7 +368,7 @@ def _corpus_hash(name: str) -> str:
 
 
 class BadHead(ValueError):
-    """Bytes that are not a head, or that the founder they name did not sign."""
+    """Bytes that are not a head, or a head not signed by the founder that it names."""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):

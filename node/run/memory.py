@@ -1,5 +1,5 @@
-"""Estimates of whether a run's model, or one stage of it, fits this machine, from the manifest
-alone: before any memory is taken.
+"""Estimates of whether a run's model, or one stage of it, fits this machine. They need only the
+manifest, so they come before any memory is taken.
 
 A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
@@ -22,15 +22,16 @@ REPLICA_RULE = "replica too large for any machine"
 
 
 def needed_bytes(plan: RunPlan) -> int:
-    """Estimate from above the bytes that training this run's model takes.
+    """Return an upper estimate of the bytes that training this run's model takes.
 
-    The program itself comes on top.
+    The program's own memory comes on top.
 
-    Per weight `VALUES` numbers, or `VALUES_ALONE` if nothing is exchanged: the weight, its gradient
-    and moments, the method's state, an update in flight, and the copies that checkpoints are
-    written from. The peak of whole nodes with AdamW was 28.2 to 30.3 numbers (DDP, DiLoCo, NoLoCo)
-    and 20.1 (alone), at 10.7 and 39.5 million weights. Per token of a batch: what the backward pass
-    reads again (ten widths and four hidden widths a layer, attention, and the logits)."""
+    Per weight `VALUES` numbers, or `VALUES_ALONE` if nothing is exchanged: the weight, its
+    gradient and moments, the method's state, an update in flight, and the copies that
+    checkpoints are written from. The peak of whole nodes with AdamW was 28.2 to 30.3 numbers
+    (DDP, DiLoCo, NoLoCo) and 20.1 (alone), at 10.7 and 39.5 million weights. Per token of a
+    batch: what the backward pass reads again (ten widths and four hidden widths a layer,
+    attention, and the logits)."""
     model = plan.model
     a_weight = VALUES_ALONE if plan.method == "local" else VALUES
     a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
@@ -73,9 +74,9 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
 
 
 def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
-    """Estimate from above the bytes that serving this stage takes.
+    """Return an upper estimate of the bytes that serving this stage takes.
 
-    The program itself comes on top.
+    The program's own memory comes on top.
 
     Counted as for whole models (`needed_bytes`), plus pending gradients, what passes keep of the
     microbatches computed at once, payloads that wait, a codec's basis, and its sample memory."""
@@ -152,8 +153,9 @@ def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: i
 
 
 def _kept_copies(pipeline: PipelinePlan) -> int:
-    """Return the copies for stages that keep versions: the old ones and the sum merged for each,
-    passes' substitute for the newest, and for predictions a trend and the weights before a step."""
+    """Return the number of extra copies for stages that keep versions: each old version and the
+    sum merged for it, the passes' substitute for the newest version, and for predictions a trend
+    and the weights before a step."""
     terms = pipeline.asynchronous
     return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 

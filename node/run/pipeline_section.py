@@ -72,15 +72,15 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[pipeline]. `stages` are the layers of each stage; a founder may give the number of stages
-    instead, for nearly equal ones (unequal ones, for machines that were measured, come from the
-    planner, experiments/placement/asymmetric.py, and are then written down here). A stage steps
-    once its group has taken in `batch` microbatches of train.batch sequences of train.seq tokens.
+    """[pipeline]. `stages` lists the number of layers in each stage; a founder may give the number
+    of stages instead, for nearly equal ones. (For measured machines, the planner in
+    experiments/placement/asymmetric.py finds unequal ones to write here.) A stage steps once its
+    group has taken in `batch` microbatches of train.batch sequences of train.seq tokens.
     Activations travel as `codec`, or as the first of several (`int4 | int8`) that all servers of an
-    edge read (docs/decisions/020), on paths of a `policy`. `basis` is the SHA-256 of what all peers
-    share for a subspace codec; each peer computes it from the run's seed (node/run/basis.py) and
-    refuses to start with another. With a codec that remembers samples (docs/decisions/018), each
-    end of an edge holds at most `cache_bytes` of their values.
+    edge read (docs/decisions/020), on paths of a `policy`. `basis` is the SHA-256 of the basis that
+    all peers share for a subspace codec; each peer computes it from the run's seed
+    (node/run/basis.py) and refuses to start if its own differs. With a codec that remembers samples
+    (docs/decisions/018), each end of an edge holds at most `cache_bytes` of the samples' values.
 
     A stage's server queues up to `queue` passes of each kind, computes up to `together` forward
     passes at once, holds `places` pending gradients, each for `lease_s`, and accepts forward passes
@@ -91,10 +91,10 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     the first and the last copy the embedding, or the norm and the head, which nothing else could
     restore.
 
-    `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines`
-    alone, while full replicas train freely alongside. Then the frozen part of the embedding is
-    taken from the average again after every `table_every` rounds of the first stage
-    (docs/decisions/019), and all servers download it."""
+    `constrain` says which members keep their weights in the subspace of a codec that has one:
+    `all`, or only `pipelines`, while full replicas train freely alongside. In the latter case
+    the frozen part of the embedding is taken from the average again after every `table_every`
+    rounds of the first stage (docs/decisions/019), and all servers download the new version."""
 
     stages: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1)], ...],
@@ -158,7 +158,8 @@ def fill_pipeline(table: dict[str, Any]) -> None:
 
 
 def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
-    """Replace hosts by lanes, as far as the other values allow."""
+    """Replace measurements of hosts in the plan by planned lanes, unless another table is
+    invalid."""
     seed = table.get("run", {}).get("seed", 0)
     layers = pipeline.get("stages")
     fits = (
@@ -193,7 +194,8 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
 def _require_known(codec: object) -> None:
     """Raise `Usage` if one of several codecs is unknown.
 
-    A joiner with another release does without it, but a founder has mistyped it.
+    A joiner with another release may not know one of the codecs and does without it; a founder has
+    probably mistyped the name.
     """
     try:
         names = alternatives(codec) if isinstance(codec, str) else ()
@@ -211,7 +213,8 @@ def _remembers(codec: object) -> bool:
 
 
 def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
-    """Return a subspace codec's basis digest; None without one, or on an error reported later."""
+    """Return the digest of a subspace codec's basis; None for other codecs, or after an error
+    that is reported later."""
     try:
         terms = subspace_terms(codec) if isinstance(codec, str) else None
         config = msgspec.convert(table["model"], ModelConfig)
@@ -224,7 +227,8 @@ def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
 
 
 def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
-    """Return what all nodes of such a run do alike; raise `Uncomposable` if stages do not fit."""
+    """Return the pipeline's terms, which all nodes of the run share; raise `Uncomposable` if the
+    stages do not fit the model."""
     return PipelinePlan(
         require_split(plan.model, terms.stages),
         terms.batch * plan.batch * plan.seq,
@@ -246,8 +250,8 @@ def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
 
 
 def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> None:
-    """Raise `Usage` for unknown names, for numbers that leave nothing possible, and for parts that
-    do not fit together (`Uncomposable`, with the rule's name)."""
+    """Raise `Usage` for unknown names, for numbers that leave nothing possible, and for parts
+    that do not fit together (`Uncomposable`, with the rule's name)."""
     if terms.window > terms.kept:
         why = (
             f"{terms.window} microbatches in flight are more than the {terms.kept} of pipeline.kept"
@@ -296,7 +300,7 @@ def _policy(pipeline: PipelinePlan, plan: RunPlan) -> PathPolicy:
 
 
 def _require_named(terms: PipelineSection) -> None:
-    """Require a basis's digest in the manifest exactly if the codec has a basis."""
+    """Require the manifest to name a basis's digest if the codec has a basis, and only then."""
     shares = subspace_terms(terms.codec) is not None
     if shares and terms.basis is None:
         why = (

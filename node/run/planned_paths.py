@@ -12,7 +12,7 @@ speed only its own line counts, in both directions, whichever host comes before 
 
 Deviations from SkipPipe (arXiv:2502.19913): a server keeps nothing between a microbatch's passes,
 so the memory limit has nothing to limit. Its collisions depend on when trainers begin; only certain
-ones are refused: two lanes that set out to one server with the same microbatch. Its balance is
+ones are refused: two lanes whose paths for the same microbatch begin at one server. Its balance is
 required of each lane too, because trainers choose lanes independently and some lanes may have none.
 """
 
@@ -72,9 +72,9 @@ class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A founder's alternative to `lanes`: the number of stages on a path, whether neighbours may
-    swap places on it, and, by stage and place, the seconds that a host takes for a forward pass and
-    its line for a microbatch one way."""
+    """A founder's alternative to `lanes`: the number of stages on a path; whether neighbours may
+    swap places on it; and, by stage and place, the seconds that a host takes for a forward pass,
+    and the seconds that its line takes to carry a microbatch one way."""
 
     visited: Annotated[int, msgspec.Meta(ge=1)]
     forward_s: ByPlace
@@ -184,7 +184,8 @@ def _require_places(plan: PathPlan, servers: Sequence[int]) -> None:
 
 
 def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
-    """Return, by stage, its places and named peers; a peer named by two stages is of the first."""
+    """Return each stage's places and named peers. A peer named for two stages belongs to the
+    first."""
     known = [
         {place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)
     ]
@@ -198,7 +199,8 @@ def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
 
 
 def _require_apart(plan: PathPlan) -> None:
-    """Refuse lanes that begin at one server: all set out at once, so these certainly collide."""
+    """Refuse lanes that begin at the same server: all lanes set out at once, so they would
+    collide."""
     for turn, paths in enumerate(zip(*plan.lanes, strict=True)):
         first: dict[str, int] = {}
         for lane, path in enumerate(paths):
@@ -213,7 +215,8 @@ def _require_apart(plan: PathPlan) -> None:
 
 
 def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
-    """Require lanes to visit each stage equally often, and none to defer visits by a batch."""
+    """Require all lanes to visit each stage equally often, and each lane to spread its visits
+    evenly, to within half a batch."""
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
         raise BadPlan(
@@ -321,7 +324,8 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
 
 
 def _by_turns(plan: PathPlan) -> PathPlan:
-    """Return the same paths, all of them in each lane, which begins with its own."""
+    """Return a plan with the same paths, in which every lane takes all of them and begins with
+    its own."""
     lanes, turns = len(plan.lanes), len(plan.lanes[0])
     order = [
         [((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)]

@@ -1,4 +1,4 @@
-"""Path policies by their names in a manifest."""
+"""Path policies, by the names that manifests use."""
 
 import functools
 import hashlib
@@ -74,8 +74,8 @@ def policy_of(
 
 
 def lane_of(me: PeerId) -> int:
-    """Return a trainer's pseudo-random lane: trainers then differ, and a policy with lines of
-    servers uses all of them."""
+    """Return a trainer's pseudo-random lane, so that trainers differ and use all the lines of
+    servers that a policy may have."""
     return int.from_bytes(hashlib.sha256(f"farflock-lane-v1 {me}".encode()).digest()[:4])
 
 

@@ -1,4 +1,5 @@
-"""Tables that the terms of all runs have, with Farflock's model or a user's, and their reader.
+"""Tables that the terms of all runs have, whether they train Farflock's model or a user's, and the
+code that reads them.
 
 A misspelt key, a wrong type or an impossible value is refused with its place and the nearest valid
 one.
@@ -22,7 +23,7 @@ from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.swarm.frame import VERSION as FRAME_VERSION
 
-# one number for all that peers exchange; a peer with another one is refused before it dials
+# one number covers all that peers exchange; a peer with another is refused before it dials
 PROTOCOL = FRAME_VERSION
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_LINE_CHARS = 1024  # parsing TOML takes time quadratic in a dotted key's length
@@ -57,17 +58,17 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MethodSection(Section, frozen=True):
-    """[method]: how peers keep one model although they train apart, and the method's options."""
+    """[method]: the method by which peers that train apart keep one model, and its options."""
 
     name: PlainText = "noloco"
     options: dict[PlainText, Option] = {}
 
 
 class ExchangeSection(Section, frozen=True):
-    """[exchange]: what is sent and how long peers wait for it; None if the method has no such
-    option. Membership changes at most every `view_s` seconds, members without a majority for
-    `branch_after_s` continue as a branch, and the founder trains once `start_peers` members are
-    there."""
+    """[exchange]: the codecs of what peers send, and how long they wait for each other; an
+    option that the method lacks is None. Membership changes at most once every `view_s` seconds,
+    members without a majority for `branch_after_s` continue as a branch, and the founder starts
+    to train once there are `start_peers` members."""
 
     codec: PlainText | None = None
     return_codec: PlainText | None = None
@@ -113,7 +114,8 @@ def _syntax_error(origin: str, message: str) -> Usage:
 
 
 def require_protocol(table: Mapping[str, Any]) -> None:
-    """Check the protocol first of all, as another version's manifest may have other keys."""
+    """Check the protocol before anything else, as another version's manifest may have other
+    keys."""
     run = table.get("run")
     require_same_protocol(run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL)
 
@@ -131,8 +133,9 @@ def require_same_protocol(protocol: object) -> None:
 
 
 def fill_method(table: dict[str, Any]) -> None:
-    """Spell out the method's options, and move those about sending into [exchange]. The default
-    number of fragments is the divisor of the model's layers nearest to the method's own default."""
+    """Spell out the method's options, and move those that concern exchanges into [exchange]. The
+    default number of fragments is the divisor of the model's layers nearest to the method's own
+    default."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
     name, given = method.get("name", MethodSection().name), method.get("options", {})
     require_name("method.name", name, dict.fromkeys(NAMES))
@@ -172,7 +175,8 @@ def fill_method(table: dict[str, Any]) -> None:
 
 
 def _defaults(method: type[Any]) -> dict[str, Any]:
-    """Return a method's options as plain values: its constructor's fields that are not state."""
+    """Return a method's options as plain values: the fields of its constructor that are not
+    state."""
     return _values(method())
 
 
@@ -251,7 +255,8 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
 
 
 def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
-    """Convert tables to a manifest or to `UserTerms`; raise `Usage` with the place of an error."""
+    """Convert tables to a manifest or to `UserTerms`; raise `Usage` with the place of the first
+    error."""
     require_protocol(table)
     _require_known(table, kind, "")
     try:
@@ -275,7 +280,8 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
 
 
 def _entry_at(table: Mapping[str, Any], root: type[msgspec.Struct], place: str) -> tuple[Any, Any]:
-    """Return the value at a place such as `train.betas[1]` and its type, None where unknown."""
+    """Return the value at a place such as `train.betas[1]`, and its type; None where either is
+    unknown."""
     value: Any = table
     kind: Any = root
     for name in place.split(".") if place else ():
@@ -289,7 +295,8 @@ def _entry_at(table: Mapping[str, Any], root: type[msgspec.Struct], place: str) 
 
 
 def _missing(place: str, given: object, kind: object, first: str) -> Usage:
-    """Return the error for a table that lacks keys: all of them, as far as they are known."""
+    """Return the error for a table with missing keys; it names all of them, as far as they are
+    known."""
     names = [first]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(given, Mapping):
         fields = [field.name for field in msgspec.structs.fields(kind) if field.required]
@@ -331,7 +338,7 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
 
 
 def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common type
-    """Return the type inside an optional one."""
+    """Return the type inside an optional type."""
     return (
         next(part for part in get_args(kind) if part is not NoneType)
         if isinstance(kind, UnionType)

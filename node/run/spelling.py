@@ -1,7 +1,7 @@
 """The words of a manifest as people write them: names from other programs, and counts such as 2M.
 
-Only what a user writes passes through here. A resolved manifest has the names and the whole numbers
-that it always had.
+Only what a user writes passes through here. A resolved manifest always has Farflock's own names and
+whole numbers.
 """
 
 import re
@@ -111,7 +111,7 @@ def spell_counts(table: Mapping[str, Any]) -> None:
 
 
 def count_of(value: object) -> object:
-    """Return the whole number that a value stands for; any other value as it is."""
+    """Return the whole number that a value stands for; return any other value unchanged."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if not isinstance(value, str) or len(value) > _MAX_COUNT_CHARS:

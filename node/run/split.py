@@ -10,8 +10,8 @@ class BadSplit(ValueError):
 
 
 def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
-    """Return the layers of each stage, given its size; the first stage also embeds, the last also
-    has the norm and the head. Raise `BadSplit` if the sizes do not fit the model."""
+    """Return the layers of each stage, given the stages' sizes. The first stage also embeds; the
+    last also has the norm and the head. Raise `BadSplit` if the sizes do not fit the model."""
     if not sizes or min(sizes) < 1:
         raise BadSplit(f"stages of {list(sizes)} layers: each stage needs one layer or more")
     if sum(sizes) != config.layers:
@@ -29,7 +29,8 @@ def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
 
 
 def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
-    """Return `stages` nearly equal stages, larger ones in the middle: ends embed and predict."""
+    """Return `stages` nearly equal stages. The larger ones are in the middle, because the ends
+    also embed and predict."""
     if not 1 <= stages <= config.layers:
         raise BadSplit(
             f"{config.layers} layers can be cut into 1 to {config.layers} stages, not {stages}"
@@ -40,7 +41,7 @@ def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
 
 
 def nearest_divisor(number: int, wished: int) -> int:
-    """Return the divisor of `number` nearest to `wished`, the smaller of two."""
+    """Return the divisor of `number` nearest to `wished`; of two equally near, the smaller."""
     # a divisor of 2 * wished or more is farther away than 1
     divisors = (d for d in range(1, 2 * wished) if number % d == 0)
     return min(divisors, key=lambda d: (abs(d - wished), d))

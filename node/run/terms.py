@@ -1,4 +1,4 @@
-"""A run's training terms as data: a manifest resolves to these, and all peers know the same ones.
+"""A run's training terms as data: a manifest resolves to these, and all peers have the same ones.
 
 Nothing here has a swarm, a tensor's values or a thread. The code that does the work takes its terms
 from here, so a manifest is read and checked without importing that code.
@@ -65,8 +65,9 @@ class ServerTerms:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
-    """A trainer's limits: `window` microbatches in flight, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and `kept` in all, counting those that wait to be named."""
+    """A trainer's limits: `window` microbatches in flight, fewer where that keeps all servers
+    busy (swarm/protocol/depth.py), and `kept` in all, including those that wait for a round to
+    name them."""
 
     window: int = 64
     kept: int = 256
@@ -83,7 +84,8 @@ class TrainerTerms:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceTerms:
-    """One server may move every `every_s` seconds if `rule` says so; 0: only to lost stages."""
+    """Terms for moving servers between stages: one may move every `every_s` seconds if `rule`
+    says so. If `every_s` is 0, servers move only to stages that have none left."""
 
     every_s: float = 300.0
     rule: RebalanceRule = field(default_factory=RebalanceRule)
@@ -98,9 +100,10 @@ class RebalanceTerms:
 
 @dataclass(frozen=True, slots=True)
 class Asynchronous:
-    """Terms for gradients of old weights: servers keep the last `versions` weights, newest
-    included; steps are corrected; and the rest of a microbatch whose version is gone everywhere is
-    dropped, or differentiated at the `newest` weights, which is the gradient of no function."""
+    """Terms for gradients of old weights. Servers keep the last `versions` weights, newest
+    included, and `correction` corrects steps. `gone` applies to a microbatch whose version no
+    server has any more: the rest of it is dropped, or differentiated at the `newest` weights,
+    which is not the gradient of any function."""
 
     versions: int
     correction: Correction = "none"
@@ -145,11 +148,11 @@ class EmbeddingSchedule:
         return FIRST_VERSION + max(applied + 1, 0) // self.every
 
     def in_effect(self, applied: int) -> int:
-        """Return the version that weights are in once round `applied` is in them."""
+        """Return the version that the weights use once round `applied` is in them."""
         return self.newest(applied - VERSION_LEAD)
 
     def oldest(self, applied: int) -> int:
-        """Return the oldest version still read once round `applied` is in the weights."""
+        """Return the oldest version still in use once round `applied` is in the weights."""
         return self.in_effect(applied - self.overlap)
 
     @property
@@ -160,15 +163,16 @@ class EmbeddingSchedule:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The cut of a run's model, and the terms of the way through it. A stage that all microbatches
-    visit steps once its group has taken in `batch_tokens`, others once they have their share.
-    `policy` names a path policy, `codec` an activation codec, or several, of which the first is
-    taken that all servers of an edge read; `basis` is the digest of the codec's shared basis, if
-    the manifest names one. After every `end_copies` rounds, if any, the stages next to the ends
-    copy what the ends hold besides layers. With a codec that remembers samples, each end of an edge
-    holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
-    codec's subspace too; if only pipelines do, the frozen embedding has a new version after every
-    `table_every` rounds of the first stage."""
+    """The cut of a run's model into stages, and the terms for passes through them. A stage that
+    all microbatches visit steps once its group has taken in `batch_tokens`, others once they
+    have their share. `policy` names a path policy, `codec` an activation codec, or several, of
+    which each edge uses the first that all its servers read; `basis` is the digest of the
+    codec's shared basis, if the manifest names one. After every `end_copies` rounds, if any, the
+    stages next to the first and the last copy the embedding, or the norm and the head. With a
+    codec that remembers samples, each end of an edge holds at most `cache_bytes` of values.
+    `constrain` says whether full replicas keep to the codec's subspace too; if only pipelines
+    do, the frozen embedding has a new version after every `table_every` rounds of the first
+    stage."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -187,8 +191,8 @@ class PipelinePlan:
 
     @property
     def turns(self) -> EmbeddingSchedule | None:
-        """The schedule of frozen embeddings; None if the embedding never changes. A version is read
-        for as long as forward passes that set out with it may be."""
+        """The schedule of frozen embeddings; None if the embedding never changes. A version is
+        kept for as long as forward passes that set out with it may still need it."""
         if self.constrain == "all":
             return None
         return EmbeddingSchedule(self.table_every, max(OVERLAP_EPOCHS, self.server.staleness + 1))

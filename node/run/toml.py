@@ -1,4 +1,5 @@
-"""A TOML writer: the standard library only reads, and manifests need the same bytes everywhere."""
+"""A TOML writer: the standard library only reads TOML, and manifests need the same bytes
+everywhere."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +9,8 @@ FOLDED = 512  # longest array on one line: readers refuse long lines
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Return tables of scalars, arrays and tables as TOML, in order, without None or empty ones."""
+    """Return tables of scalars, arrays and tables as TOML, in order, leaving out None and empty
+    tables."""
     return "\n".join(_lines(tables, ())).lstrip() + "\n"
 
 

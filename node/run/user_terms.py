@@ -1,10 +1,10 @@
-"""The terms of a run of a user's own model: they replace the manifest, and all peers must agree on
-them.
+"""The terms of a run that trains a user's own model. They replace the manifest, and all peers must
+agree on them.
 
 A model cannot be sent as data, so each peer brings it with its program; the terms hold its
 fingerprint, the method with every option spelt out, and the run's name and seed. They are sealed,
-sent and hashed as a manifest is. A founder's arguments make them; a joiner's arguments must not
-contradict them, and what a joiner leaves out is the run's.
+sent and hashed as a manifest is. The founder's arguments determine them; a joiner's arguments must
+not contradict them, and default to the run's.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ DEFAULT_VIEW_S = 5.0  # joiners are let in at the next view: loops in notebooks 
 
 
 class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[run]: the name, and the seed for pairs and reducers; models have their own randomness."""
+    """[run]: the name, and the seed from which pairs and reducers are drawn. A user's model has its
+    own source of randomness."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
@@ -51,8 +52,8 @@ class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UserModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[user_model]: the number of trained tensors and of their values, a hash over all that must be
-    equal, and the inner optimizer's class."""
+    """[user_model]: the number of trained tensors and of their values, a hash of everything that
+    all peers must have in common, and the class of the inner optimizer."""
 
     tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
@@ -106,7 +107,7 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
 
 
 def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
-    """Return a caller's arguments as tables of the terms, without those left out (None)."""
+    """Return a caller's arguments as tables of the terms; arguments left out (None) are omitted."""
     sent = {name: options[name] for name in (*SENT, "view_s") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in (*SENT, "view_s")}
     table: TomlTable = {"run": {name: value for name, value in run.items() if value is not None}}
@@ -116,7 +117,7 @@ def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTabl
 
 
 def founded(wished: TomlTable) -> UserTerms:
-    """Return a founder's terms with defaults spelt out; raise `Usage` if they cannot run."""
+    """Return a founder's terms with defaults spelt out; raise `Usage` if no run can have them."""
     table = {**wished, "method": {"name": DEFAULT_METHOD} | wished["method"]}
     table["exchange"] = {"view_s": DEFAULT_VIEW_S} | wished["exchange"]
     fill_method(table)
@@ -125,8 +126,8 @@ def founded(wished: TomlTable) -> UserTerms:
 
 
 def joined(raw: bytes, wished: TomlTable) -> UserTerms:
-    """Return the run's terms; raise `RefusedByRun` if this version cannot take part in them, or if
-    they contradict what a joiner named."""
+    """Return the run's terms; raise `RefusedByRun` if this version cannot take part in the run,
+    or if a joiner's arguments contradict them."""
     try:
         table = tables(raw, "the run's terms")
         if USER_MODEL not in table:

@@ -1,6 +1,6 @@
 """Seeded disasters: a small swarm of real nodes in virtual time, hit by faults and checked.
 
-One seed decides everything: the number of peers, the method and codec, the faults and the moment of
+One seed decides everything: the number of peers, the method and codec, the faults, and the phase of
 an exchange at which each strikes. The checks are in node/simulate/invariants.py. A violation prints
 the command that reproduces it.
 """
@@ -29,7 +29,7 @@ from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 FAULTS = 4  # per seed
 ENOUGH_SEEDS = 100  # for every kind of fault to meet every phase of an exchange
-GAP_S = 2.0  # maximum time between a fault's end and the wait for the next one's phase
+GAP_S = 2.0  # maximum time from a fault's end to the wait for the next fault's phase
 RECOVERY_S = 30.0  # after the start and the last fault: by then all are members and make progress
 PROGRESS_STEPS = 4  # by every peer
 RECOVERED_ROUNDS = 3  # applied by every peer after the last fault
@@ -121,11 +121,11 @@ class Chaos:
     # faults
 
     def _faults(self) -> list[tuple[str, str]]:
-        """Return the faults in order, each with the phase of an exchange that it waits for."""
+        """Return the faults in order, each with the phase of an exchange at which it strikes."""
         return faults_of(self.seed)
 
     async def strike(self, kind: str) -> bool:
-        """Let a fault happen, to its end; return whether it hit anything."""
+        """Let a fault happen, from start to end; return whether it hit anything."""
         living = [index for index, life in self.population.lives.items() if life.loop is not None]
         victim = self._random.choice(living or [0])
         match kind:
@@ -169,7 +169,8 @@ class Chaos:
         return True
 
     def _quorums_stay(self, victim: int) -> bool:
-        """Return whether survivors are a quorum of each newest view and each next round's view."""
+        """Return whether the survivors are a quorum of each newest view and of the view of each
+        next round."""
         others = [
             life.peer
             for index, life in self.population.lives.items()
@@ -244,7 +245,8 @@ class Chaos:
     async def progress(self, rounds: int, after: str) -> float:
         """Wait until all peers are members, train, and have applied `rounds` rounds.
 
-        Return the time taken; a peer that is not there after `RECOVERY_S` is a violation."""
+        Return the time taken. A peer that has not done all that after `RECOVERY_S` is a
+        violation."""
         begun_s = asyncio.get_running_loop().time()
         steps = {
             index: life.loop.step if life.loop is not None else 0
@@ -259,7 +261,7 @@ class Chaos:
         return asyncio.get_running_loop().time() - begun_s
 
     def _lagging(self, begun_s: float, steps: Mapping[int, int], rounds: int) -> list[str]:
-        """Return a sentence for each peer without enough progress, with what is missing."""
+        """Return a sentence for each peer without enough progress, which says what is missing."""
         counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self.population.lives.items():
             each = counts[self.population.identities[index].peer]
@@ -313,7 +315,7 @@ class Chaos:
 
 
 def run_seed(seed: int, name: str | None = None) -> SeedReport:
-    """Run one seeded disaster from start to end, of the named method if a name is given."""
+    """Run one seeded disaster from start to end, with the named method if a name is given."""
 
     async def main() -> SeedReport:
         return await Chaos(seed, case_of(seed, name)).run()
@@ -328,7 +330,7 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
 def run_seeds(
     first: int, count: int, workers: int = 1, name: str | None = None
 ) -> Iterator[SeedReport]:
-    """Yield the reports of seeds in order, the same ones for any number of worker processes."""
+    """Yield the reports of seeds in order; they are the same for any number of worker processes."""
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:
         yield from map(run_seed, seeds, names)
@@ -342,14 +344,14 @@ def run_seeds(
 
 
 def _quieten(level: int) -> None:
-    """Give a worker its parent's log level, and end it with its parent."""
+    """Give a worker process its parent's log level, and end it with its parent."""
     logging.getLogger("farflock").setLevel(level)
     end_with_parent()
 
 
 def faults_of(seed: int) -> list[tuple[str, str]]:
-    """Return a seed's faults, each with the phase it waits for. Each block of `len(CELLS) //
-    FAULTS` seeds has each cell once."""
+    """Return a seed's faults, each with the phase that it waits for. Each block of `len(CELLS)
+    // FAULTS` seeds has each cell once."""
     turn, place = divmod(seed, len(CELLS) // FAULTS)
     shuffled = random.Random(f"faults/{turn}").sample(CELLS, len(CELLS))
     return shuffled[FAULTS * place : FAULTS * (place + 1)]

@@ -1,7 +1,7 @@
 """The methods under disasters: the whole catalogue, with short rounds, on a replica of counters.
 
-It is cheap to train and easy to check: a gradient shows whose step it was, and a handful of steps
-contains rounds of every stream.
+Such a replica is cheap to train and easy to check: a gradient shows whose step it was, and a
+handful of steps contains rounds of every stream.
 """
 
 import math
@@ -64,7 +64,8 @@ class ChaosCase:
         return self.make().streams(self.replica(0))
 
     def phases(self) -> tuple[str, ...]:
-        """Return the phases of its exchanges, if any: pairs do not vote, only means are reduced."""
+        """Return the phases of this case's exchanges, if it has any: pairs do not vote, and only
+        means are reduced."""
         streams = self.streams()
         if any(isinstance(entry.group, RandomGroups) for entry in streams):
             return PAIR_PHASES
@@ -99,8 +100,9 @@ def case_of(seed: int, name: str | None = None) -> ChaosCase:
 
 
 class CountingReplica:
-    """A few tensors in which each local step leaves its peer's mark. The inner optimizer is
-    gradient descent at a rate of 1; `moments` adds unused means of the gradient and its square."""
+    """A few tensors in which each local step adds a value at its peer's place. The inner optimizer
+    is gradient descent at a rate of 1; `moments` adds unused means of the gradient and its
+    square."""
 
     def __init__(self, place: int, sizes: Mapping[str, int], *, moments: bool = False) -> None:
         self._place, self._sizes = place, sizes
@@ -117,7 +119,7 @@ class CountingReplica:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes, all flat."""
+        """The shapes of all tensors, each flat."""
         return {name: (size,) for name, size in self._sizes.items()}
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
@@ -132,7 +134,7 @@ class CountingReplica:
                 self._tensors[what][name] = new.clone()
 
     def inner_step(self, lr: float | None = None) -> None:
-        """theta <- theta - grad."""
+        """Set theta <- theta - grad."""
         held = self._tensors
         for name, grad in held["grad"].items():
             held["param"][name] = held["param"][name] - grad
@@ -159,7 +161,7 @@ class CountingTask:
 
     @property
     def weight(self) -> float:
-        """The weight of a step: each counts once."""
+        """Always 1: each step counts once."""
         return 1.0
 
     @property

@@ -1,9 +1,9 @@
 """Invariants of a disaster, checked by bookkeeping that shares no code with what it checks.
 
-An update counts at most once, in its own round; members of an exact method are equal after each
+An update counts at most once, and in its own round; members of an exact method are equal after each
 sync; a mean is the mean of its participants' contributions, the same bits for all of them; tokens
-add up, life by life; every wait has a name and a deadline, and none lasts long after it; what a
-peer holds stays small.
+add up, life by life; every wait has a name and a deadline, and no wait lasts long after its
+deadline; what a peer holds stays small.
 """
 
 import asyncio
@@ -112,7 +112,8 @@ class InvariantChecker:
     def exchange_client(
         self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
     ) -> ExchangeClient:
-        """Return the same client, recording each exchange it encodes and each result it decodes."""
+        """Return the same client, changed to record each exchange that it encodes and each
+        result that it decodes."""
         encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
 
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
@@ -144,8 +145,8 @@ class InvariantChecker:
         fields: Mapping[str, Any],
         rounds: Mapping[str, int] | None = None,
     ) -> None:
-        """Take a node's report; after each applied round compare its state with those of others
-        that have applied the same `rounds`, by stream."""
+        """Record a node's report. After each applied round, compare its state with those of
+        others that have applied the same `rounds`, by stream."""
         life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
             self._trained[life] += TOKENS_PER_STEP
@@ -166,7 +167,8 @@ class InvariantChecker:
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
     def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
-        """Require equal states after equal rounds: exact methods bit by bit, close ones nearly."""
+        """Require equal states after equal rounds: bit for bit for exact methods, nearly for
+        close ones."""
         if self._equality == "per-peer":
             self._hashes.setdefault(rounds, {})
             return
@@ -202,7 +204,7 @@ class InvariantChecker:
             self.violate(f"{name} has {tasks} tasks at {now_s:.1f} s, above {MAX_TASKS}")
 
     def check_memory(self, peer: Peer) -> None:
-        """Check that nothing a peer holds has grown long; slow, as it looks everywhere."""
+        """Check that nothing a peer holds has grown long. This is slow, as it looks everywhere."""
         count, way = longest(peer)
         if count > MAX_ITEMS:
             name, now_s = peer.me[-6:], peer.context.now()
@@ -309,8 +311,8 @@ class InvariantChecker:
     def _check_feedback(
         self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange
     ) -> None:
-        """Require a message beta·e + (phi - theta), where e is the reference's residual. Skipped
-        for delayed steps, as theta has moved on by then."""
+        """Require the message to be beta·e + (phi - theta), where e is the reference's residual.
+        Delayed steps are skipped, as theta has moved on by then."""
         beta = getattr(driver.method, "feedback", None)
         if beta is None or exchange.apply_after:
             return
@@ -335,7 +337,7 @@ class InvariantChecker:
                 twin.residual[name] = twin.message[name] - sent.values[name]
 
     def check_waits(self, peer: Peer, loop: Loop) -> None:
-        """Check after the network has healed that no wait is long overdue or without a name."""
+        """Check, after the network has healed, that no wait is long overdue or without a name."""
         named = {(wait.what.stream, wait.what.round) for wait in peer.waits()}
         for pending in loop.driver.table:
             key, age_s = pending.exchange.key, peer.run_s() - pending.since_s
@@ -355,7 +357,7 @@ def _near(one: State, other: State) -> bool:
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:
-    """Return an exchange's tensors as others decode them, each encoded separately."""
+    """Return an exchange's tensors as other peers decode them, each encoded separately."""
     if exchange.codec == "fp32":
         return {name: tensor.clone() for name, tensor in exchange.tensors.items()}
     spec = codec(exchange.codec)

@@ -1,7 +1,7 @@
 """An audit of what a peer holds: the longest table, list or queue anywhere inside it.
 
-Each bound is a named constant in its own file, and a forgotten container has none. So the audit
-walks every object that a peer holds, whatever its name.
+Each bounded container has a named constant, and a container whose bound was forgotten has none. So
+the audit walks every object that a peer holds, whatever its name.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ def longest(peer: Peer) -> tuple[int, str]:
 
 
 def _parts(thing: object) -> Iterable[tuple[str, object]]:
-    """Return a container's items, or one of our objects' attributes; nothing that peers share."""
+    """Return a container's items, or the attributes of one of Farflock's objects, without what
+    peers share."""
     if isinstance(thing, Mapping):
         return (("[]", value) for value in thing.values())
     if isinstance(thing, list | tuple | set | frozenset | collections.deque):

@@ -22,8 +22,8 @@ class CheckedDriver(Driver):
     """A node's driver in a swarm where no peer waits."""
 
     def apply_next(self, progress: Progress) -> tuple[Exchange, Result, list[Exchange]] | None:
-        """Apply the next result due, as if all deadlines were over; return it with its exchange and
-        those of a second phase, or None."""
+        """Apply the next result that is due, as if all deadlines were over. Return it, with its
+        exchange and those of a second phase, or None."""
         action = self.next(replace(progress, run_time_s=math.inf))
         if not isinstance(action, Apply):
             return None
@@ -69,6 +69,7 @@ class NodeRig:
 
 
 def check_method(make: Callable[[], Method], *, long: bool = False) -> None:
-    """Raise `LawBroken` unless the methods that `make` returns keep every law of `Method`. A class
-    may be given: it is then made with its trial options. `long` also plays rarer misfortunes."""
+    """Raise `LawBroken` unless the methods that `make` returns keep every law of `Method`.
+    `make` may be a class, which is then constructed with its trial options. `long` adds rarer
+    faults."""
     check.check_method(make, NodeRig(), long=long)

@@ -25,7 +25,7 @@ class PhaseTap:
         self._moment = asyncio.Event()
 
     def hear(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
-        """Note the phase of a frame; return the frame, or an altered one, to put on the line."""
+        """Note the phase of a frame; return the frame, or an altered one, to send in its place."""
         self.sent_bytes[sender] += len(frame)
         kind = message_kind(frame)
         self._phase = PHASES.get(kind, self._phase)
@@ -36,8 +36,9 @@ class PhaseTap:
         return frame
 
     async def wait_for(self, wanted: str) -> str:
-        """Wait at most `MOMENT_S` for a message of this phase, or of a random one if exchanges have
-        no such phase; return the phase met, or "" at once if there are no exchanges."""
+        """Wait at most `MOMENT_S` for a message of this phase, or of a random one if exchanges
+        have no such phase. Return the phase of the message, or "" at once if there are no
+        exchanges."""
         if not self.phases:
             return ""
         self._wanted = wanted if wanted in self.phases else self._random.choice(self.phases)

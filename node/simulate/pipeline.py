@@ -1,7 +1,8 @@
-"""A pipeline on a simulated network: the product's own nodes, real passes, virtual time, one seed.
+"""A pipeline on a simulated network: real nodes, real passes, virtual time, one seed.
 
-Roles are given. Churn kills peers at seeded moments, and each comes back a while later as another
-life that serves the same stage. A life that the others have left behind ends, and another begins.
+The caller gives the roles. Churn kills peers at seeded moments, and each comes back a while later
+in another life that serves the same stage. A life that the others have left behind ends, and
+another begins.
 """
 
 import asyncio
@@ -44,8 +45,8 @@ class PeerRole:
 
 @dataclass(frozen=True, slots=True)
 class PipelineWorld:
-    """The simulated surroundings. The first peer starts the run. `churn_s` is the mean time between
-    kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
+    """The simulated surroundings. The first peer starts the run. `churn_s` is the mean time
+    between kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
 
     parts: tuple[PeerRole, ...]
     total_tokens: int
@@ -115,11 +116,11 @@ class PipelineSimulation:
         return self.tale
 
     def end(self) -> None:
-        """Stop waiting for any peer: the run ends soon."""
+        """Stop waiting for any peer, so that the run ends soon."""
         self.done |= set(range(len(self._world.parts)))
 
     async def _until_done(self) -> None:
-        """Wait until all trainers are done: servers are needed that long."""
+        """Wait until all trainers are done: until then servers are needed."""
         trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
         while not trainers <= self.done:
             for task in self._lives.values():
@@ -130,7 +131,7 @@ class PipelineSimulation:
         await asyncio.sleep(LINGER_S)
 
     async def _live(self, number: int) -> None:
-        """Live one life after another, until one ends without being left behind."""
+        """Run one life of a peer after another, until one ends without being left behind."""
         while True:
             try:
                 await self._one_life(number)
@@ -224,8 +225,8 @@ class PipelineSimulation:
         return len(members) == len(self._world.parts) and all(members)
 
     def kill(self, number: int, away_s: float | None) -> None:
-        """End a life without a goodbye; the next one begins after `away_s`. With None it never
-        does, and the run does not wait for this peer."""
+        """End a life without a goodbye; the next one begins after `away_s`. If `away_s` is None,
+        there is no next one, and the run does not wait for this peer."""
         self.tale.kills += 1
         if away_s is None:
             self.done.add(number)

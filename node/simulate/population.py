@@ -25,7 +25,8 @@ GOODBYE_S = 0.2  # for the goodbye to be sent
 
 @dataclass(slots=True)
 class PeerLife:
-    """One life of one peer: its task, its peer once made, and its loop while it is in the run."""
+    """One life of one peer: its task, its peer once that is made, and its loop while it is in
+    the run."""
 
     task: asyncio.Task[None]
     loop: Loop | None = None

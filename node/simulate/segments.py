@@ -1,7 +1,7 @@
 """The segments (legs) of a long simulated run on disk: all nodes' checkpoints and the run's totals.
 
-A leg counts once its `story.json` exists, which is written last and atomically. A leg is never
-changed; a run started again in the same folder continues after the newest complete one.
+A leg is complete once its `story.json` exists, which is written last and atomically. A leg never
+changes; a run started again in the same folder continues after the newest complete leg.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ _LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
 
 
 class SegmentState(msgspec.Struct):
-    """A simulated run's state from leg to leg besides its nodes. `losses` are pairs of the run's
-    tokens and a loss, `rounds` pairs of a stream and an applied round."""
+    """The state of a simulated run that passes from leg to leg, apart from its nodes. `losses`
+    are pairs of the run's tokens and a loss, `rounds` pairs of a stream and an applied round."""
 
     legs: int = 0
     births: int = 0
@@ -43,14 +43,14 @@ class _Page(msgspec.Struct):
 
 
 class SegmentStore:
-    """The legs of one run in one folder; `terms` is all that the run depends on."""
+    """The legs of one run in one folder; `terms` are all the values that the run depends on."""
 
     def __init__(self, folder: Path, terms: str) -> None:
         self._folder, self._terms = folder, hashlib.sha256(terms.encode()).hexdigest()
 
     def newest(self) -> tuple[SegmentState, dict[int, Checkpoint]]:
-        """Return the run's state and checkpoints, a fresh state if there is no leg; raise `Usage`
-        if the folder holds another run."""
+        """Return the run's state and checkpoints, or a fresh state if there is no leg; raise
+        `Usage` if the folder holds another run."""
         for number in sorted(self._numbers(), reverse=True):
             leg = self._folder / f"leg-{number}"
             try:
@@ -67,7 +67,8 @@ class SegmentStore:
         return SegmentState(), {}
 
     def save(self, story: SegmentState, nodes: Mapping[int, Resumable]) -> dict[int, Checkpoint]:
-        """Write the leg that has just ended; return it as read back, to continue from it."""
+        """Write the leg that has just ended. Return it as read back, so that the run continues
+        from that."""
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # remains of a leg cut short
         for number, node in nodes.items():

@@ -1,4 +1,4 @@
-"""A whole run on a simulated network: the product's own nodes, real steps, virtual time, one seed.
+"""A whole run on a simulated network: real nodes, real steps, virtual time, one seed.
 
 The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers at seeded
 moments; each killed peer begins a new life a while later. A long run may be cut into legs: at the
@@ -65,7 +65,7 @@ class World:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """The facts that `farflock sim` prints."""
+    """The results that `farflock sim` prints."""
 
     state_hash: str
     rounds: int
@@ -157,7 +157,8 @@ class Simulation:
             await drain(node.loop, LINGER_S)
 
     async def _resume(self, index: int, node: ReplicaNode, directory: MemoryDirectory) -> None:
-        """Begin a leg where the previous one ended; no peer trains before all are members again."""
+        """Begin a leg where the previous one ended; no peer trains before all peers are members
+        again."""
         if index == 0:
             node.peer.found()
         else:
@@ -238,7 +239,7 @@ class Simulation:
         return len(members) == self._world.peers and all(members)
 
     async def _return(self, index: int, away_s: float) -> None:
-        """Come back as a new life; stay away if the run has ended meanwhile."""
+        """Come back in a new life, or stay away if the run has ended in the meantime."""
         await asyncio.sleep(away_s)
         try:
             await self._live(index)
@@ -248,7 +249,7 @@ class Simulation:
 
 
 def outcome(world: World, story: SegmentState, states: dict[str, State]) -> SimulationResult:
-    """Return the result of a finished run; the hash covers every peer's method state."""
+    """Return the result of a finished run; its hash covers every peer's method state."""
     digest = hashlib.sha256()
     for peer in sorted(states):
         digest.update(peer.encode() + state_hash(states[peer]))
@@ -299,7 +300,7 @@ def simulate(
 
 
 def held_out(plan: RunPlan, states: Collection[State], x: Tensor, y: Tensor) -> LossEstimate:
-    """Return the mean held-out loss of the peers' models; the standard error is over sequences."""
+    """Return the mean held-out loss of all peers' models; the standard error is over sequences."""
     different = {state_hash(state): state for state in states}
     weights = collections.Counter(state_hash(state) for state in states)
     means = torch.zeros(len(x), dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Crash-safe checkpoints: whatever interrupts a write, the folder holds only complete ones.
+"""Crash-safe checkpoints: whatever interrupts a write, the folder only ever holds complete ones.
 
-A checkpoint is a folder `step-N` with one safetensors file per part (inner, outer, …), further
-small files (config.json), and `manifest.json` with the SHA-256 of each. It is written under a
-hidden temporary name, every file and folder is fsync'd, and one rename makes it appear. Reading
-verifies every hash and that every value is finite.
+A checkpoint is a folder `step-N` with one safetensors file per part (inner, outer, …), other small
+files (config.json), and `manifest.json` with the SHA-256 of each. It is written under a hidden
+temporary name, every file and folder is fsync'd, and one rename makes it appear. Reading verifies
+every hash and that every value is finite.
 """
 
 import errno
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written or found; the message is one sentence with the remedy."""
+    """A checkpoint could not be written or found; the message says why and what to do, in one
+    sentence."""
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -85,8 +86,8 @@ def save(
     `CheckpointError`.
 
     A readable checkpoint of that step is never overwritten; a corrupt one is renamed. `meta` holds
-    plain JSON values (NaN would become null). It needs about as much memory as the largest part, in
-    addition to the tensors.
+    plain JSON values (NaN would become null). Saving needs about as much memory as the largest
+    part, in addition to the tensors.
     """
     target = folder / f"step-{step}"
     partial = folder / f".step-{step}.partial"
@@ -107,7 +108,8 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint; `CheckpointCorrupt`, or `CheckpointError` if unreadable."""
+    """Read and verify a checkpoint; raise `CheckpointCorrupt`, or `CheckpointError` if it is
+    unreadable."""
     try:
         manifest = _read_manifest(folder)
         contents = {
@@ -134,9 +136,9 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints that verify, and the remains of crashes.
+    """Delete all but the `keep` newest checkpoints that verify, and whatever crashes left behind.
 
-    Anything newer than the oldest one kept stays for inspection, even if it is broken.
+    Any checkpoint newer than the oldest one kept stays for inspection, even if it is broken.
     """
     if keep < 1:
         raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
@@ -151,7 +153,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of all checkpoints in `folder` (if any), oldest first, unverified."""
+    """Return the step and path of each checkpoint in `folder` (if any), oldest first, without
+    verifying them."""
     if not folder.is_dir():
         return []
     found = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -177,7 +180,8 @@ def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -
 
 
 def _make_room(target: Path) -> None:
-    """Raise if `target` is whole; rename a corrupt one to the first free `.corrupt-N` name."""
+    """Raise `CheckpointError` if `target` is intact; rename a corrupt one to the first free
+    `.corrupt-N` name."""
     if not target.exists():
         return
     if _is_whole(target):
@@ -233,7 +237,7 @@ def _write_file(path: Path, content: bytes) -> _File:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; fsync of the files alone does not."""
+    """Make the names in a folder durable; an fsync of the files alone does not do this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,8 +23,8 @@ LINES_FILE_BYTES = 16 << 20  # then a file replaces its older one, so both stay 
 LINE_BYTES = 64 << 10
 COMMIT_ROWS = 100
 COMMIT_S = 1.0
-KEPT = 10_000  # newest steps, and newest spans of each length, that are kept as they are
-ROLL = 100  # rows per mean of older rows
+KEPT = 10_000  # newest steps, and newest spans of each length, that are kept unmerged
+ROLL = 100  # older rows per mean
 ROLL_ROWS = 5_000  # new rows between two roll-ups
 _SCHEMA_VERSION = 2
 _BUSY_S = 5.0
@@ -61,8 +61,8 @@ class HistoryUnusable(Exception):
 class History:
     """One run's history, made by `open` (one writer) or `read` (any number of readers).
 
-    It belongs to one thread. Metrics are committed every `COMMIT_ROWS` rows or once a second,
-    whichever is first, so SIGKILL costs at most the last second; events are written at once.
+    Only one thread may use it. Metrics are committed every `COMMIT_ROWS` rows or once a second,
+    whichever is first, so a SIGKILL loses at most the last second; events are written at once.
     `close` commits; use it as a context manager.
     """
 
@@ -100,7 +100,8 @@ class History:
         return cls(folder, database, lambda: 0.0)
 
     def metrics(self, step: int, **values: float) -> None:
-        """Record one step's numbers; NaN is kept (a diverged loss is news)."""
+        """Record one step's numbers. NaN is recorded too, since a diverged loss is worth
+        knowing."""
         now_s = self._clock()
         self._rows.extend((name, step, now_s, float(value)) for name, value in values.items())
         if len(self._rows) >= COMMIT_ROWS or now_s - self._committed_s >= COMMIT_S:
@@ -147,9 +148,9 @@ class History:
             raise _unusable(self._folder, error) from error
 
     def _roll_up(self) -> None:
-        """Replace rows older than the newest `KEPT` of their span by means of `ROLL` rows, and old
-        means in the same way, so that the table grows with the logarithm of the steps. It is part
-        of the caller's transaction."""
+        """Replace rows older than the newest `KEPT` of their span by means of `ROLL` rows, and
+        old means in the same way, so that the table grows with the logarithm of the steps. This
+        is part of the caller's transaction."""
         newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
         for name, span, last in self._database.execute(newest).fetchall():
             wide = span * ROLL
@@ -179,7 +180,7 @@ class History:
         return {name: (step, _number(value)) for name, step, value in rows}
 
     def series(self, name: str, points: int = 500) -> list[tuple[int, float]]:
-        """Return a metric in at most `points` points: (first step, mean) of equal spans of steps.
+        """Return a metric as at most `points` points: (first step, mean) of equal spans of steps.
 
         There are fewer points where only means of longer spans are kept.
         """
@@ -199,7 +200,7 @@ class History:
         return self._lines(OLDER_EVENTS, EVENTS, last)
 
     def receipts(self, last: int = 20) -> list[dict[str, Any]]:
-        """Return the latest applied rounds, oldest first, in the form of events."""
+        """Return the latest applied rounds, oldest first, in the same form as events."""
         return self._lines(OLDER_RECEIPTS, RECEIPTS, last)
 
     def _lines(self, older: str, newer: str, last: int) -> list[dict[str, Any]]:
@@ -258,7 +259,7 @@ def _require_version(folder: Path, database: sqlite3.Connection) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a whole line in one write, or nothing: a full disk must not leave half of one."""
+    """Append a whole line in one write, or nothing: a full disk must not leave half a line."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size_bytes = os.fstat(descriptor).st_size

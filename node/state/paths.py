@@ -2,7 +2,7 @@
 
 A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.jsonl` and
 `receipts.jsonl` (node/state/history.py), and `checkpoints/step-N/` (node/state/checkpoint.py). Only
-this module reads the environment."""
+this module reads FARFLOCK_HOME."""
 
 import os
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ def home() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: a concurrent reader gets the old content or the new, never half."""
+    """Write a file atomically: a concurrent reader gets the old content or the new, never a
+    mixture."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     os.replace(partial, path)
@@ -29,7 +30,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder of one node; naming it does not create it."""
+    """The folder of one node. Making this object does not create the folder."""
 
     path: Path
 

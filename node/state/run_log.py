@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """A recorder of a loop's reports; `total_bytes` returns the links' bytes sent and received."""
+    """Records a loop's reports; `total_bytes` returns the bytes that the links have sent and
+    received."""
 
     def __init__(self, history: History, total_bytes: Callable[[], tuple[int, int]]) -> None:
         self._history, self._total_bytes = history, total_bytes
@@ -22,7 +23,7 @@ class RunRecorder:
         self._fails = False
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """Record one event. A full disk must not end a node that could train on."""
+        """Record one event. A full disk must not end a node that could continue to train."""
         try:
             self._note(kind, fields)
             self._fails = False

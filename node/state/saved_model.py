@@ -1,8 +1,8 @@
-"""A model from a checkpoint, where `generate`, `export` and evaluations start.
+"""A model read from a checkpoint, for `generate`, `export` and evaluations.
 
 config.json is next to the weights, so a checkpoint describes itself. A model trained in stages has
-one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has them all; those of
-several servers, copied into one folder, also make up the model.
+one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has all of them; those
+of several servers, copied into one folder, also make up the model.
 """
 
 import re
@@ -24,7 +24,7 @@ from farflock.node.state.checkpoint import (
 )
 from farflock.optimizers.method import Tensors
 
-MAX_PARAMETERS = 20_000_000_000  # a larger configuration is taken for a damaged one
+MAX_PARAMETERS = 20_000_000_000  # a larger configuration is assumed to be damaged
 
 _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
@@ -38,15 +38,15 @@ class SavedModel:
     meta: dict[str, Any]
 
     def facts(self) -> dict[str, str]:
-        """Return what a model card states: the run and its progress."""
+        """Return the facts that a model card states: the run and its progress."""
         return {
             name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta
         }
 
 
 def open_model(folder: Path) -> SavedModel:
-    """Return the model of the checkpoint `folder`, of the newest intact one in it, or of the newest
-    one of each stage; raise `CheckpointError` if there is none."""
+    """Return the model of a checkpoint: of `folder` itself, of the newest intact one in it, or
+    of the newest one of each stage in it. Raise `CheckpointError` if there is none."""
     stages = _stages_in(folder)
     if stages:
         return _put_together(stages)
@@ -63,7 +63,8 @@ def open_model(folder: Path) -> SavedModel:
 
 
 def _stages_in(folder: Path) -> list[Path]:
-    """Return the folders of stages' checkpoints; none if whole models' checkpoints are there."""
+    """Return the folders of stages' checkpoints; none if the folder has checkpoints of whole
+    models."""
     for place in (folder, folder / "checkpoints"):
         found = sorted(
             path for path in place.glob("stage-*") if _STAGE.fullmatch(path.name) and steps(path)
@@ -109,7 +110,8 @@ def _weights(checkpoint: Checkpoint) -> Tensors:
 
 
 def _find(folder: Path) -> Checkpoint:
-    """Return the newest checkpoint in `folder` or its `checkpoints`, else load `folder` itself."""
+    """Return the newest checkpoint in `folder` or in its `checkpoints`; otherwise load `folder`
+    itself."""
     for place in (folder, folder / "checkpoints"):
         if steps(place):
             newest = latest(place)

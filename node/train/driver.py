@@ -75,8 +75,8 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The statements that go with an exchange's tensors: the tokens trained, the hash of the state
-    from which an exact method starts the round (else empty), and a stage's notes."""
+    """The data sent along with an exchange's tensors: the tokens trained; for an exact method,
+    the hash of the state from which it starts the round (otherwise empty); and a stage's notes."""
 
     tokens: int
     state: bytes = b""
@@ -84,10 +84,11 @@ class Claim:
 
 
 class ContributionLog(Protocol):
-    """The notes of a stage's contributions, which go with its first stream (microbatch_ids.py)."""
+    """The notes on a stage's contributions, sent with the stage's first stream
+    (microbatch_ids.py)."""
 
     def brought(self, number: int) -> bytes:
-        """Return the notes of this peer's contribution to the round, which is being made now."""
+        """Return the notes for this peer's contribution to a round, which is being prepared."""
         ...
 
     def closing(self, number: int, noted: bytes) -> None:
@@ -125,7 +126,8 @@ class Driver:
         return RunPosition(dict(self._rounds), self._agreed_tokens, self._own_tokens, self.members)
 
     def trained(self, tokens: int, members: int) -> None:
-        """Count the tokens of a local step, taken while `members` peers train alike."""
+        """Count the tokens of a local step; `members` is the number of peers that train at the
+        same pace."""
         self._own_tokens += tokens
         self.members = members
 
@@ -164,10 +166,12 @@ class Driver:
         return self._note(self.method.due(self.replica, progress), progress)
 
     def claim(self, exchange: Exchange) -> Claim:
-        """Return an exchange's claim, still without a hash. Only the first stream's has notes.
+        """Return an exchange's claim, without the hash, which `hashed` adds. Only the first
+        stream's claim has notes.
 
-        In a collective, the first stream claims the tokens since the last round that took this
-        peer's; pairs compare their estimates of the whole run."""
+        In a collective, the first stream claims the tokens trained since the last round that
+        took this peer's contribution. In a pair, a peer claims its estimate of the whole run's
+        tokens."""
         key, is_first, notes = exchange.key, self._is_first(exchange.key), b""
         if self.contributions is not None and is_first:
             notes = self.contributions.brought(key.round)
@@ -177,15 +181,16 @@ class Driver:
         return Claim(tokens, notes=notes)
 
     def hashed(self, exchange: Exchange, claim: Claim) -> Claim:
-        """Return the claim with the state hash if the method is exact. The worker calls this, as it
-        reads the whole state."""
+        """Return the claim, with the state hash added if the method is exact.
+
+        This runs in a worker, because hashing reads the whole state."""
         if self.method.equality != "exact":
             return claim
         agreed = self.method.agreed(self.replica, exchange.key.stream)
         return replace(claim, state=state_hash(agreed))
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
-        """Store the swarm's result of an exchange, which must be pending and without one."""
+        """Store the result of an exchange, which must be pending and have no result yet."""
         pending = self._pending.get(key)
         assert pending is not None, f"a result for {key}, which is not pending"
         assert pending.result is None, f"a second result for {key}"
@@ -194,7 +199,7 @@ class Driver:
     def next(self, progress: Progress, *, last: bool = False) -> Apply | Wait | None:
         """Return the next thing to do before a local step: apply a result, wait for one, or None.
 
-        After the `last` step an available result is due at once."""
+        After the `last` step, any available result is due at once."""
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
@@ -214,10 +219,10 @@ class Driver:
         progress: Progress,
         set_rate: Callable[[int], None] = lambda tokens: None,
     ) -> list[Exchange]:
-        """Apply a result, count its tokens, and return the exchanges of a second phase. If others
-        brought tokens, `set_rate` first sets the inner rate of that round.
+        """Apply a result, count its tokens, and return the exchanges of a second phase. If other
+        peers contributed tokens, `set_rate` first sets the inner rate of that round.
 
-        A worker calls this, so that no snapshot contains the new state without the new count."""
+        This runs in a worker, so that no snapshot has the new state with the old count."""
         if action.result.tokens:
             set_rate(action.result.tokens)
         exchange, result = action.exchange, action.result
@@ -232,7 +237,8 @@ class Driver:
         return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
-        """Apply a round decided without this peer; the outer state follows, local work stays."""
+        """Apply a round that was decided without this peer: the outer state follows, and local
+        work stays."""
         return self.apply(self.missed(key, result), progress)
 
     def missed(self, key: ExchangeKey, result: Result) -> Apply:
@@ -241,7 +247,7 @@ class Driver:
         return Apply(Exchange(key, "mean", All(), tensors={}), result)
 
     def skip(self, key: ExchangeKey, result: Result) -> None:
-        """Tell the method, before it begins, that the rounds up to this one have failed for it."""
+        """Tell the method, before its streams open, that rounds up to this one failed for it."""
         self.method.apply(self.replica, self.missed(key, result).exchange, result)
 
     def forget(self) -> None:

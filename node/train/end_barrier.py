@@ -17,7 +17,7 @@ from farflock.swarm.messages import Key
 from farflock.swarm.peer.peer import OpenWait, Peer
 
 END_S = 30.0  # maximum wait for the others, on top of an open round's deadline
-CUT_OFF_S = 30.0  # silence of all others after which a node is cut off; slow peers answer sooner
+CUT_OFF_S = 30.0  # silence of all others, after which a node is cut off; slow peers answer sooner
 LOOK_EVERY_S = 0.05
 
 
@@ -29,12 +29,13 @@ class EndBarrier:
         self._alone_s: float | None = None  # when this peer became alone
         self._agreed = (-1, 0)  # agreed tokens, and this node's estimate when they last changed
         self._ends_s: float | None = None  # end of the wait for the others
-        self._has_told = False  # its rounds: only then can it compare itself with others
+        self._has_told = False  # its rounds; before that it compares nothing
 
     def is_due(self, total_tokens: int) -> bool:
-        """Return whether the agreed tokens have reached the total. The node's own estimate decides
-        while the node is cut off, or once it has grown by the total since the agreed tokens last
-        changed."""
+        """Return whether the agreed tokens have reached the total.
+
+        The node's own estimate decides instead while the node is cut off, or once that estimate
+        has grown by the whole total since the agreed tokens last changed."""
         agreed, estimate = self._driver.position.agreed_tokens, self._driver.tokens
         is_cut_off = self._is_cut_off()  # called every time: it measures how long
         if agreed != self._agreed[0]:
@@ -47,7 +48,8 @@ class EndBarrier:
     async def end(
         self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]
     ) -> None:
-        """Wait until all ended with the same rounds, which `take_in` applies, or time is up."""
+        """Wait until all peers have ended with the same rounds, which `take_in` applies, or time
+        is up."""
         context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
         self._ends_s = context.now() + deadline_s + END_S
@@ -78,7 +80,8 @@ class EndBarrier:
         return self._alone_s is not None and now_s - self._alone_s >= CUT_OFF_S
 
     def _agree(self) -> bool:
-        """Announce this node's rounds if none is pending; return True if all announced the same."""
+        """Announce this node's rounds if no exchange is pending; return True if all peers announced
+        the same rounds."""
         if self._driver.pending:
             return False
         agree = True

@@ -10,14 +10,14 @@ from farflock.optimizers.method import Progress
 from farflock.swarm.tasks import cancel
 
 ADOPT_TIMEOUT_S = 300.0
-LOOK_EVERY_S = 0.05  # between two looks for the content of a decided round
+LOOK_EVERY_S = 0.05  # between two checks for the content of a decided round
 
 
 class Barrier(Protocol):
     """The agreed end of a run (end_barrier.py)."""
 
     def is_due(self, total_tokens: int) -> bool:
-        """Return whether the run has its tokens."""
+        """Return whether the run has reached its total of tokens."""
         ...
 
     async def end(
@@ -72,13 +72,13 @@ class EndingLoop(Protocol):
 
 
 def is_over(loop: EndingLoop, total_tokens: int, barrier: Barrier | None) -> bool:
-    """Return whether the run has its tokens, by the barrier's agreement or (None) this peer's own
-    estimate."""
+    """Return whether the run has reached its total of tokens: by the barrier's agreement, or by
+    this peer's own estimate if there is no barrier."""
     return loop.progress.tokens >= total_tokens if barrier is None else barrier.is_due(total_tokens)
 
 
 async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None:
-    """Wait at the barrier, if any, until all have ended with the same rounds; then drain."""
+    """Wait at the barrier, if any, until every peer has ended with the same rounds; then drain."""
 
     async def take_in() -> None:
         await loop.settle(last=True)

@@ -39,7 +39,8 @@ UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 
 
 class OutOfStep(Exception):
-    """This peer's state is too far behind the group's or differs: it must adopt a snapshot."""
+    """This peer's state differs from the group's or is too far behind it; the peer must adopt a
+    snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class ExchangePeer(Protocol):
         ...
 
     def newest(self, name: str) -> int:
-        """Return the last round known to be decided; -1 for pairs, which count their own."""
+        """Return the last round known to be decided; -1 for pairs, which count their own rounds."""
         ...
 
     def run_s(self) -> float:
@@ -87,7 +88,8 @@ class ExchangePeer(Protocol):
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors decoded at first access: most results' `sent` and gathers' means are never used."""
+    """Tensors that are decoded on first access, because most results' `sent` and most means of
+    gathered tensors are never used."""
 
     def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
         self._names, self._decode = tuple(names), decode
@@ -124,14 +126,15 @@ class _Coding:
         return self.reducer.reduce(round_number, index, inputs)
 
     def check(self, round_number: int, index: int, payload: bytes) -> bool:
-        """Return whether a correct peer can have sent this shard."""
+        """Return whether a correct peer could have sent this shard."""
         if index == len(self.out.shards):
             return microbatch_ids.union([("", 1.0, payload)]).data is not None
         return self.out.is_valid(index, round_number, payload)
 
 
 class ExchangeClient:
-    """The exchanges of one node's method over its peer: of one stage or (None) the whole model."""
+    """The exchanges of one node's method over its peer, for one stage or (None) for the whole
+    model."""
 
     def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
         self.peer, self._run_seed, self.stage = peer, run_seed, stage
@@ -140,11 +143,13 @@ class ExchangeClient:
     def open(
         self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False
     ) -> None:
-        """Open a stream of exchanges like the template; rounds up to `after_round` are applied."""
+        """Open a stream of exchanges like the template; rounds up to `after_round` are already
+        applied."""
         self.peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Open a stream of a stage served by others, to vote and read notes; return its name."""
+        """Open a stream of a stage that other peers serve, to vote and to read notes; return its
+        name."""
         stream = self._stream(template, noted)
         self.peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
@@ -213,7 +218,8 @@ class ExchangeClient:
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:
-        """Return the result of a round decided without this peer, or None without its content."""
+        """Return the result of a round decided without this peer, or None if its content is
+        missing."""
         outcome = self.peer.decided(self.name(stream), round_number)
         return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
 
@@ -246,7 +252,8 @@ class ExchangeClient:
         }
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
-        """Restore a checkpoint's residuals in open streams; `WrongState` if they do not fit."""
+        """Restore a checkpoint's residuals in the open streams; raise `WrongState` if they do
+        not fit."""
         for stream, coding in self._codings.items():
             mine = {
                 name.removeprefix(f"{stream}."): x
@@ -293,7 +300,7 @@ class ExchangeClient:
         payloads: Sequence[bytes],
         gathered: Mapping[MemberId, Tensors] | None,
     ) -> Tensors | None:
-        """Return this peer's contribution as the others decode it; None without one."""
+        """Return this peer's contribution as the others decode it, or None if it made none."""
         if not payloads:
             return None
         own = gathered.get(self.peer.context.me) if gathered is not None else None
@@ -304,9 +311,9 @@ class ExchangeClient:
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to end after the current step; call it to make the request.
+    """A request to stop after the current step; call the object to make the request.
 
-    `drain_s` is the maximum wait for open exchanges then."""
+    `drain_s` is then the maximum wait for open exchanges."""
 
     requested: bool = False
     drain_s: float = 0.0
@@ -321,8 +328,8 @@ class StopRequest:
     async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
         """Wait up to `timeout_s` for an answer; return True if a stop request ended the wait.
 
-        After the request it lasts `STOPPING_WAIT_S` more: enough for any answer that does not
-        depend on a deadline."""
+        After a stop request the wait lasts at most `STOPPING_WAIT_S` more: enough for any answer
+        that does not depend on a deadline."""
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)

@@ -1,10 +1,12 @@
-"""The microbatches of a contribution to a stage's round, as a further shard of the exchange, so
-that content and list are decided together (docs/decisions/014). Such lists reduce to their union.
+"""The microbatches of a contribution to a stage's round, sent as one more shard of the exchange, so
+that the content and the list are decided together (docs/decisions/014). Such lists reduce to their
+union.
 
 Bytes: msgpack of {trainer: [numbers]}, trainers and numbers in order, each number after the first
-as its distance from the one before. If some are late, it is [that map, [ages]] with an age for each
-number in the same order: by how many rounds the weights of its gradient are older than those that
-the round changes, or `LATE` for a microbatch that is listed but left out as too old.
+as its distance from the one before. If some microbatches are late, the bytes are [that map,
+[ages]], with an age for each number in the same order: the number of rounds by which the weights of
+its gradient are older than those that the round changes, or `LATE` for a microbatch that is listed
+but left out as too old.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,7 +41,8 @@ _decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Li
 
 
 def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
-    """Encode these keys, with their ages unless all are 0, independently of their order."""
+    """Encode these keys, with their ages unless all ages are 0. The order of the keys does not
+    matter."""
     count = len(keys)
     assert count <= MAX_KEYS, f"{count} microbatches in one contribution, above {MAX_KEYS}"
     listed: dict[PeerId, list[int]] = {}
@@ -99,12 +102,12 @@ def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
 
 
 def joined(payloads: Iterable[bytes]) -> list[GradientKey]:
-    """Return the sorted keys of several agreed lists; unreadable ones count as empty."""
+    """Return the sorted keys of several agreed lists; an unreadable list counts as empty."""
     return sorted(joined_ages(payloads))
 
 
 def joined_ages(payloads: Iterable[bytes]) -> dict[GradientKey, int]:
-    """Return the keys of `joined` with their ages."""
+    """Return the keys of several agreed lists, as `joined` does, with their ages."""
     keys: dict[GradientKey, int] = {}
     for payload in payloads:
         try:

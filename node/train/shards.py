@@ -78,7 +78,8 @@ class ShardLayout:
         )
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
-        """Encode one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
+        """Encode one shard of these float32 tensors; raise `UnencodableTensor` if they are not
+        finite."""
         shard = self.shards[index]
         flat = [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
         return self.pack(index, round_number, flat)
@@ -94,7 +95,8 @@ class ShardLayout:
         return bytes(out)
 
     def decode(self, index: int, round_number: int, payload: bytes) -> list[Tensor]:
-        """Return one flat tensor per segment; `CorruptPayload` for what no correct peer encodes."""
+        """Return one flat tensor per segment; raise `CorruptPayload` for bytes that no correct
+        peer sends."""
         values = [torch.empty(segment.count) for segment in self.shards[index]]
         self.decode_into(index, round_number, payload, values)
         return values
@@ -120,7 +122,7 @@ class ShardLayout:
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, but its segments have {at}")
 
     def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
-        """Return whether a correct peer can have sent this payload of a shard."""
+        """Return whether a correct peer could have sent this payload of a shard."""
         try:
             self.decode(index, round_number, payload)
         except CorruptPayload:
@@ -156,7 +158,8 @@ def decode_all(
 
 
 def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
-    """Return sum(w_i / W · x_i) in order, each float32 operation rounded (portable arithmetic)."""
+    """Return sum(w_i / W · x_i), added in the order given and with each float32 operation
+    rounded (portable arithmetic)."""
     total = torch.zeros(())
     for weight, _ in inputs:
         total = total + torch.tensor(weight, dtype=torch.float32)
@@ -182,14 +185,15 @@ class Reducer:
 
     Reductions run in a worker, while the event loop may settle an earlier round.
 
-    The error of a coarse return codec would be lost for all. Where the exchange says `compensate`,
-    the reducer keeps it as the shard's residual and adds it to that shard's next mean
-    (DoubleSqueeze, Tang et al., arXiv:1905.05957, algorithm 1, the server's error; deviations: the
-    reducer of a shard may change, and a round may fail).
+    Without compensation, the error of a coarse return codec is lost to every peer. Where the
+    exchange says `compensate`, the reducer keeps it as the shard's residual and adds it to that
+    shard's next mean (DoubleSqueeze, Tang et al., arXiv:1905.05957, algorithm 1, the server's
+    error; deviations: the reducer of a shard may change, and a round may fail).
 
-    Only what the group agreed on counts. If it takes this peer's reduction, its error is the new
+    Only the reduction that the group agreed on counts. If that is this peer's, its error is the new
     residual. If the round fails, the residual stays. If the group takes another peer's reduction,
-    the residual is dropped: others reduce this shard now, and their mean's error is unknown here.
+    the residual is dropped: other peers reduce this shard now, and the error of their mean is
+    unknown here.
     """
 
     def __init__(self, layout: ShardLayout, back: Codec, *, compensate: bool) -> None:
@@ -229,7 +233,7 @@ class Reducer:
                     self._keep(index, mine.left_out)
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return the residuals for a checkpoint, as if every undecided round failed."""
+        """Return the residuals for a checkpoint, as if every undecided round had failed."""
         with self._lock:
             residuals = {index: list(values) for index, values in self._residuals.items()}
             for (_, index), mine in self._undecided.items():

@@ -1,6 +1,8 @@
-"""A node's state in the run: serving it, adopting another, replaying missed rounds, its position.
+"""A node's state in a run: it is served to newcomers, replaced by another peer's, and brought up to
+date by replaying missed rounds.
 
-It is the same in a process and in the simulator; long work goes through the injected `compute`.
+The code is the same in a process and in the simulator; long work goes through the injected
+`compute`.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class CorruptSnapshot(Exception):
-    """A downloaded snapshot that does not match its hash, or is not a state at all."""
+    """A downloaded snapshot that does not match its hash or does not hold a state."""
 
 
 class StatePeer(Protocol):
@@ -41,13 +43,13 @@ class StatePeer(Protocol):
     snapshots: Snapshots
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the earliest round of a snapshot that the logs of a stage's streams continue; -1
-        without streams."""
+        """Return the earliest round whose snapshot the logs of a stage's streams can continue;
+        -1 if there are no streams."""
         ...
 
 
 class StateSync:
-    """One node's state in one run: of its exchange client's stage, or of the whole model."""
+    """One node's state in one run: that of its exchange client's stage, or of the whole model."""
 
     def __init__(
         self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute
@@ -57,7 +59,8 @@ class StateSync:
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
-        """Open all streams of the method after these rounds, and serve its state to newcomers."""
+        """Open all streams of the method after these rounds, and serve this node's state to
+        newcomers."""
         self._driver.begin(rounds or {}, tokens)
         begun = self._driver.position.rounds
         for number, template in enumerate(self._driver.streams):
@@ -74,14 +77,14 @@ class StateSync:
         return self._client.feedback()
 
     def load_state(self, position: RunPosition, feedback: State) -> None:
-        """Open the streams where a checkpoint was written, and restore the residuals."""
+        """Open the streams at the position of a checkpoint, and restore the residuals."""
         self.open(position.rounds, position.agreed_tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
 
     @property
     def applied_round(self) -> int:
-        """The last applied round of any stream; below 0 before the first."""
+        """The last applied round of any stream; negative before the first."""
         return max(self._driver.position.rounds.values(), default=-1)
 
     @property
@@ -97,8 +100,9 @@ class StateSync:
         )
 
     def missed(self) -> Apply | None:
-        """Return the next round that was decided without this node, or None. Its stream is idle and
-        its content is here; of several streams, the one with the lowest round comes first."""
+        """Return the next round that was decided without this node, or None. Its stream has no
+        open exchange and its content is here; of several streams, the one with the lowest round
+        comes first."""
         for key in sorted(self._next_keys(idle=True), key=lambda key: key.round):
             result = self._client.replay(key.stream, key.round)
             if result is not None:
@@ -157,7 +161,9 @@ class StateSync:
         return await self._compute(self._snapshot_now)
 
     def _snapshot_now(self) -> Snapshot:
-        """Run in the worker that applies results, so that the state and its rounds match."""
+        """Return a snapshot of the current state.
+
+        This runs in the worker that applies results, so that the state and its rounds match."""
         driver, position = self._driver, self._driver.position
         state = driver.method.snapshot(driver.replica)
         for key in self._next_keys():
@@ -168,19 +174,21 @@ class StateSync:
 
 
 def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the largest size of any method's state for these shapes; larger ones are refused."""
+    """Return an upper bound on the size of any method's state for these shapes; a larger state
+    is refused."""
     return HEAD_BYTES + STATE_COPIES * 4 * sum(math.prod(shape) for shape in shapes.values())
 
 
 def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
-    """Return these tensors as a snapshot as of a round (below 0: before the first)."""
+    """Encode these tensors as a snapshot taken after a round (negative: before the first)."""
     encoded = safetensors.torch.save(dict(state))
     chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
     return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks)
 
 
 def decode_state(snapshot: Snapshot) -> State:
-    """Return a snapshot's tensors; `CorruptSnapshot` for a wrong hash. safetensors runs no code."""
+    """Return a snapshot's tensors; raise `CorruptSnapshot` for a wrong hash. safetensors runs no
+    code."""
     try:
         state = safetensors.torch.load(b"".join(snapshot.chunks))
     except (safetensors.SafetensorError, ValueError) as error:

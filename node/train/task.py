@@ -1,4 +1,5 @@
-"""A peer's training task: model, batches, the gradient accumulated over batches, learning rate."""
+"""A peer's training task: the model, its batches, the accumulated gradient, and the learning
+rate."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -28,11 +29,13 @@ class TrainingTask(Protocol):
         ...
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Run batch number `step`, leave its gradients, and return its loss in nats per token."""
+        """Run batch number `step`, leave its gradients on the model, and return its loss in nats
+        per token."""
         ...
 
     def set_rate(self, tokens: int) -> None:
-        """Set the learning rate to the schedule's at the run's `tokens`, equal on every peer."""
+        """Set the learning rate that the schedule gives at the run's `tokens`, equal on every
+        peer."""
         ...
 
 
@@ -40,9 +43,9 @@ class TrainingTask(Protocol):
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
 
-    A step's gradient is the mean of `accumulate` batches. With `autocast` matrix products run in
-    bf16; masters and gradients stay fp32. The rate follows the run's progress, not this peer's
-    steps.
+    A step's gradient is the mean of `accumulate` batches. With `autocast`, matrix products run in
+    bf16; master weights and gradients stay fp32. The rate follows the run's progress, not this
+    peer's steps.
     """
 
     module: nn.Module
@@ -76,7 +79,8 @@ class LanguageModelTask:
         return total
 
     def set_rate(self, tokens: int) -> None:
-        """Set the schedule's rate at the run's `tokens`; all take this step, so none warms up."""
+        """Set the schedule's rate at the run's `tokens`. All peers take this step, so there is
+        no joiner's warm-up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:

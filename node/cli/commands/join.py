@@ -75,7 +75,7 @@ def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object)
 
 
 def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
-    """Print what joining would train, as the members tell a throwaway identity."""
+    """Print what a joiner would train, as the run's members tell a throwaway identity."""
     from farflock.node.process.inspect_run import fetch_manifest
     from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.memory import needed_bytes

@@ -1,4 +1,4 @@
-"""Options that `run` and `join` share: what this machine contributes."""
+"""Options that `run` and `join` share: what this machine contributes to the run."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,7 +79,7 @@ def machine_options(command: Command) -> Command:
 
 
 def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
-    """Return the machine that these options describe."""
+    """Return the machine's contribution that these options describe."""
     from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 

@@ -1,4 +1,4 @@
-"""`farflock sim`: a run on a simulated network in virtual time, or small swarms in disasters."""
+"""`farflock sim`: a run on a simulated network in virtual time, or small swarms under faults."""
 
 import collections
 import dataclasses
@@ -209,7 +209,7 @@ def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
 
 
 def _require_one_kind(chaos: bool, described: bool, method: str | None) -> None:
-    """Refuse options of disasters together with those of one run."""
+    """Refuse options for disasters together with options for a single run."""
     if chaos and described:
         raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
     if method and not chaos:
@@ -246,7 +246,7 @@ def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry
 
 
 def _simulate(out: Output, described: "Manifest", world: "World", folder: Path | None) -> None:
-    """Run it and measure the result on the held-out text."""
+    """Run the simulation and measure the result on the held-out text."""
     import torch
 
     from farflock.node.model.corpus import load_corpus
@@ -282,7 +282,8 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
 def _disasters(
     out: Output, seeds: range, workers: int | None, name: str | None, dry_run: bool
 ) -> None:
-    """Run seeded disasters; exit with 1 on a violation, or if many seeds leave a fault unfired."""
+    """Run seeded disasters; exit with 1 on a violation, or if many seeds leave some fault
+    untried."""
     from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
     from farflock.node.simulate.chaos_methods import PHASES, cases_of
 

@@ -32,9 +32,9 @@ def world_of(
 ) -> "PipelineWorld":
     """Return the simulated surroundings.
 
-    A step of `step_s` is that of one microbatch, through all stages and back. `replicas` of the
-    peers are full replicas, each as fast as a server; with replicas, stages may have no servers
-    and there may be no trainer.
+    `step_s` is the time of one microbatch, through all stages and back. `replicas` of the peers are
+    full replicas, each as fast as a server; with replicas, stages may have no servers and there may
+    be no trainer.
     """
     from farflock.node.simulate.pipeline import PeerRole, PipelineWorld
     from farflock.swarm.roles import EVERY
@@ -71,7 +71,7 @@ def world_of(
 
 
 def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None:
-    """Run it and measure the result on the held-out text."""
+    """Run the simulation and measure the result on the held-out text."""
     import torch
 
     from farflock.node.model.corpus import load_corpus
@@ -116,7 +116,8 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 def _measured(
     described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: "TokenIds"
 ) -> dict[str, Any]:
-    """Return hash and held-out loss of the model, assembled from each stage's furthest server."""
+    """Return the hash and the held-out loss of the model, assembled from the server of each
+    stage that is furthest ahead."""
     import torch
 
     from farflock.node.errors import Failure

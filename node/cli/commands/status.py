@@ -1,4 +1,4 @@
-"""`farflock status`: what the node on this machine is doing; or a run, seen from outside."""
+"""`farflock status`: what the node on this machine is doing, or a run as seen from outside."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,8 @@ def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
 
 
 def _last_status(folder: Path) -> Status:
-    """Return the status that the node in this folder wrote last; raise `Failure` without one."""
+    """Return the status that the node in this folder wrote last; raise `Failure` if there is
+    none."""
     path = folder / "status.json"
     try:
         return read_status(path)
@@ -55,7 +56,7 @@ def _last_status(folder: Path) -> Status:
 
 
 def _look(out: Output, word: str, folder: Path | None) -> int:
-    """Print a run's manifest and members, as the members tell them."""
+    """Print a run's manifest and members, as the members report them."""
     import time
 
     from farflock.node.process.inspect_run import inspect_run

@@ -28,8 +28,8 @@ def train(
 ) -> int:
     """Run a node to the end of its run, or until it is asked to stop; return the exit code.
 
-    `work` calls its argument with the node once that is in the run; `greet` then prints what the
-    user must know.
+    `work` calls its argument with the node once the node is in the run; `greet` then prints what
+    the user must know.
     """
     ending = GracefulStop()
     with watching(title) as show:

@@ -6,9 +6,9 @@
   embedding_versions
 - AQ-SGD's memory of samples (decision 018): sample_memory, sample_inputs
 
-They promise less than the core. Each is checked against its oracle, in the law tests and the
-simulations of `make test-long`; it gets no kernel, no tuning and no further guarantee, and may
+These features promise less than the core. Each is checked against its oracle, in the law tests and
+the simulations of `make test-long`; it gets no kernel, no tuning and no further guarantee, and may
 change between releases.
 
 May import every other room of node/pipeline. The core imports nothing of it: lifecycle/features.py
-imports a maker when a run's terms ask for it. Start reading at kept_versions.py."""
+imports a feature when a run's terms ask for it. Start reading at kept_versions.py."""

@@ -1,9 +1,10 @@
 """Distribution of the frozen embedding's versions (embedding_versions.py) to all servers of a run.
 
-Servers of the first stage make them. Every server of any stage, and every full replica, downloads
-the versions that it is missing and serves those it has, so that a version is lost only with all of
-them. Of several offers it takes the one that most members of a stage announce. No download larger
-than a table is begun; each chunk is verified by its digest, and the whole by its offer's hash."""
+Servers of the first stage make the versions. Every server of any stage, and every full replica,
+downloads the versions that it is missing and serves those that it has, so that a version is lost
+only if all these nodes are. Of several offers a node takes the one that most members of a stage
+announce. A download larger than a table is never begun; each chunk is verified by its digest, and
+the whole by its offer's hash."""
 
 import asyncio
 import logging
@@ -140,7 +141,8 @@ class EmbeddingSync(FrozenEmbedding):
             await self.fetch(version)
 
     async def fetch(self, version: int) -> bool:
-        """Download a version from a stage that has it, the first stage first; True if held now."""
+        """Download a version from a stage that has it, asking the first stage first; return True
+        if the version is held afterwards."""
         for stage, others in enumerate(living(self._peer, self._stages)):
             if others and await self._fetch_from(version, stage):
                 return True
@@ -162,7 +164,7 @@ class EmbeddingSync(FrozenEmbedding):
         return False
 
     def _taken(self, version: int, snapshot: Snapshot) -> bool:
-        """Hold a downloaded version; return False unless it is a table of this run's shape."""
+        """Store a downloaded version; return False unless it is a table of this run's shape."""
         try:
             tensors = dict(decode_state(snapshot))
         except CorruptSnapshot as reason:

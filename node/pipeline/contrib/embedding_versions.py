@@ -1,12 +1,12 @@
 """Versions of the frozen embedding, for a run that constrains only pipelines.
 
-Averages with free replicas lead the embedding out of E_fix + span(U). At a fixed interval of rounds
-of the first stage the averaged embedding, which all its servers hold with the same bits, becomes
-the next E_fix (`drifted`). One round later the weights of pipelines change to it; meanwhile the
-other nodes download it (node/pipeline/contrib/embedding_sync.py). The schedule is in
+Averaging with free replicas moves the embedding out of E_fix + span(U). At a fixed interval of
+rounds of the first stage the averaged embedding, which all its servers hold with the same bits,
+becomes the next E_fix (`drifted`). One round later the weights of pipelines change to it; meanwhile
+the other nodes download it (node/pipeline/contrib/embedding_sync.py). The schedule is in
 node/run/terms.py. A payload's version is that of the weights that made it, and the payload names
-it: a late peer writes the old version, which stays readable for a while, and no peer reads a
-version that it does not hold.
+it: a late peer writes the old version, which stays readable for a while. No peer reads a version
+that it does not hold.
 
 Shapes: D model width, V vocabulary."""
 
@@ -27,30 +27,31 @@ log = logging.getLogger(__name__)
 
 def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
     """Return a version of the basis whose E_fix is the averaged embedding, which free replicas have
-    led out of E_fix + span(U).
+    moved out of E_fix + span(U).
 
-    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and
-    4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ =
-    the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. Raise
-    `ValueError` for a table that is not finite."""
+    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3
+    and 4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same
+    for T_⊥ = the whole table, T_S = 0. That choice needs no arithmetic, so it has the same bits
+    everywhere. Raise `ValueError` for a table that is not finite."""
     fixed_VD = table_VD.detach().to("cpu", torch.float32, copy=True)
     return Basis(version, basis.columns_DK, fixed_VD, basis.fixed_LD)
 
 
 class EmbeddingVersions:
-    """The versions that one node holds, in its codec; only the compute thread touches them."""
+    """The versions that one node holds, in its codec; only the compute thread uses them."""
 
     def __init__(self, codec: SubspaceVersions, turns: EmbeddingSchedule) -> None:
         self.codec, self.turns = codec, turns
         self.embeds = False  # True if this node's own weights are in some version
 
     def table(self, version: int) -> Tensor | None:
-        """Return E_fix of a version (V, D), None if it is not here."""
+        """Return E_fix of a version (V, D), or None if the version is not here."""
         basis = self.codec.held.get(version)
         return None if basis is None else basis.fixed_VD
 
     def hold(self, version: int, table_VD: Tensor) -> bool:
-        """Make a version readable. Return False if the table is not finite or another model's."""
+        """Make a version readable. Return False if the table is not finite or has another
+        model's shape."""
         try:
             self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
         except ValueError as error:
@@ -59,7 +60,8 @@ class EmbeddingVersions:
         return True
 
     def lacking(self, applied: int) -> list[int]:
-        """Return the versions that are read now or soon and are not here, the most urgent first."""
+        """Return the versions that are needed now or soon and are not here, the most urgent
+        first."""
         turns, effect = self.turns, self.turns.in_effect(applied)
         wanted = range(turns.oldest(applied), turns.newest(applied) + 1)
         return sorted(
@@ -108,12 +110,12 @@ class VersionedContributions:
         if self._tables.turns.made(version) == number:
             self._tables.hold(version, self._embedding())
         if self._changed and self._replica is not None:
-            self._replica.settle()  # no write has projected the work that the round did not take
+            self._replica.settle()  # no write has projected the local work that the round left out
         self._tables.give_up(number)
 
     def follow(self, applied: int) -> bool:
-        """Change to the version in effect if it is held here; return True if the version changed. A
-        node that lacks it keeps its present version, which each payload names."""
+        """Switch to the version in effect if it is held here; return True if the version
+        changed. A node that lacks it keeps its present version, which each payload names."""
         version, codec = self._tables.turns.in_effect(applied), self._tables.codec
         if self._replica is None or version == codec.spoken or version not in codec.held:
             return False
@@ -122,7 +124,8 @@ class VersionedContributions:
         return True
 
     def follow_late(self, applied: int) -> None:
-        """Follow between rounds, for a version that arrives late; also project the weights."""
+        """Follow between rounds, for a version that arrives late; this also projects the
+        weights."""
         if self.follow(applied) and self._replica is not None:
             self._replica.settle()
 
@@ -143,7 +146,7 @@ class VersionedContributions:
 def finite_table(
     tensors: dict[str, Tensor], name: str, vocabulary: int, width: int
 ) -> Tensor | None:
-    """Return another peer's table, (V, D) in float32 and finite; None for anything else."""
+    """Return another peer's table, (V, D) in float32, if it is finite; None for anything else."""
     table = tensors.get(name)
     if table is None or len(tensors) != 1:
         return None

@@ -1,8 +1,8 @@
 """Versions of a stage's weights by round, for a pipeline that does not wait (docs/decisions/016).
 
-Old weights are in a stash (node/pipeline/contrib/stash.py). With each round the group agrees how
-late its gradients are (node/train/microbatch_ids.py), and the step that takes them is corrected by
-that delay (optimizers/parts/corrections.py)."""
+Old weights are in a stash (node/pipeline/contrib/stash.py). With each round the group agrees on
+the lateness of its gradients (node/train/microbatch_ids.py), and the step that takes them is
+corrected by that delay (optimizers/parts/corrections.py)."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -52,18 +52,18 @@ def mean_delay(ages: Collection[int]) -> int:
     """Return the mean delay of several microbatches in parts of a step (`FINENESS`), half a part
     rounded up; 0 for none.
 
-    It computes with integers, so that all members with the same list have the same delay."""
+    The mean is computed in integers, so that all members with the same list have the same delay."""
     return (2 * FINENESS * sum(ages) + len(ages)) // (2 * len(ages)) if ages else 0
 
 
 @dataclass(slots=True)
 class Versions(WeightVersions):
-    """`WeightVersions` that are kept, at one server of stage `module`.
+    """The versions that one server of stage `module` keeps.
 
     `applied()` is the round of its weights, `marks` are the numbers stored with its state, and
     `bound` is the maximum delay of a gradient in rounds. Where members' weights diverge between
     rounds (`local_steps` per round), passes use the last round's result, `agreed()`, which all
-    have; None: that is the module's own weights."""
+    members have. `agreed` is None where that result is the module's own weights."""
 
     module: nn.Module
     inner: torch.optim.Optimizer
@@ -131,8 +131,8 @@ class Versions(WeightVersions):
             self._serve()
 
     def begin_step(self, ages: Collection[int]) -> None:
-        """As `WeightVersions.begin_step`. A local step adds those since the last round to the
-        delay."""
+        """As `WeightVersions.begin_step`. A local step adds the steps since the last round to
+        the delay."""
         if self.agreed is not None:
             self.age.epochs = self.local_steps * mean_delay(ages) / FINENESS + self._since
             self._since += 1
@@ -146,9 +146,9 @@ class Versions(WeightVersions):
             self._serve()
 
     def _serve(self) -> None:
-        """Set the weights of this round's passes if they are not the module's own: those that all
-        agreed on, or a prediction of the weights at the time their gradients are taken in, as late
-        as the last round's were."""
+        """Set the weights of this round's passes if they are not the module's own: either those
+        that all members agreed on, or a prediction of the weights at the time when the passes'
+        gradients are taken in, assuming that these are as late as the last round's were."""
         if self.agreed is not None:
             places = dict(self.module.named_parameters())
             self._stash.serve({name: x.to(places[name]) for name, x in self.agreed().items()})

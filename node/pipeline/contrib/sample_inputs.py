@@ -1,7 +1,7 @@
 """A trainer's store of stage inputs for a codec that remembers samples (decision 018).
 
 Inputs are decoded into rows. A row goes to the next server as a difference, as just a tag, or
-whole (node/pipeline/contrib/sample_memory.py). It implements `StageInputs`
+whole (node/pipeline/contrib/sample_memory.py). This module implements `StageInputs`
 (node/pipeline/trainer/in_flight.py)."""
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SampleInput:
     rows: tuple[Row, ...]
 
     def payload(self, server: str) -> bytes:
-        """Encode it for what the server is known to hold."""
+        """Encode the input relative to the values that the server is known to hold."""
         return self.memory.handed(self.stage, server, self.samples, self.rows)
 
     def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
@@ -53,7 +53,7 @@ class SampleOutput:
 
 
 class SampleInputs:
-    """The trainer's end of all edges."""
+    """The trainer's end of every edge."""
 
     def __init__(self, edges: Edges, stream: Batches) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream

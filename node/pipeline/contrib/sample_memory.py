@@ -1,19 +1,19 @@
 """The memory of samples at the ends of a pipeline's edges.
 
-It is for a codec that sends what changed since a sample's last visit (compression/aqsgd.py,
-decision 018).
+It serves a codec that sends the change since a sample's last visit (compression/aqsgd.py, decision
+018).
 
 A stage's output goes to the trainer, which passes it to the next stage, and again for the backward
 pass. So an edge has three ends: the server before it, the trainer, and the server behind it. The
 trainer decodes each output and keeps its value m, float16, with a tag. Each request says what the
-trainer holds of a sample; the server before sends the difference if it holds the same, else all.
-The trainer passes on the difference where the server behind is known to hold the previous m, a tag
-alone where it holds m already, else m whole. An end that does not hold what a message refers to
-answers `Lacks` and gets m whole.
+trainer holds of a sample; the server before the edge sends the difference if it holds the same
+value, and otherwise sends everything. The trainer passes on the difference if the server behind the
+edge is known to hold the previous m, only a tag if that server already holds m, and otherwise the
+whole m. An end that does not hold what a message refers to answers `Lacks` and gets the whole m.
 
-So whatever is lost, doubled, late or restarted costs bytes only. A stage computes with the
-trainer's m, bit by bit, in the forward pass and in the backward pass of the same microbatch,
-however far other visits have moved the sample's m meanwhile: the trainer keeps the m of each
+So whatever is lost, doubled, late or restarted costs only bytes. A stage computes with the
+trainer's m, bit for bit, in the forward pass and in the backward pass of the same microbatch,
+however far other visits have moved the sample's m in the meantime: the trainer keeps the m of each
 microbatch until it counts.
 
 Shapes: B sequences, L positions, D model width."""
@@ -49,9 +49,10 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 
 
 class ServerMemory(EdgeEnds):
-    """A stage server's ends (node/pipeline/server/edge_ends.py), for the outputs that it sent and
-    the inputs that it got. Each end holds at most the codec's bound of bytes, for all trainers
-    together. Samples are kept apart by trainer, and inputs by the stage that they come from."""
+    """A stage server's ends (node/pipeline/server/edge_ends.py), for the outputs that the server
+    sent and the inputs that it received. Each end holds at most the codec's bound of bytes, for
+    all trainers together. Samples are kept apart by trainer, and inputs by the stage that they
+    come from."""
 
     def __init__(self, edges: Edges) -> None:
         self.edges, self.sent, self.received = edges, fresh(edges), fresh(edges)
@@ -77,7 +78,7 @@ class ServerMemory(EdgeEnds):
         tokens_BL: Tensor | None = None,
         came: bytes | None = None,
     ) -> bytes:
-        """As `EdgeEnds.output`, for a trainer that holds what the request says."""
+        """As `EdgeEnds.output`, relative to the values that the request says the trainer holds."""
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
@@ -95,7 +96,7 @@ class ServerMemory(EdgeEnds):
         request: Forward | Backward,
         tokens_BL: Tensor | None = None,
     ) -> Tensor:
-        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit."""
+        """As `EdgeEnds.input`: return the trainer's m (B, L, D), bit for bit."""
         names = _names(caller, request.source, _visit(request))
         try:
             return self.received.decode(payload, _context(self.edges, request, names))
@@ -113,7 +114,7 @@ class Known:
 
     @property
     def visit(self) -> Visit:
-        """The samples and tags as a request names them."""
+        """The samples and tags, in the form that a request names them."""
         return Visit(
             self.samples, b"".join(NO_TAG if entry is None else entry.tag for entry in self.entries)
         )
@@ -132,7 +133,7 @@ class Row:
     kept: bool
 
     def part(self, there: bytes) -> SampleDelta:
-        """Encode it for an end that holds the value with tag `there`."""
+        """Encode the row for an end that holds the value with tag `there`."""
         if there == self.tag:
             return SampleDelta(HELD, self.tag, self.tag, b"")
         if self.change and there == self.before:
@@ -141,9 +142,9 @@ class Row:
 
 
 class TrainerMemory:
-    """A trainer's end of all edges: by stage, the last m of its samples' outputs, at most the
-    codec's bound of bytes, and the tags that the servers behind are known to hold. A microbatch
-    keeps its own `Row`s."""
+    """A trainer's end of every edge: by stage, the last m of its samples' outputs, at most the
+    codec's bound of bytes, and the tags that the servers behind the edge are known to hold. A
+    microbatch keeps its own `Row`s."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
@@ -180,7 +181,8 @@ class TrainerMemory:
         return tuple(rows)
 
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
-        """Encode a stage's input for this server life, relative to what it is known to hold."""
+        """Encode a stage's input for this server life, relative to the values that it is known
+        to hold."""
         there, parts = self._there.setdefault(stage, {}), []
         latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
@@ -198,8 +200,8 @@ class TrainerMemory:
     ) -> None:
         """Note that a server has read this input, except the rows in `lacking`.
 
-        After a failed call nothing is noted: the server has the sample's m from before or from
-        after, and a difference can be read with both."""
+        After a failed call nothing is noted: the server has the sample's m either from before
+        the call or from after it, and can read a difference with both."""
         there = self._there.setdefault(stage, {})
         for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             there.pop((server, sample), None)
@@ -224,7 +226,7 @@ class TrainerMemory:
 
 
 def fresh(edges: Edges) -> AqSgd:
-    """Return an end of the run's codec that remembers nothing yet."""
+    """Return a codec like the run's, for one end, that remembers nothing yet."""
     assert isinstance(edges.codec, AqSgd), f"{edges.codec.name} remembers no samples"
     return dataclasses.replace(edges.codec)
 

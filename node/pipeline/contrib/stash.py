@@ -1,8 +1,8 @@
 """Versions of a stage's weights by epoch: a backward pass runs at its forward pass's weights.
 
 A stage that does not wait has moved on when a microbatch comes back. If the two passes saw
-different weights, its gradient is that of no function at all; at the old version it is right and
-merely late (optimizers/parts/corrections.py)."""
+different weights, its gradient would not be that of any function; at the old version it is right
+and merely late (optimizers/parts/corrections.py)."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,8 @@ Weights = Mapping[str, Tensor]
 
 
 class VersionGone(LookupError):
-    """The requested version is gone or was never here; the message lists those that are."""
+    """The requested version is gone or was never here; the message lists the versions that are
+    here."""
 
 
 class VersionAhead(LookupError):
@@ -45,7 +46,7 @@ class Stash:
 
     @property
     def epochs(self) -> range:
-        """Epochs of the versions that are here, oldest first."""
+        """Epochs of the versions held here, oldest first."""
         return range(self.epoch - len(self._old), self.epoch + 1)
 
     @property
@@ -98,7 +99,7 @@ class Stash:
         self._served = dict(weights)
 
     def leave(self) -> None:
-        """End the epoch; call it before the weights change. Copies the weights that its forward
+        """End the epoch; call this before the weights change. Copy the weights that its forward
         passes used, once, into the memory of the version that is dropped."""
         assert not self._lent, "an epoch ended inside the block of a version"
         if self._keep > 1:

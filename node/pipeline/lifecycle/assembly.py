@@ -38,7 +38,7 @@ from farflock.swarm.peer.peer import Peer
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """The services of a node's process: where it computes, where it reports, and its memory."""
+    """The services of a node's process: its computing, its reports, and its memory."""
 
     compute: Compute
     run_pass: Pass
@@ -121,8 +121,8 @@ class Assembly:
     def _report_of(self, index: int) -> Report:
         """Return the report callback of a stage's loop.
 
-        A full replica has a loop for each stage. Their rounds are reported with the stage; of their
-        common steps only the last stage's are reported, which have a loss."""
+        A full replica has a loop for each stage. Their rounds are reported with the stage. Their
+        steps coincide, so only the last stage's, which have a loss, are reported."""
         report, last = self.means.report, len(self.pipeline.stages) - 1
         if not self.whole:
             return report
@@ -166,9 +166,9 @@ def of_share(schedule: Schedule, share: Fraction) -> Schedule:
 
 
 def clip_of(plan: RunPlan, stage: Llama) -> float | None:
-    """Return the maximum norm of a stage's gradient: the whole model's times the square root of the
-    stage's share of the parameters, as if all gradients had one size (node0's rule; no peer knows
-    the whole norm)."""
+    """Return the maximum norm of a stage's gradient: the whole model's times the square root of
+    the stage's share of the parameters, as if all gradients had the same size (node0's rule; no
+    peer knows the whole norm)."""
     if plan.clip_norm is None:
         return None
     share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()

@@ -33,7 +33,7 @@ from farflock.swarm.tasks import cancel
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 3.0  # without news of a stage's rounds: then its log, whose state no peer has, is whole
+SETTLE_S = 3.0  # without news of a stage's rounds, after which its log is taken to be complete
 
 
 class ServedStage(Resumable, Protocol):
@@ -52,7 +52,7 @@ class StageStartup:
     """The start of the stage that `serving` serves.
 
     `templates` are one exchange for each of its streams and `saved` its last checkpoint here;
-    `look_on` opens its streams as for a peer that does not serve it."""
+    `look_on` opens its streams as a peer that does not serve it would."""
 
     plan: RunPlan
     pipeline: PipelinePlan
@@ -64,12 +64,13 @@ class StageStartup:
     embedding: FrozenEmbedding = field(default_factory=FrozenEmbedding)  # the node's, at one stage
 
     def found(self) -> None:
-        """Start as the run's first, with initial weights or the last checkpoint's."""
+        """Start the stage at the run's first node, with initial weights or those of the last
+        checkpoint."""
         self._from_disk({}, 0)
         self.embedding.founded()
 
     async def join(self, timeout_s: float, downloaded: DownloadProgress) -> None:
-        """Adopt the state of the stage's other servers; without any, start the stage over."""
+        """Adopt the state of the stage's other servers; if there are none, start the stage over."""
         serving = self.serving
         while True:
             if await self._adopted(timeout_s, downloaded):
@@ -77,7 +78,7 @@ class StageStartup:
                 self._serve_scale()
                 return
             rounds, tokens = await self._where()
-            # if another peer has begun the stage meanwhile, its state is adopted instead
+            # if another peer has started the stage in the meantime, its state is adopted instead
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
@@ -99,8 +100,8 @@ class StageStartup:
     async def _adopted(self, timeout_s: float, downloaded: DownloadProgress) -> bool:
         """Download the state from other servers of the stage; return True once it is adopted.
 
-        Return False once no server is left and no byte has arrived: members listed in the view may
-        be back in other lives, and wait for this peer's state as it waits for theirs."""
+        Return False once no server is left and no byte has arrived: members listed in the view
+        may have begun other lives, and then wait for this peer's state as it waits for theirs."""
         comes = False
 
         def coming(here: int, total: int) -> None:

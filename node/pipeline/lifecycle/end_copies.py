@@ -1,12 +1,13 @@
 """Exact copies of an end stage's tensors outside its layers, kept at the neighbouring stage.
 
-No other stage has anything like an embedding or a head, so a lost one could not be made from its
+No other stage has an embedding or a head, so a lost one could not be rebuilt from the stage's
 neighbours (CheckFree+, Blagoev et al., arXiv:2506.15461, section 3.2).
 
-At a fixed interval of an end stage's rounds, `KEEPERS` servers of the neighbouring stage download
-its embedding, or its norm and head, as its members would evaluate them. They serve these to a peer
-that takes up the stage when all its servers are lost. The copy is exact as of the round that it
-names. The paper copies after each step to all nodes of the neighbour; here a stage has many."""
+At a fixed interval of an end stage's rounds, `KEEPERS` servers of the neighbouring stage
+download its embedding, or its norm and head, as its members would evaluate them. They serve
+these to a peer that takes over the stage when all its servers are lost. The copy is exact as of
+the round that it names. The paper copies after each step to all nodes of the neighbour; here
+that would be many."""
 
 import asyncio
 import hashlib
@@ -36,13 +37,13 @@ HEAD_BYTES = 1 << 16  # bound on the names and shapes before the values
 
 
 def ends_beside(index: int, stages: int) -> tuple[int, ...]:
-    """Return the end stages next to this one."""
+    """Return the first and last stages that are next to this one."""
     return tuple(end for end in sorted({0, stages - 1}) if abs(end - index) == 1)
 
 
 class EndCopies:
-    """The part of one server of stage `index`: it serves its own end and keeps copies of the
-    neighbouring ends. `streams` has the name of each stage's stream."""
+    """One stage server's part in the copies: it serves its own end, if it has one, and keeps
+    copies of the neighbouring ends. `streams` has the name of each stage's stream."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class EndCopies:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def keep(self, end: int) -> None:
-        """Fetch a newer copy of this end, and serve it; without an answer the old one stays."""
+        """Fetch a newer copy of this end, and serve it; if no server answers, keep the old one."""
         newest = self._peer.rounds.newest(self._streams[end])
         try:
             wanted = _Wanted(self._config, self._spans[end])
@@ -116,7 +117,8 @@ class EndCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The expected tensors of an end stage: nothing larger is downloaded, nothing else is kept."""
+    """The tensors expected from an end stage: nothing larger is downloaded, and nothing else is
+    kept."""
 
     config: ModelConfig
     span: range
@@ -149,8 +151,8 @@ def _rank(peer: PeerId) -> bytes:
 async def find_copy(
     peer: Peer, config: ModelConfig, stages: Sequence[range], index: int
 ) -> dict[str, Tensor] | None:
-    """Download an end stage's own tensors from a neighbouring stage, None if there is no copy.
-    Raise `Unrecoverable` if the download is corrupt."""
+    """Download an end stage's own tensors from a neighbouring stage; return None if there is no
+    copy. Raise `Unrecoverable` if the download is corrupt."""
     wanted = _Wanted(config, stages[index])
     for beside in (index - 1, index + 1):
         if not 0 <= beside < len(stages):

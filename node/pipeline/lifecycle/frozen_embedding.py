@@ -1,9 +1,9 @@
 """The seam to the frozen part of the embedding, which both ends of the subspace codec share.
 
-Where all peers are constrained to the subspace it follows from the run's seed and never changes:
-every peer computes it, and nothing is exchanged. Where full replicas are free it gets a new version
-at a fixed interval of rounds (docs/decisions/019); the assembly then passes in `EmbeddingSync`
-(node/pipeline/contrib/embedding_sync.py)."""
+If all peers are constrained to the subspace, it follows from the run's seed and never changes:
+every peer computes it, and nothing is exchanged. If full replicas are free, it gets a new
+version at a fixed interval of rounds (docs/decisions/019); the assembly then passes in
+`EmbeddingSync` (node/pipeline/contrib/embedding_sync.py)."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from farflock.node.train.driver import ContributionLog, Driver
 
 
 class FrozenEmbedding:
-    """The versions of the frozen embedding at one node; this kind has a single one. Five functions.
+    """The versions of the frozen embedding at one node. This class has a single version.
 
     Law:
 
-    1. A version is the same table at all peers that hold it, bit by bit, and follows from the
+    1. A version is the same table at all peers that hold it, bit for bit, and follows from the
        rounds of the first stage.
     2. After `before` and `begun` this node's codec holds the version in effect after its stage's
        round, if any peer has it. A node that lacks a version refuses payloads in it by name and
@@ -36,10 +36,11 @@ class FrozenEmbedding:
         """Note that this node has started the run, from initial weights or a checkpoint."""
 
     async def before(self, after: int) -> None:
-        """Fetch the version that projects a stage which is about to start over after this round."""
+        """Fetch the version for projecting a stage that is about to start over after this round."""
 
     async def begun(self, *, anew: bool) -> None:
-        """Note that a stage has its state: a new one of its own (`anew`), or other servers'."""
+        """Note that a stage has its state: either a new one of its own (`anew`), or other
+        servers'."""
 
     async def run(self) -> None:
         """Download new versions and serve them, for as long as there may be any."""

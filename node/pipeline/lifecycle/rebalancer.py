@@ -1,7 +1,7 @@
 """Moves of a stage server to another stage: SWARM's adaptive rebalancing
 (swarm/protocol/rebalance.py), and emergency moves to a stage without servers.
 
-A server moves by ending its life; the next one serves the other stage and inherits nothing else."""
+A server moves by ending its life; its next life serves the other stage and inherits nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,8 @@ RESCUE_EVERY = 4  # periods between emergency moves: the moving server needs tim
 
 
 class LifeOver(Exception):
-    """This life ends: its stage went on without it, or it has to serve another one (`stage`)."""
+    """This life ends: its stage went on without it, or the node has to serve another one
+    (`stage`)."""
 
     def __init__(self, reason: str, stage: int | None = None) -> None:
         super().__init__(reason)
@@ -26,11 +27,11 @@ class LifeOver(Exception):
 def due_move(
     balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None
 ) -> Move | None:
-    """Return the move that is due in a period, None if none is.
+    """Return the move that is due in a period, or None.
 
-    A stage without servers in this period and the one `before` gets one, in every `RESCUE_EVERY`th
-    period; after a single such period, its first server may just be arriving. Ordinary moves come
-    every `balance.every_s`."""
+    A stage that has no servers in this period and had none in the one `before` gets one, in
+    every `RESCUE_EVERY`th period. After a single such period, its first server may just be
+    arriving. Ordinary moves come every `balance.every_s`."""
     every = round(balance.every_s / EMERGENCY_S)
     if lost := _lost(snapshot):
         follows = before is not None and before.number + 1 == snapshot.number
@@ -43,7 +44,7 @@ def due_move(
 
 
 def _lost(snapshot: LoadSnapshot) -> set[int]:
-    """Return the stages that no peer holds."""
+    """Return the stages that no peer serves."""
     if snapshot.replicas:
         return set()
     return {stage for stage, servers in enumerate(snapshot.stages) if not servers}
@@ -51,8 +52,8 @@ def _lost(snapshot: LoadSnapshot) -> set[int]:
 
 @dataclass(slots=True)
 class Rebalancer:
-    """One server's part in rebalancing. `load` returns its numbers for a period; `needs_bytes` are
-    the stages' memory needs, in order."""
+    """One server's part in rebalancing. `load` returns its numbers for a period; `needs_bytes`
+    is the memory that each stage needs, in order."""
 
     peer: Peer
     balance: RebalanceTerms

@@ -1,7 +1,8 @@
 """A stage's initial state: from its servers, this node's disk, its neighbours or the run's seed.
 
-The ladder itself is node/pipeline/recovery/policy.py. This module describes the situation to it,
-downloads other stages' states and turns them into tensors, however the method stores them."""
+The order of preference is in node/pipeline/recovery/policy.py. This module describes the
+situation to it, downloads other stages' states and turns them into tensors, however the method
+stores them."""
 
 import logging
 import math
@@ -49,8 +50,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """The start of a stage whose state no peer has: its tensors (None: initial weights or a
-    checkpoint are in place), their kind, and the reason."""
+    """The start of a stage whose state no peer has: its tensors (None if the initial weights or
+    a checkpoint are already in place), their kind, and the reason."""
 
     kind: str
     reason: str
@@ -75,8 +76,8 @@ async def begin_anew(
     saved: Checkpoint | None,
     ends: Tensors | None = None,
 ) -> InitialState:
-    """Choose the state for a stage that no peer has, after round `after` of its stream (-1: at the
-    run's start). `ends` are exact copies of an end stage's own tensors, if any."""
+    """Choose the state for a stage whose state no peer has, after round `after` of its stream
+    (-1: at the run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
         if snapshot is None:
@@ -109,7 +110,7 @@ async def begin_anew(
 
 
 def round_of(saved: Checkpoint | None) -> int | None:
-    """Return the last round in a checkpoint of this stage, None without one."""
+    """Return the last round in a checkpoint of this stage; None if there is no checkpoint."""
     if saved is None:
         return None
     rounds = saved.meta["node"]["place"]["rounds"]
@@ -144,7 +145,7 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
 
 async def _scale(peer: Peer, stage: int) -> float:
     """Return a stage's weight in the mean; 0 if no peer serves one, as for a stage that never
-    trained (two zeros weigh alike)."""
+    trained (two zeros weigh the same)."""
     try:
         snapshot = await peer.snapshots.fetch(
             f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, max_bytes=_SCALE.size

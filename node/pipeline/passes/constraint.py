@@ -3,16 +3,17 @@
 All weights that write into the residual stream before the last edge write into the subspace, after
 every step, average, download and recovery.
 
-In our model (node/model/llama.py) these are the embedding, and `o_proj` and `down_proj` of each
-layer. The norms' gains stretch single coordinates and would lead out of the subspace, but they act
-on what a branch reads, not on what it adds. The last stage is exempt: nothing that it computes goes
-over an edge.
+In Farflock's model (node/model/llama.py) these are the embedding, and `o_proj` and `down_proj` of
+each layer. The norms' gains stretch single coordinates and would lead out of the subspace, but they
+act on what a branch reads, not on what it adds. The last stage is exempt: nothing that it computes
+goes over an edge.
 
 The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that
 projecting it is E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
 
-The seam is three functions that the core has anyway: `Stage.of_weights` returns gradients, `write`
-and `inner_step` of a replica change weights. Only the assembly chooses between their two kinds.
+The seam consists of functions that the core needs anyway: `Stage.of_weights` returns gradients, and
+a replica's `write` and `inner_step` change weights. Only the assembly chooses between the
+constrained and the plain versions.
 
 Shapes: D model width, K rank, V vocabulary."""
 
@@ -36,7 +37,8 @@ _OUTPUT, _ROW = 0, 1
 
 
 def writers(names: Iterable[str], tail: int) -> dict[str, int]:
-    """Return, for tensors that write to the stream before layer `tail`, the stream's dimension."""
+    """Return the tensors that write to the stream before layer `tail`, each with the dimension
+    that is the stream's."""
     found = {
         name: _OUTPUT
         for name in names
@@ -69,7 +71,7 @@ class Constraint:
     def keep(self, tensors: Tensors) -> None:
         """Project the constrained tensors in place, with the same bits on every machine.
 
-        Tensors that are inside the subspace already do not change."""
+        Tensors that are already in the subspace do not change."""
         dims = {name: dim for name, dim in self.dims.items() if name in tensors}
         project(tensors, dims, self.basis, {EMBEDDING: self.basis.fixed_VD})
 
@@ -119,11 +121,12 @@ class ConstrainedReplica(PlainReplica):
 
     @property
     def constraint(self) -> Constraint:
-        """The constraint on its weights."""
+        """The constraint on this replica's weights."""
         return self._constraint
 
     def follow(self, constraint: Constraint) -> None:
-        """Switch to another version; `settle` or the next write projects the weights."""
+        """Switch to another version of the constraint; `settle` or the next write projects the
+        weights."""
         self._constraint = constraint
 
     def settle(self) -> None:

@@ -37,8 +37,8 @@ from farflock.swarm.messages import MAX_CODECS, CodecId
 class Edges:
     """A peer's codecs for the edges between a run's stages.
 
-    It prefers `codec` and also reads and writes `others`, in this order; `dtype` is that of the
-    stages' weights. Its methods take a codec of None for the preferred one."""
+    The peer prefers `codec` and also reads and writes `others`, in this order; `dtype` is that
+    of the stages' weights. Where a method takes a codec, None is the preferred one."""
 
     codec: ActivationCodec
     batch: int
@@ -51,19 +51,20 @@ class Edges:
 
     @property
     def reads(self) -> tuple[CodecId, ...]:
-        """Codecs readable here; where versions change, those held now."""
+        """The codecs readable here; where versions change, those held now."""
         offers = [offer for codec in (self.codec, *self.others) for offer in codec.offers(0)]
         return tuple(
             CodecId(offer.name, offer.version, offer.digest[:8]) for offer in offers[:MAX_CODECS]
         )
 
     def knows(self, named: CodecId | None) -> bool:
-        """True if this codec is known here; shared parameters' versions are checked on decoding."""
+        """True if this codec is known here. The version of its shared parameters is checked on
+        decoding."""
         return self._find(named) is not None
 
     def written_in(self, payload: bytes, asked: CodecId | None) -> CodecId | None:
-        """Return a payload's codec: the one `asked` for, or for shared parameters the one that it
-        names."""
+        """Return a payload's codec: the one `asked` for or, with shared parameters, the one that
+        the payload names."""
         if not self.follows_weights:
             return asked
         stamp = stamp_of(payload)
@@ -71,7 +72,7 @@ class Edges:
 
     @property
     def follows_weights(self) -> bool:
-        """True if the sender's weights decide the codec of its payloads."""
+        """True if the sender's weights determine the codec of its payloads."""
         return self.codec.scope == "shared_params"
 
     @property
@@ -101,7 +102,8 @@ class Edges:
     def output(
         self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None
     ) -> bytes:
-        """Encode a stage's output, in the version that the payload of its input, `came`, is in."""
+        """Encode a stage's output, in the same version as `came`, the payload of the stage's
+        input."""
         out = bytearray()
         version, stage = self._version_of(came), request.stage
         context = self._context("forward", stage, request, tokens_BL, version=version)
@@ -121,7 +123,8 @@ class Edges:
         arrived_BLD: Tensor,
         came: bytes | None = None,
     ) -> bytes:
-        """Encode the gradient of a stage's input, of payload `came`, decoded as `arrived_BLD`."""
+        """Encode the gradient of a stage's input. `came` is the input's payload, and
+        `arrived_BLD` is that payload decoded."""
         version, source = self._version_of(came), request.source
         context = self._context("backward", source, request, tokens_BL, arrived_BLD, version)
         out = bytearray()
@@ -140,7 +143,7 @@ class Edges:
         return self._codec(request.sends).decode_grad(payload, context)
 
     def arrived(self, payload: bytes, request: Backward, tokens_BL: Tensor) -> Tensor:
-        """Decode this stage's output as the stage after read it."""
+        """Decode this stage's output as the next stage read it."""
         context = self._context("forward", request.stage, request, tokens_BL)
         return self._codec(request.sends).decode(payload, context)
 
@@ -170,7 +173,7 @@ class Edges:
         return None
 
     def _version_of(self, came: bytes | None) -> int | None:
-        """Return the version that a payload is in, None where the codec has a single one."""
+        """Return the version that a payload is in; None if the codec has only one."""
         if came is None or not isinstance(self.codec, SubspaceVersions):
             return None
         return self.codec.version_of(came)
@@ -199,8 +202,8 @@ class Edges:
 
 
 def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
-    """Return this peer's codecs for a run's edges: those that the run names and this release has.
-    New versions of a codec are possible only in a run with a single one."""
+    """Return this peer's codecs for a run's edges: those that the run names and this release
+    has. New versions of a codec are possible only in a run with a single codec."""
     config, names = plan.model, known_of(pipeline.codec)
     codec = activation_codec(names[0], basis=basis_of(plan, pipeline))
     others = tuple(activation_codec(name) for name in names[1:])
@@ -213,7 +216,7 @@ def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
 
 
 def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
-    """Return the basis that all peers of a run share, None if its codec needs none.
+    """Return the basis that all peers of a run share; None if the run's codec needs none.
 
     Raise `Incompatible` if this machine computes another basis than the manifest names."""
     terms = subspace_terms(pipeline.codec)

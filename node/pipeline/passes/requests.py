@@ -2,11 +2,11 @@
 
 Tensors travel as payloads of the call (swarm/peer/calls.py, node/pipeline/passes/edges.py).
 
-A microbatch is named by its trainer, the caller, and its number. `epoch` is the newest round of the
-stage's stream that the trainer knew to be applied when the microbatch set out; it stays the same
-all the way, so that both ends of an edge decode alike. `source` is the stage whose output the input
-is, -1 for tokens. `came` is the codec of that input and of its gradient; `sends` is that of the
-output and of its gradient, None where the sender's weights decide it."""
+A microbatch is named by its trainer, the caller, and its number. `epoch` is the newest round of
+the stage's stream that the trainer knew to be applied when the microbatch set out; it stays the
+same for the whole walk, so that both ends of an edge decode alike. `source` is the stage whose
+output is the input, -1 for tokens. `came` is the codec of that input and of its gradient;
+`sends` is that of the output and of its gradient, None where the sender's weights determine it."""
 
 from typing import Annotated, Literal
 
@@ -37,8 +37,8 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):
-    """Names a version of a stage's weights: the last round in them and, if the stage has started
-    over, a number for the state with which it did, else 0."""
+    """Names a version of a stage's weights by the last round in them and, if the stage has
+    started over, by a number for the state with which it did (otherwise 0)."""
 
     round: RoundNumber
     origin: Count = 0
@@ -70,9 +70,9 @@ class Forward(_Body, frozen=True, tag="forward"):
 class Backward(_Body, frozen=True, tag="backward"):
     """Asks for the gradient of the stage's input (none at the first stage).
 
-    Payloads: those of `Forward`, and the gradient of the stage's output, at the last stage the
-    target tokens. The gradient of the weights is pending until `Confirm`. It is computed at the
-    weights of `version`, if given: those of the stage's forward pass."""
+    Payloads: those of `Forward`, and the gradient of the stage's output or, at the last stage,
+    the target tokens. The gradient of the weights stays pending until `Confirm`. It is computed
+    at the weights of `version`, if given: those of the stage's forward pass."""
 
     number: Count
     stage: StageIndex
@@ -107,7 +107,7 @@ StageRequest = Forward | Backward | Confirm | Revoke
 class Done(_Body, frozen=True, tag="done"):
     """The pass is done. `life` is the server's; `took_s` is the time it computed, `waited_s` the
     time in its queue, and `loss_sum` the loss in nats summed over tokens, after the last stage's
-    backward pass. `version` is that of the weights, where servers keep more than the newest."""
+    backward pass. `version` is that of the weights, if servers keep more than the newest."""
 
     life: Count
     attempt: Count = 0
@@ -136,13 +136,14 @@ class Gone(_Body, frozen=True, tag="gone"):
 
 
 class Lacks(_Body, frozen=True, tag="lacks"):
-    """Values that these rows of the activation refer to are not held here: send them whole."""
+    """The server does not hold the values to which these rows of the activation refer: send the
+    rows whole."""
 
     rows: RowIndices
 
 
 class Foreign(_Body, frozen=True, tag="foreign"):
-    """A codec of the request is not read here; `reads` are."""
+    """The server does not read a codec of the request; `reads` are those that it does."""
 
     reads: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 

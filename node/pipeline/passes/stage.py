@@ -1,8 +1,8 @@
 """A stage: consecutive layers of a model on one peer, for microbatches in any order.
 
 A backward pass needs only the stage's input and the gradient of its output: it computes the forward
-pass again. So another peer of the stage may do it, memory does not grow with the microbatches in
-flight, and the result depends on weights and input alone. Its gradient of the weights is a sum over
+pass again. So any peer of the stage may compute it, memory does not grow with the microbatches in
+flight, and the result depends only on weights and input. Its gradient of the weights is a sum over
 tokens, with their number. Sums of different peers are added and divided once, by all tokens that
 count at this stage (other designs divide by the world size, which is wrong as soon as a microbatch
 is lost or skips a stage).
@@ -43,7 +43,8 @@ class BackwardOutput:
 
 
 class Stage:
-    """Computes passes and keeps only its weights between calls. One thread at a time calls it."""
+    """Computes passes; keeps nothing but its weights between calls. Only one thread at a time
+    may call it."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
@@ -52,12 +53,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """True if it takes tokens."""
+        """True if this stage takes tokens."""
         return self.model.span.start == 0
 
     @property
     def is_last(self) -> bool:
-        """True if it computes the loss."""
+        """True if this stage computes the loss."""
         return self.model.span.stop == self.model.config.layers
 
     @torch.no_grad()
@@ -92,8 +93,8 @@ class Stage:
         )
 
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
-        """Return the gradients by name, given the raw ones in the weights' order. A subclass may
-        change them."""
+        """Return the gradients by name, given the raw ones in the order of the weights. A
+        subclass may change them."""
         return dict(zip(self._names, gradients, strict=True))
 
 

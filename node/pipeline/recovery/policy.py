@@ -1,8 +1,9 @@
-"""The ladder of sources for a lost stage's state, from the stage's peers down to a common rollback.
+"""The sources for a lost stage's state in order of preference, from the stage's peers down to a
+common rollback.
 
-It is a pure function of a small description, so that all peers in the same situation choose alike
-and give the same reason. Lossless sources come first, then those that cost one stage some progress;
-a rollback, which costs all stages progress, comes last."""
+The choice is a pure function of a small description, so that all peers in the same situation
+choose alike and give the same reason. Lossless sources come first, then those that cost one
+stage some progress; a rollback, which costs all stages progress, comes last."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,12 +22,13 @@ RecoveryKind = Literal["peer", "snapshot", "mean", "copy", "cut"]
 class Situation:
     """The available sources.
 
-    By stage: `layers`, its number of layers; `living`, how many peers hold its state and answer;
-    `snapshots`, the round of the freshest available one or None.
+    By stage: `layers`, its number of layers; `living`, the number of peers that hold its state and
+    answer; `snapshots`, the round of the freshest available snapshot, or None.
 
-    `round` is the newest closed round; `ends`, whether others hold exact copies of the first
-    stage's embedding and of the last one's norm and head; `swapping`, whether the run has trained
-    with CheckFree+'s swap; `cut`, the last round of which every stage's checkpoint is available."""
+    `round` is the newest closed round; `ends`, whether other peers hold exact copies of the
+    first stage's embedding and of the last one's norm and head; `swapping`, whether the run has
+    trained with CheckFree+'s swap; `cut`, the last round of which every stage's checkpoint is
+    available."""
 
     round: int
     layers: tuple[int, ...]
@@ -49,10 +51,10 @@ class Situation:
 class StateSource:
     """The source of a stage's state.
 
-    `peer`: a download of the run's state from the stage's peers; `snapshot`: the stage's own of
-    `round`; `mean` and `copy`: the layers of `stages` (a copied end stage also takes the exact copy
-    of its embedding or head); `cut`: every stage's checkpoint of `round`. `reason` says why this
-    source was chosen, and why no better one."""
+    `peer`: a download of the run's state from the stage's peers; `snapshot`: the stage's own
+    snapshot of `round`; `mean` and `copy`: the layers of `stages` (a copied end stage also takes
+    the exact copy of its embedding or head); `cut`: every stage's checkpoint of `round`.
+    `reason` says why this source was chosen, and why no better one."""
 
     kind: RecoveryKind
     stages: tuple[int, ...]
@@ -61,16 +63,17 @@ class StateSource:
 
 
 def plan(now: Situation) -> dict[int, StateSource]:
-    """Return the sources of all stages without servers; of every stage if one needs a rollback."""
+    """Return the sources of all stages without servers; if one of them needs a rollback, those
+    of every stage."""
     found = {stage: source(now, stage) for stage, living in enumerate(now.living) if not living}
     back = next((chosen for chosen in found.values() if chosen.kind == "cut"), None)
     return found if back is None else dict.fromkeys(range(len(now.layers)), back)
 
 
 def source(now: Situation, stage: int) -> StateSource:
-    """Return the best source for a peer that takes over this stage; raise `Unrecoverable` without
-    any. The ladder: a peer of the stage, a snapshot younger than `max_age_rounds`, the neighbours'
-    mean (a copy at the ends and in swapped pairs), the last consistent cut."""
+    """Return the best source for a peer that takes over this stage; raise `Unrecoverable` if
+    there is none. In order: a peer of the stage, a snapshot younger than `max_age_rounds`, the
+    neighbours' mean (a copy at the ends and in swapped pairs), the last consistent cut."""
     refusals: list[str] = []
     for rung in (_peer, _snapshot, _neighbours, _cut):
         found = rung(now, stage)
@@ -135,7 +138,7 @@ def _unequal(now: Situation, stage: int, other: int) -> str:
 
 def _twin(now: Situation, stage: int) -> int | None:
     """Return the stage that a lost first or last block stage is copied from (CheckFree+, section
-    3.2) if the run swaps, else None. All other stages take their neighbours' mean."""
+    3.2) if the run swaps, else None. All other stages take the mean of their neighbours."""
     if not now.swapping or stage not in (1, len(now.layers) - 2):
         return None
     return partners(now.layers)[stage]

@@ -2,9 +2,9 @@
 (Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
 
 When all servers of a stage are lost and there is no fresh snapshot, its neighbours' weights are a
-far better start than random ones, and the other stages continue without a rollback. Only parameters
-are made: the peer that takes over the stage builds a new replica and a new method from them, with
-moments and step counts of zero, and trains at a bumped rate (`bumped_rate`).
+far better start than random weights, and the other stages continue without a rollback. Only
+parameters are rebuilt: the peer that takes over the stage builds a new replica and a new method
+from them, with moments and step counts of zero, and trains at a bumped rate (`bumped_rate`).
 node/pipeline/recovery/policy.py chooses the source.
 
 Tensors have their names in the unsplit model; layers correspond by position in their stage."""
@@ -34,7 +34,7 @@ _ELSE = "restore a snapshot, or roll back all stages to their last common checkp
 
 
 class Unrecoverable(ValueError):
-    """This stage cannot be made from these tensors; the message names the rule and the remedy."""
+    """A stage that cannot be made from these tensors; the message names the rule and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class GradientScale:
 
     def omega(self, norm_power: Literal[1, 2] = 2) -> float:
         """Return the stage's weight ω in the mean: its gradient's norm to this power. The paper
-        writes the square; its code takes the norm, of one gradient, after clipping it to 1."""
+        uses the square; its code uses the norm of one gradient, after clipping it to 1."""
         return self.squared if norm_power == 2 else math.sqrt(self.squared)
 
 
@@ -98,9 +98,9 @@ def neighbour_mean(
 def partner_copy(
     config: ModelConfig, lost: range, partner: Neighbour, ends: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return CheckFree+'s copy (3.2): the partner's layers (S1 <- S2, Sn <- Sn-1) and, at an end of
-    the model, the exact copies in `ends` of its embedding, or norm and head. All tensors are
-    new. Raise `Unrecoverable` if they do not make up the stage, as for unequal stages."""
+    """Return CheckFree+'s copy (3.2): the partner's layers (S1 <- S2, Sn <- Sn-1) and, at an end
+    of the model, the exact copies in `ends` of its embedding, or norm and head. All tensors are
+    new. Raise `Unrecoverable` if they do not make up the stage, as when the stages are unequal."""
     made = moved(config, partner.span, lost, partner.tensors)
     for name, shape in _shapes(config, lost).items():
         if name not in made:
@@ -166,11 +166,11 @@ def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -
 def bumped_rate(
     rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf
 ) -> float:
-    """Return the learning rate of a stage that was rebuilt `steps_since` of its steps ago: `bump`
-    times the schedule's at first.
+    """Return the learning rate of a stage that was rebuilt `steps_since` steps of its own ago:
+    `bump` times the schedule's at first.
 
-    By default the bump stays, as in the paper; with `decay_steps` the excess falls by a factor of e
-    in that many steps. A stage that is lost again starts over: bumps do not multiply."""
+    By default the bump stays, as in the paper; with `decay_steps` the excess falls by a factor
+    of e in that many steps. A stage that is lost again starts over: bumps do not multiply."""
     if not (bump > 0 and decay_steps > 0 and steps_since >= 0):
         raise ValueError(
             f"a bump of {bump} that decays in {decay_steps} steps is out of range; "
@@ -181,7 +181,7 @@ def bumped_rate(
 
 
 def _share(before: float, after: float) -> float:
-    """Return the earlier neighbour's weight in the mean, 0 to 1."""
+    """Return the weight of the earlier neighbour in the mean, from 0 to 1."""
     for omega in (before, after):
         if not 0 <= omega < math.inf:
             raise Unrecoverable(
@@ -209,7 +209,7 @@ def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
 
 
 def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-    """Return a checked copy of one of a peer's tensors."""
+    """Return a copy of one of a peer's tensors, after checking it."""
     x = tensors.get(name)
     if x is None:
         raise Unrecoverable(

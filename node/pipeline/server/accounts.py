@@ -1,4 +1,4 @@
-"""A stage server's microbatches: merged, taken by steps, and counted by the stage's rounds."""
+"""The microbatches of a stage server: merged, taken by steps, and counted by the stage's rounds."""
 
 import asyncio
 import collections
@@ -14,9 +14,9 @@ from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 @dataclass(slots=True)
 class Taken:
-    """A step's gradient, the sum of what was merged since the step before, and its loss in nats per
-    token (None if unknown). If `discarded` is not 0, the gradient of that many microbatches, left
-    over from earlier steps, has to be dropped."""
+    """A step's gradient, which is the sum of those merged since the last step, and its loss in
+    nats per token (None if unknown). If `discarded` is not 0, the gradient of that many
+    microbatches, left over from earlier steps, must be dropped."""
 
     staged: MicrobatchGradient
     loss: float | None
@@ -25,7 +25,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The round of a gradient's weights, and the last round before the step that took it."""
+    """The round in the weights at which a gradient was computed, and the last round before the
+    step that took it."""
 
     weights: int
     after: int
@@ -33,8 +34,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class AccumulatedGradient:
-    """The sum for one step, its loss (nats, summed over tokens), each microbatch's round of
-    weights, and the microbatches left out as `late`."""
+    """The gradient for one step, its loss (nats, summed over tokens), the round of each
+    microbatch's weights, and the microbatches left out as `late`."""
 
     staged: MicrobatchGradient
     loss_sum: float
@@ -44,8 +45,8 @@ class AccumulatedGradient:
 
 @dataclass(slots=True)
 class AccumulatorByRound:
-    """Gradients merged since the last step, summed per round of their weights, so that those too
-    old by then can be left out. Only the compute thread touches it."""
+    """Gradients merged since the last step, with one sum for each round of their weights, so
+    that a step can leave out those that are too old. Only the compute thread uses this."""
 
     rounds: dict[GradientKey, int] = field(default_factory=dict)
     _sums: dict[int, GradientAccumulator] = field(default_factory=dict)
@@ -64,7 +65,8 @@ class AccumulatorByRound:
         self.rounds[key] = round_number
 
     def take(self, is_late: Callable[[int], bool] = lambda number: False) -> AccumulatedGradient:
-        """Take all of it, oldest first, except gradients of rounds for which `is_late` is true."""
+        """Take all sums and start again from zero. They are added oldest first, without the
+        gradients of rounds for which `is_late` is true."""
         total, loss_sum = GradientAccumulator(), 0.0
         left_out = {number for number in self._sums if is_late(number)}
         for number in sorted(self._sums.keys() - left_out):  # fixed order: float sums depend on it
@@ -77,13 +79,13 @@ class AccumulatorByRound:
 
 
 class StageAccounts:
-    """The microbatches of one stage server, from merge to count; its rounds see it as a
-    `ContributionLog` (node/train/driver.py).
+    """The microbatches of one stage server, from their merge until a round counts them; the stage's
+    rounds use it as their `ContributionLog` (node/train/driver.py).
 
-    A microbatch is merged, taken by a step, brought to a round, and named by that round or another.
-    One that is more than `staleness` rounds late for a step is left out and named as late, so that
-    its trainer does not wait for it. `applied()` is the last round in the weights, `tokens_each`
-    the tokens per microbatch. The compute thread calls `sums.add` and `take`."""
+    A microbatch is merged, taken by a step, contributed to a round, and named by that round or
+    another. One that is more than `staleness` rounds late for a step is left out and named as
+    late, so that its trainer does not wait for it. `applied()` is the last round in the weights,
+    `tokens_each` the tokens per microbatch. The compute thread calls `sums.add` and `take`."""
 
     def __init__(
         self,
@@ -108,24 +110,25 @@ class StageAccounts:
     # merging
 
     def count_merge(self) -> None:
-        """Count one more merge and wake up whatever waits for a step."""
+        """Count one more merge, and wake up the task that waits for a step."""
         self._unclosed += 1
         self.merges += 1
         self.merged.set()
 
     @property
     def tokens(self) -> int:
-        """Tokens merged here and not yet known to count."""
+        """Tokens merged here that are not yet known to count."""
         return (self._unclosed - len(self.late)) * self._tokens_each
 
     def untaken(self, trainer: PeerId) -> int:
-        """Return how many microbatches of a trainer are merged and in no step yet."""
+        """Return how many of a trainer's microbatches are merged but not yet in a step."""
         return sum(peer == trainer for peer, _ in list(self.sums.rounds))
 
     # steps
 
     def take(self) -> Taken:
-        """Take all that is merged for a step: from now on it is this server's own work."""
+        """Take everything merged so far for a step. From now on it is this server's own
+        contribution."""
         applied = self._applied()
         summed = self.sums.take(lambda weights: self._is_late(weights, applied + 1))
         discarded = self._discard(applied + 1)
@@ -140,8 +143,8 @@ class StageAccounts:
         return self._versions.delay(weights, number, stepped) > self._staleness
 
     def _discard(self, number: int) -> int:
-        """Discard the gradient that earlier steps took and no round did, once a part of it is too
-        late for this round: it is one sum and cannot be split. Return its number of
+        """Discard the gradient that earlier steps took and that is in no round, once a part of
+        it is too late for this round: it is one sum and cannot be split. Return its number of
         microbatches."""
         # an offered key stays: a round that is still open may name it
         waiting = {
@@ -160,7 +163,8 @@ class StageAccounts:
     # rounds
 
     def brought(self, number: int) -> bytes:
-        """As `ContributionLog.brought`: the keys of the contribution, and how late each is."""
+        """As `ContributionLog.brought`: the keys in the contribution, and by how many rounds
+        each is late."""
         keys = self._staging.offer(number, self.taken.keys() | self.late)
         return notes.written({key: self._age(key, number) for key in keys})
 
@@ -176,7 +180,8 @@ class StageAccounts:
         self._versions.begin_round([age for age in ages.values() if age != notes.LATE])
 
     def closed(self, number: int, noted: bytes) -> None:
-        """As `ContributionLog.closed`; on the worker, so only queue the keys for `absorb`."""
+        """As `ContributionLog.closed`. This runs in the worker, so it only queues the keys for
+        `absorb`."""
         self.rounds_over.append((number, noted))
         self._versions.end_round()
 

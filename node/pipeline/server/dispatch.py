@@ -1,4 +1,4 @@
-"""Call handlers of a node that serves several stages, or that serves no passes."""
+"""Call handlers for a node that serves several stages, and for one that serves no passes."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from farflock.swarm.peer.call_server import CallReply
 
 
 class Dispatch:
-    """Hands each call to the server of its stage, or to the first server, which refuses it."""
+    """Passes each call to the server of its stage; if there is none, to the first server, which
+    refuses it."""
 
     def __init__(self, servers: Mapping[int, StageServer]) -> None:
         self._servers, self._first = dict(servers), next(iter(servers.values()))
@@ -30,15 +31,15 @@ class Dispatch:
 
 
 class Closed:
-    """Refuses every call, for one reason."""
+    """Refuses every call, for one given reason."""
 
     def __init__(self, why: str) -> None:
         self._refusal = encode(Refused(why))
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes:
-        """Refuse it."""
+        """Refuse the request."""
         return self._refusal
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
-        """Refuse it, although nothing was admitted."""
+        """Refuse the request, although `admit` has admitted none."""
         return CallReply(self._refusal)

@@ -15,7 +15,7 @@ from farflock.node.pipeline.passes.requests import Backward, Forward
 
 
 class NotHeld(Exception):
-    """A message refers to values that are not held here; its `rows` have to be sent whole."""
+    """A message refers to values that are not held here; its `rows` must be sent whole."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         super().__init__(f"rows {rows[:8]} refer to values that are not held here; send them whole")
@@ -24,26 +24,27 @@ class NotHeld(Exception):
 
 @dataclass(slots=True)
 class EdgeEnds:
-    """A stage server's ends of its edges, for all trainers together. This kind keeps nothing: every
-    payload stands for itself. One attribute, three functions.
+    """A stage server's ends of its edges, for all trainers together. This class keeps nothing: it
+    can read every payload without an earlier one.
 
     Law:
 
     1. A request is admitted only if `misfit` returns None; the other functions see only admitted
        requests.
-    2. `input` reads what the trainer holds, bit by bit, or raises and leaves no trace: `NotHeld`
-       where the payload refers to values that are not here, `CorruptPayload` or `Incompatible`
-       where it cannot be read. Whatever was lost, repeated or forgotten on either side, it never
-       gives another value.
+    2. `input` returns the trainer's values, bit for bit, or raises and changes nothing: `NotHeld`
+       if the payload refers to values that are not here, `CorruptPayload` or `Incompatible` if it
+       cannot be read. Whatever was lost, repeated or forgotten on either side, it never returns
+       other values.
     3. The trainer that `caller` names can read what `output` returns, whatever this end has
-       forgotten meanwhile. `output` raises `UnencodableTensor` for values that are not finite.
+       forgotten since. `output` raises `UnencodableTensor` for values that are not finite.
     4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
        only by the compute thread."""
 
     edges: Edges  # the codecs of the run, and the shape of its microbatches
 
     def misfit(self, request: Forward | Backward) -> str | None:
-        """Return why the samples that a request names are impossible, or None."""
+        """Return why the samples that a request names are impossible, or None if they are
+        possible."""
         if request.visit is None:
             return None
         return "samples are named, and the run's codec remembers none"
@@ -51,11 +52,12 @@ class EdgeEnds:
     def output(
         self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None
     ) -> bytes:
-        """Write a stage's output (B, L, D); `came` is the payload of its input, None for tokens."""
+        """Encode a stage's output (B, L, D); `came` is the payload of its input, None for
+        tokens."""
         return self.edges.output(y_BLD, request, tokens_BL, came)
 
     def input(
         self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor
     ) -> Tensor:
-        """Read a stage's input (B, L, D)."""
+        """Decode a stage's input (B, L, D)."""
         return self.edges.input(payload, request, tokens_BL)

@@ -1,6 +1,7 @@
 """Passes of one stage, from payloads to payloads: their admission and their computation.
 
-A request is admitted by its fields and by the sizes of its payloads, before those are fetched.
+A request is admitted by its fields and by the sizes of its payloads, before the payloads are
+fetched.
 
 Shapes: B sequences, L positions, D model width."""
 
@@ -57,7 +58,7 @@ class BackwardResult:
 
 
 class StagePasses:
-    """The passes of stage `index` at one server, without state between them.
+    """The passes of stage `index` at one server; nothing is kept from one pass to the next.
 
     Only the compute thread calls `forward` and `backward`. A microbatch may arrive at most
     `staleness` rounds behind the stage; `applied()` is the last round in the weights."""
@@ -79,8 +80,9 @@ class StagePasses:
     def refusal(
         self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool
     ) -> StageAnswer | None:
-        """Return the answer that refuses a request, or None; change nothing. Room in the queue is
-        checked elsewhere. `known`: the pass already runs, or its gradient is pending."""
+        """Return the answer that refuses a request, or None to admit it; change nothing. The
+        caller checks for room in the queue. `known` says that the pass already runs or that its
+        gradient is pending."""
         if asked.stage != self._index:
             return Refused(f"this peer serves stage {self._index}, not {asked.stage}")
         if isinstance(asked, Confirm | Revoke):
@@ -94,7 +96,7 @@ class StagePasses:
         return None if known else self._lack(asked)
 
     def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
-        """Return a refusal if this stage never computes such a pass, else None."""
+        """Return a refusal if this stage cannot compute such a pass, else None."""
         if (asked.source < 0) != self.stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
         if (unfit := self.ends.misfit(asked)) is not None:
@@ -122,7 +124,8 @@ class StagePasses:
         return (edges.token_bytes, *given, edges.max_bytes("backward", asked.sends), *arrived)
 
     def _lack(self, asked: Backward) -> Gone | None:
-        """Return `Gone` if the weights of the pass's forward pass are not here."""
+        """Return `Gone` if this server does not have the weights of the pass's forward pass,
+        else None."""
         lack = self.versions.lack(asked.version) if asked.version is not None else None
         return None if lack is None else Gone(self._applied(), lack == "late")
 
@@ -136,7 +139,7 @@ class StagePasses:
             return self._forward_all(asked), version
 
     def _forward_all(self, asked: Sequence[PassRequest]) -> list[bytes | Unread | Stale]:
-        """Run one forward pass for all; an unreadable input is refused alone."""
+        """Run one forward pass for all requests; one with an unreadable input is refused alone."""
         read = [self._read_or_stale(each) for each in asked]
         inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
         batch = self.ends.edges.batch
@@ -153,14 +156,15 @@ class StagePasses:
         return replies
 
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
-        """Compute a backward pass at the weights it names; return its result, and their version."""
+        """Compute a backward pass at the weights that it names; return its result and their
+        version."""
         assert isinstance(asked.request, Backward)
         try:
             with self.versions.using(asked.request.version) as version:
                 return self._backward_one(asked), version
         except MissingVersion as reason:  # dropped while the request waited
             return Gone(self._applied(), reason.lack == "late"), None
-        except Superseded:  # no peer may use this version any more
+        except Superseded:  # no peer may use this version any longer
             return Gone(self._applied(), late=True), None
 
     def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
@@ -180,7 +184,7 @@ class StagePasses:
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
         if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
-            # It would spoil the sum of the whole group.
+            # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")
         return BackwardResult(back.staged, payloads, back.loss_sum)
 
@@ -218,7 +222,8 @@ class StagePasses:
             return Refused(str(error)[:200], "input")
 
     def _outside(self, asked: PassRequest, request: Backward, tokens_BL: Tensor) -> Tensor:
-        """Read the targets (B, L), or the gradient of the stage's output (B, L, D)."""
+        """Read the backward pass's other input: the targets (B, L) at the last stage, elsewhere
+        the gradient of the stage's output (B, L, D)."""
         edges, at = self.ends.edges, 1 if self.stage.is_first else 2
         if self.stage.is_last:
             return edges.unpack(asked.payloads[at])
@@ -228,7 +233,7 @@ class StagePasses:
         return edges.output_gradient(asked.payloads[at], request, tokens_BL, arrived)
 
     def _spoilt(self, why: str) -> Refused:
-        """Refuse a backward pass whose input was readable: blame the gradient of the stage after,
-        or at the last stage the input."""
+        """Refuse a backward pass whose input was readable: blame the gradient from the next
+        stage, or at the last stage the input."""
         made: Made = "gradient" if not self.stage.is_last else "input"
         return Refused(why[:200], None if self.stage.is_first and self.stage.is_last else made)

@@ -1,4 +1,5 @@
-"""Gradients that a stage server has computed and not yet seen confirmed, with their replies."""
+"""Gradients that a stage server has computed but not yet seen confirmed, and the replies to
+their requests."""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class PendingGradient:
 class PendingGradients:
     """The running backward passes and unconfirmed gradients (swarm/protocol/gradient_leases.py).
 
-    `replies` has a future for each, so that a repeated request gets the first one's reply."""
+    `replies` has a future for each, so that a repeated request gets the reply to the first one."""
 
     def __init__(self, staging: GradientLeases) -> None:
         self.staging = staging
@@ -29,9 +30,9 @@ class PendingGradients:
         self.replies: dict[GradientKey, asyncio.Future[CallReply]] = {}
 
     def begin(self, key: GradientKey, attempt: int, reply: asyncio.Future[CallReply]) -> Begin:
-        """Register a backward pass and return what to do: `run` it and resolve `reply`; answer
-        `again` from `replies`; say `busy`; or `nothing`, for a gradient that already counts or was
-        given up."""
+        """Register a backward pass and return the next action: `run` it and resolve `reply`; answer
+        `again` from `replies`; refuse as `busy`; or do `nothing`, because the gradient already
+        counts or was given up."""
         begun = self.staging.begin(key, attempt)
         if begun == "run":
             self.replies[key] = reply
@@ -40,12 +41,13 @@ class PendingGradients:
         return begun
 
     def drop(self, key: GradientKey, attempt: int) -> None:
-        """Forget a pass that made no gradient; it may be requested again."""
+        """Forget a pass that produced no gradient, so that it may be requested again."""
         self.staging.revoke(key, attempt)
         self.replies.pop(key, None)
 
     def put_aside(self, key: GradientKey, gradient: PendingGradient, now_s: float) -> int | None:
-        """Keep a gradient until it is confirmed; return the attempt to answer, None if revoked."""
+        """Keep a gradient until it is confirmed. Return the attempt to answer with, or None if
+        it was revoked."""
         attempt = self.staging.staged(key, now_s)
         if attempt is None:
             self.replies.pop(key, None)
@@ -54,8 +56,8 @@ class PendingGradients:
         return attempt
 
     def confirm(self, key: GradientKey, attempt: int) -> PendingGradient | bool:
-        """Confirm a gradient. Return it if it has to be merged now, True if it was merged before,
-        False if it is not here."""
+        """Confirm a gradient. Return it if it must be merged now, True if it was merged before,
+        False if this server does not have it."""
         match self.staging.confirm(key, attempt):
             case "unknown":
                 self._forget_unwanted()
@@ -67,7 +69,7 @@ class PendingGradients:
                 return self.gradients.pop(key)
 
     def revoke(self, key: GradientKey, attempt: int) -> None:
-        """Give up attempts up to this one: another server computes the gradient."""
+        """Give up attempts up to this one, because another server computes the gradient."""
         self.staging.revoke(key, attempt)
         self._forget_unwanted()
 

@@ -1,8 +1,8 @@
 """The order of a stage server's work: backward passes first, each kind in order of arrival.
 
 A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass
-takes more in. Several waiting forward passes are computed at once, each with the result that it
-would have alone. Sans I/O."""
+adds to the work in flight. Several waiting forward passes are computed together, each with the
+result that it would have alone. Sans I/O."""
 
 import collections
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Job = TypeVar("Job")
 
 @dataclass(slots=True)
 class StageQueue(Generic[Job]):
-    """At most `room` jobs of each kind, so that neither shuts the other out; forward jobs are taken
-    up to `together` at once."""
+    """A queue of at most `room` jobs of each kind, so that neither kind crowds out the other.
+    Forward jobs are taken up to `together` at once."""
 
     room: int
     together: int = 1
@@ -22,7 +22,7 @@ class StageQueue(Generic[Job]):
     _backward: collections.deque[Job] = field(default_factory=collections.deque)
 
     def has_room(self, *, backward: bool) -> bool:
-        """True if one more job of this kind may wait."""
+        """True if one more job of this kind can wait."""
         return len(self._backward if backward else self._forward) < self.room
 
     def put(self, job: Job, *, backward: bool) -> None:

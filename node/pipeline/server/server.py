@@ -1,8 +1,9 @@
-"""A stage server: it computes a stage's passes for trainers, holds their gradients until they are
-confirmed, and gives what counts to the ordinary loop, which syncs the stage like a whole model.
+"""A stage server: it computes a stage's passes for trainers and holds the gradients until they are
+confirmed. The confirmed ones go to the ordinary training loop, which syncs the stage like a whole
+model.
 
-Requests wait in a queue, backward passes first; a trainer that finds it full asks another server.
-One piece of work runs at a time, so that no pass sees weights in the middle of a step.
+Requests wait in a queue, backward passes first; a trainer that finds the queue full asks another
+server. Only one piece of work runs at a time, so that no pass sees weights in the middle of a step.
 
 In node/pipeline/server, a request is admitted or refused (passes.py), waits (queue.py) and is
 computed (passes.py); its gradient waits for a confirmation (pending.py), then counts
@@ -48,21 +49,22 @@ from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
 BACKWARD_COST = 3.0  # in forward passes: one is redone, and two gradients cost one each
-EXPIRE_EVERY_S = 1.0  # between two looks at leases, which last much longer
+EXPIRE_EVERY_S = 1.0  # between two checks of the leases, which last much longer
 FIRST_RATE = 1.0  # microbatches per second, before any pass is timed
 
 
 class Computing(Protocol):
-    """The place where a stage's tensors are touched. Law: one piece of work at a time, in order."""
+    """Runs all work on a stage's tensors. Law: one piece of work at a time, in order."""
 
     @property
     def compute(self) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
-        """Run a piece of work."""
+        """The function that runs a piece of work."""
         ...
 
     @property
     def run_pass(self) -> Pass:
-        """Run a pass with its cost in forward passes, for which simulations charge time."""
+        """The function that runs a pass, given its cost in forward passes, for which simulations
+        charge time."""
         ...
 
 
@@ -85,7 +87,7 @@ class _Job:
 
 class StageServer:
     """One life of one server of stage `index`; `life` is its incarnation, `applied()` the last
-    round in its weights. Call handlers run on the event loop, and all tensor work through
+    round in its weights. Call handlers run on the event loop; all tensor work goes through
     `computing`. `ends` read inputs and write outputs; `versions` choose the weights of a pass."""
 
     def __init__(
@@ -116,8 +118,8 @@ class StageServer:
     # the handler of calls
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
-        """Return a refusal of a request that makes no sense here, comes at the wrong time or finds
-        the queue full; else None."""
+        """Return a refusal if a request makes no sense here, comes at the wrong time or finds
+        the queue full; otherwise None."""
         try:
             asked = decode_request(request)
         except BadRequest as error:
@@ -153,14 +155,14 @@ class StageServer:
 
     async def _enqueue(self, job: _Job) -> CallReply:
         if not self._queue.has_room(backward=job.is_backward):
-            return CallReply(encode(Busy()))  # it filled up while the payloads were fetched
+            return CallReply(encode(Busy()))  # the queue filled up while the payloads were fetched
         job.came_s = self._now()
         self._queue.put(job, backward=job.is_backward)
         self._waiting.set()
         return await job.reply
 
     async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
-        """Compute a pass once; a repeated request gets the same reply, under its own attempt."""
+        """Compute a pass once. A repeated request gets the same reply, under its own attempt."""
         match self.pending.begin(key, attempt, job.reply):
             case "busy":
                 return CallReply(encode(Busy()))
@@ -185,8 +187,9 @@ class StageServer:
     async def contribute(
         self, key: GradientKey, staged: MicrobatchGradient, loss: float | None, number: int
     ) -> None:
-        """Merge the gradient of a microbatch that this node itself took through all stages, at the
-        weights of round `number`. `loss` is given at the last stage, in nats summed over tokens."""
+        """Merge the gradient of a microbatch that this node itself took through all stages, at
+        the weights of round `number`. `loss` is in nats summed over tokens, and given only at
+        the last stage."""
         self.pending.staging.own(key)
         await self._merge(key, PendingGradient(staged, loss, number))
 
@@ -264,12 +267,12 @@ class StageServer:
 
     @property
     def stage(self) -> Stage:
-        """The stage it computes with."""
+        """The stage that this server computes."""
         return self.passes.stage
 
     @property
     def applied(self) -> int:
-        """The last round in its weights."""
+        """The last round in this server's weights."""
         return self._applied()
 
     @property
@@ -279,12 +282,13 @@ class StageServer:
 
     @property
     def rate(self) -> float:
-        """Microbatches per second, forward and backward; 1 before the first."""
+        """Microbatches per second, forward and backward; an assumed 1 before the first."""
         return 1.0 / max(self._pass_s.seconds or 1.0 / FIRST_RATE, 1e-6)
 
     @property
     def served(self) -> collections.Counter[str]:
-        """Counts of passes by kind, of refusals by answer, and of merged and late microbatches."""
+        """The numbers of passes by kind, of refusals by answer, and of merged and late
+        microbatches."""
         return self._served + collections.Counter(
             merged=self.accounts.merges, late=self.accounts.left_out
         )

@@ -1,9 +1,9 @@
 """A stage as the ordinary loop trains it.
 
-A step ends when the stage's group has taken in a batch, whatever this server's part in it. So all
-members of a stage step together although some are faster, and every method syncs a stage like a
-whole model. A method that exchanges gradients gets the sum, weighted by the number of microbatches
-in it; one with local steps gets the mean of what this server took in."""
+A step ends when the stage's group has taken in a batch, however little of it came to this
+server. So all members of a stage step together although some are faster, and every method syncs
+a stage like a whole model. A method that exchanges gradients gets the sum, weighted by the
+number of microbatches in it; one with local steps gets the mean of what this server took in."""
 
 import asyncio
 import math
@@ -21,12 +21,13 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.tallies import Tallies
 
-LOOK_EVERY_S = 0.5  # polls what has no event: another member's offer, a request to stop
+LOOK_EVERY_S = 0.5  # to poll for what has no event: another member's offer, a request to stop
 
 
 @dataclass(slots=True)
 class StageTask:
-    """Steps of what a stage server's `accounts` merged. `tokens` are those of a microbatch."""
+    """The steps of a stage server, made of the gradients that its `accounts` have merged.
+    `tokens` is the number in one microbatch."""
 
     accounts: StageAccounts
     stage: Stage
@@ -43,8 +44,8 @@ class StageTask:
     last_loss: float = math.nan
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Add what was merged to the stage's gradients. Return the last known loss in nats per
-        token, NaN if none is known."""
+        """Add the merged gradients to the stage's. Return the last known loss in nats per token,
+        or NaN if none is known."""
         scheduled = self.schedule.rate(progress.tokens, step - self.joined_at)
         self.replica.lr = self.rate_factor() * scheduled
         taken = self.accounts.take()
@@ -63,15 +64,16 @@ class StageTask:
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
-        """Set the rate at the run's `tokens`, without a joiner's warm-up: all take this step."""
+        """Set the learning rate at the run's `tokens`, without a joiner's warm-up: all peers
+        take this step."""
         schedule = replace(self.schedule, joiner_steps=0)
         self.replica.lr = self.rate_factor() * schedule.rate(tokens, 0)
 
 
 @dataclass(slots=True)
 class BatchTrigger:
-    """Decides when a step is due: the group has `tokens` more than at the step before, or other
-    members have begun the round."""
+    """Decides when a step is due: when the group has merged `tokens` more than at the last step,
+    or when other members have begun the round."""
 
     accounts: StageAccounts
     rounds: Rounds
@@ -97,17 +99,17 @@ class BatchTrigger:
         return False
 
     def is_full(self) -> bool:
-        """Return whether the next step has its tokens; also announce the tokens merged here.
+        """Return whether the next step has its tokens; this also announces the tokens merged here.
 
-        A node that could add more calls this, even while a round is open. A round that has just
-        closed is left to `full`."""
+        A node that could add more microbatches calls this, even while a round is open. A round
+        that has just closed is left to `full`."""
         if self.rounds.newest(self.stream) == self._round:
             self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.accounts.tokens)
         return self._has_enough()
 
     def is_over(self) -> bool:
-        """Announce that this node is done. Return True once every server of the stage is and no
-        round waits for this node."""
+        """Announce that this node is done. Return True once every server of the stage is done
+        and no round waits for this node."""
         self.tallies.end(self.stream, self.stage)
         return self.tallies.is_over(self.stream) and not self.rounds.called(self.stream)
 
@@ -135,7 +137,8 @@ async def _either(*events: asyncio.Event) -> None:
 def gated(
     batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
 ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-    """Wrap `train` to wait until a step is due; it returns None once no step will be."""
+    """Wrap `train` so that it waits until a step is due; it returns None once no more steps will
+    be."""
 
     async def step(work: Callable[[], float]) -> float | None:
         return await train(work) if await batch.full() else None

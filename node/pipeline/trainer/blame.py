@@ -1,17 +1,17 @@
 """Blame for payloads of the right size that cannot be decoded or overflow in the next stage.
 
-Their maker answers in time, so no path policy avoids it, and its payload would be refused forever.
-The refusing server may itself be at fault, so one refusal does not prove much: once two servers of
-a stage refuse a payload, or its only server does, the trainer has the payload made again or gives
-up what depends on it. The maker is quarantined only if two servers refuse; then it is asked only
-where the path policy names no other server."""
+The server that made such a payload answers in time, so no path policy avoids it, and the payload
+would be refused forever. The refusing server may itself be at fault, so one refusal does not
+prove much: once two servers of a stage refuse a payload, or its only server does, the trainer
+has the payload made again, or gives up the gradients that depend on it. The maker is quarantined
+only if two servers refuse; after that it is asked only if the path policy names no other server."""
 
 from dataclasses import dataclass, field
 
 from farflock.node.pipeline.passes.requests import Made
 from farflock.swarm.links import PeerId
 
-WITNESSES = 2  # refusing servers that blame a maker: one alone may lie or be faulty itself
+WITNESSES = 2  # refusals that convict a maker: one server alone may lie or be faulty itself
 QUARANTINE_S = 60.0  # not forever: the maker may be repaired, or the witnesses were wrong
 
 PayloadKey = tuple[int, Made]  # the stage that reads it, and its kind
@@ -30,25 +30,27 @@ class PayloadOrigins:
         self._refusals.pop(payload, None)
 
     def refused(self, payload: PayloadKey, by: PeerId, servers: int) -> bool:
-        """Note that `by`, one of `servers`, refused it; return True if asking others is useless."""
+        """Note that `by` refused a payload, and return True if it is useless to ask others.
+        `servers` is the number of servers of the stage that reads the payload."""
         refusals = self._refusals.setdefault(payload, set())
         refusals.add(by)
         return len(refusals) >= min(WITNESSES, servers)
 
     def refusers(self, stage: int) -> set[PeerId]:
-        """Return the servers that refused a payload for this stage: they are asked again last."""
+        """Return the servers that refused a payload for this stage; they are asked again last."""
         given = [refusals for (where, _), refusals in self._refusals.items() if where == stage]
         return set().union(*given)
 
     def to_blame(self, payload: PayloadKey) -> PeerId | None:
-        """Return the maker of a payload that enough servers refused; None for the trainer."""
+        """Return the maker of a payload if enough servers refused it; None otherwise, or if the
+        trainer itself made the payload."""
         refusals = self._refusals.get(payload, ())
         return self._makers.get(payload) if len(refusals) >= WITNESSES else None
 
 
 @dataclass(slots=True)
 class Quarantine:
-    """Servers that a trainer avoids for a while, each at the stage of its undecodable payload."""
+    """Servers that a trainer avoids for a while, each at the stage where it made a bad payload."""
 
     _until_s: dict[tuple[int, PeerId], float] = field(default_factory=dict)
 
@@ -64,5 +66,5 @@ class Quarantine:
         return {peer for (where, peer), until_s in entries if where == stage and until_s > now_s}
 
     def __len__(self) -> int:
-        """Return the number of entries; expired ones go when the next is added."""
+        """Return the number of entries, including expired ones, which `add` removes."""
         return len(self._until_s)

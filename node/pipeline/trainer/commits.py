@@ -1,4 +1,4 @@
-"""The microbatches of a trainer that count at each stage: those named by rounds (decision 014)."""
+"""A trainer's microbatches that count at each stage, because a round names them (decision 014)."""
 
 import collections
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ REMEMBERED = 4096  # named numbers kept per stage, well above the default `Train
 
 
 class DuplicateDetector:
-    """Detects microbatches of trainer `me` that a stage's rounds name twice."""
+    """Detects microbatches of trainer `me` that the rounds of one stage name twice."""
 
     def __init__(self, me: PeerId, stages: int) -> None:
         self._me = me
@@ -33,8 +33,8 @@ class DuplicateDetector:
 
 
 class CommitTracker:
-    """Tracks a trainer's microbatches until they count: `ledger` has the phase at each stage,
-    rounds say what counts.
+    """Tracks a trainer's microbatches until they count. `ledger` holds their phase at each stage;
+    rounds decide which ones count.
 
     A microbatch in one of the `doubtful` phases may already be in a round."""
 
@@ -65,7 +65,8 @@ class CommitTracker:
 
     @property
     def recent_loss(self) -> float | None:
-        """The mean loss of the last `RECENT` microbatches in nats per token; None before any."""
+        """The mean loss of the last `RECENT` microbatches in nats per token; None before the
+        first."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
@@ -79,8 +80,8 @@ class CommitTracker:
         self.begun_s[number] = now_s
 
     def hear(self, now_s: float) -> list[int]:
-        """Read what rounds have named and which servers have left; forget the microbatches that are
-        finished and return their numbers."""
+        """Read which microbatches rounds have named and which servers have left. Forget the
+        finished microbatches and return their numbers."""
         for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
         self._hear_of_late()
@@ -110,7 +111,8 @@ class CommitTracker:
         self._report("microbatch", {"number": number, "took_s": took_s})
 
     def _hear_of_late(self) -> None:
-        """Drop gradients that rounds named as left out: these count only at other stages."""
+        """Drop gradients that a round named as left out; their microbatches count only at other
+        stages."""
         for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._me and number in self.begun_s:
                 self.drop(number, stage)

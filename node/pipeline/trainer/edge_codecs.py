@@ -1,12 +1,13 @@
-"""A trainer's choice of codecs between stages, by what the servers announced (spec 4.9).
+"""A trainer's choice of codecs between stages, based on what the servers announced (spec 4.9).
 
-A run names one activation codec, or several in order of preference, and peers of different releases
-may know different ones or different versions. Both ends of an edge must know the codec of a
-payload, and so must a server that takes over from one of them. So the trainer picks, among the
-codecs that it knows, one that all servers of both stages read: then all servers get work, even if
-it costs more bytes. If there is none, it picks one that some servers of both stages read and does
-not ask the others. Where the sender's weights decide the codec (compression/subspace.py) nothing is
-chosen, and servers without a payload's version are not asked for it."""
+A run names one activation codec, or several in order of preference, and peers of different
+releases may know different ones or different versions. Both ends of an edge must know the codec
+of a payload, and so must a server that takes over from one of them. So the trainer picks, among
+the codecs that it knows, one that all servers of both stages read: all servers then get work,
+even if it costs more bytes. If there is none, it picks one that some servers of both stages read
+and does not ask the others. Where the sender's weights determine the codec
+(compression/subspace.py), the trainer chooses nothing, and does not ask servers that lack a
+payload's version."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -31,8 +32,8 @@ class EdgeCodecs:
         self._reasons = set[str]()  # why no codec suited all servers; each reason is logged once
 
     def choose(self, senders: Servers, receivers: Servers, came: CodecId | None) -> CodecId | None:
-        """Choose the codec of a stage's output whose input came in `came` (None: tokens). Return
-        None where the weights decide it."""
+        """Choose the codec for the output of a stage whose input came in codec `came` (None:
+        tokens). Return None where the weights determine the codec."""
         if self.edges.follows_weights:
             return None
         mine = self.edges.reads
@@ -56,7 +57,8 @@ class EdgeCodecs:
     def unfit(self, servers: Servers, needs: Collection[CodecId | None]) -> set[PeerId]:
         """Return the servers known not to read all of `needs`.
 
-        If that is every server, return none: a refusal then states the reason."""
+        If that is every server, return an empty set, so that one is asked and its refusal gives
+        the reason."""
         needed = {need for need in needs if need is not None}
         told = {server.peer: self._told(server.peer, server.sequence) for server in servers}
         unfit = {

@@ -35,7 +35,7 @@ class KeptInput(Protocol):
         """Note that a server has read this payload, except the rows in `lacking`, whose references
         it did not hold.
 
-        Return True if its claim is plausible, so that it may be asked again at once."""
+        Return True if the server's claim is plausible; it may then be asked again at once."""
         ...
 
 
@@ -48,7 +48,8 @@ class ExpectedOutput(Protocol):
         ...
 
     def read(self, payload: bytes, request: Forward) -> KeptInput:
-        """Read the output, the next stage's input; raise `CorruptPayload` if it cannot be one."""
+        """Read the output, which is the next stage's input; raise `CorruptPayload` if it cannot
+        be one."""
         ...
 
 
@@ -71,12 +72,12 @@ class StageInputs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeInput:
-    """A payload as it came, handed to every server alike."""
+    """A payload as it arrived, sent unchanged to every server."""
 
     raw: bytes
 
     def payload(self, server: str) -> bytes:
-        """Return the payload, which stands for itself."""
+        """Return the payload, which is the same for every server."""
         return self.raw
 
     def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
@@ -92,7 +93,7 @@ class WholeInputs:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
-        """Return itself: it reads every output alike."""
+        """Return this object, which reads every output in the same way."""
         return self
 
     def read(self, payload: bytes, request: Forward) -> KeptInput:
@@ -105,12 +106,12 @@ class WholeInputs:
 
 @dataclass(slots=True)
 class PassWeights:
-    """The weight versions that one microbatch met, by stage; its backward passes name them
-    (decision 016).
+    """The weight versions that computed one microbatch's forward passes, by stage. Its backward
+    passes name them (decision 016).
 
     `gone` says what happens once no server has a named version: the microbatch is dropped, or
-    differentiated at the newest weights. It is None where servers have a single version, which
-    passes do not name."""
+    differentiated at the newest weights. It is None where each server has a single version,
+    which passes do not name."""
 
     gone: WhenGone | None = None
     _versions: dict[int, Version] = field(default_factory=dict)
@@ -121,7 +122,8 @@ class PassWeights:
             self._versions[stage] = version
 
     def named(self, stage: int) -> Version | None:
-        """Return the version for the stage's backward pass, None for whatever the server has."""
+        """Return the version for the stage's backward pass; None if the server uses the weights
+        it has."""
         return self._versions.get(stage)
 
     def is_ahead(self, stage: int, round: int) -> bool:
@@ -130,12 +132,12 @@ class PassWeights:
         return version is not None and round < version.round
 
     def give_up(self, stage: int) -> bool:
-        """Give up the named version, which no server has. Return True if the newest weights may be
-        used instead, False if the rest of the walk is dropped."""
+        """Give up the named version, which no server has. Return True if the newest weights may
+        be used instead, or False if the rest of the walk is to be dropped."""
         return self.gone == "newest" and self._versions.pop(stage, None) is not None
 
     def forget(self) -> None:
-        """Forget all versions: the walk begins again and may meet others."""
+        """Forget all versions: the walk begins again and may use others."""
         self._versions.clear()
 
 
@@ -143,11 +145,11 @@ class PassWeights:
 class InFlight:
     """One microbatch that does not count everywhere yet, as its trainer keeps it.
 
-    By stage: `inputs`, the kept inputs; `gradients`, the payload of the gradient of its output (at
-    the last stage the targets); `codecs`, those of its output and of that gradient; and `lacked`,
-    how many servers were missing the weights or a codec. `asking` holds the stages with a backward
-    pass or confirmation in progress. `trip_s` sums the successful calls, without the time that they
-    waited at servers."""
+    By stage: `inputs`, the kept inputs; `gradients`, the payload of the gradient of its output
+    (at the last stage the targets); `codecs`, the codec of its output and of that gradient; and
+    `lacked`, the number of servers that lacked the weights or a codec. `asking` holds the stages
+    with a backward pass or confirmation in progress. `trip_s` is the total time of the
+    successful calls, without their waits at servers."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -178,7 +180,7 @@ class InFlight:
         return self.order[at + 1] if at + 1 < len(self.order) else None
 
     def set_out_again(self, epoch: int) -> None:
-        """Forget the walk so far: it begins again at the first stage, in this round."""
+        """Forget the walk so far, which begins again at the first stage in round `epoch`."""
         # `gradients` stays: so far it holds only the targets
         self.epoch, self.trip_s = epoch, 0.0
         self.inputs.clear()
@@ -189,8 +191,8 @@ class InFlight:
 def first_number(life: int) -> int:
     """Return the first microbatch number of this life of a trainer.
 
-    Each life has `NUMBERS` numbers of its own, since those of a former life may already count or
-    still be in flight. The number modulo `NUMBERS` is the batch's index in the stream."""
+    Each life has `NUMBERS` numbers of its own, since a former life's microbatches may already
+    count or still be in flight. The number modulo `NUMBERS` is the batch's index in the stream."""
     return life % LIVES * NUMBERS
 
 
@@ -213,8 +215,8 @@ class MicrobatchSource:
         self._first = self._next = first
 
     def skip(self, tokens: int) -> None:
-        """Start at the position of a run with `tokens` trained tokens; call before the first
-        draw."""
+        """Move to the position of a run that has trained `tokens` tokens; call this before the
+        first draw."""
         self._first = self._next = self._first + tokens // self.edges.tokens
 
     @property
@@ -223,7 +225,7 @@ class MicrobatchSource:
         return self._next - self._first
 
     def next(self) -> Microbatch:
-        """Number the next microbatch."""
+        """Return the next microbatch and advance the number."""
         self._next += 1
         return Microbatch(step=self._next - 1, index=0, lane=self.lane)
 
@@ -236,7 +238,7 @@ class MicrobatchSource:
         return self._batches.batch(microbatch.step % NUMBERS)
 
     def draw(self, epoch: int) -> InFlight:
-        """Draw the next microbatch, which sets out in round `epoch`, the newest that is over."""
+        """Draw the next microbatch. It sets out in round `epoch`, the newest round that is over."""
         microbatch = self.next()
         tokens, targets = map(self.edges.pack, self.batch(microbatch))
         order = self.order(microbatch)

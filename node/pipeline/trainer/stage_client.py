@@ -1,4 +1,5 @@
-"""A trainer's client of stage servers: single calls, whose outcome the path policy hears."""
+"""A trainer's client of stage servers: it makes single calls and reports their outcomes to the
+path policy."""
 
 import asyncio
 import itertools
@@ -39,7 +40,7 @@ CONFIRM_TIMEOUT_S = 10.0  # no tensors travel; well below a lease, so that it ca
 class Asked:
     """The outcome of one call; `answer` is None if the call failed or its reply is unreadable.
 
-    `trip_s` is the time a finished pass took, without its wait at the server; else 0."""
+    `trip_s` is the time that a finished pass took, without its wait at the server; otherwise 0."""
 
     answer: StageAnswer | None = None
     payloads: tuple[bytes, ...] = ()
@@ -47,7 +48,8 @@ class Asked:
 
 
 class StageClient:
-    """Calls stage servers for one trainer. The path policy chooses them and hears the outcomes."""
+    """Calls stage servers for one trainer. The path policy chooses the servers and is told the
+    outcomes."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """A trainer's knowledge of the stages: servers, microbatches named by rounds, servers that left.
 
-All of it is read from views and round logs, which are agreed; no peer is asked."""
+All of it is read from views and round logs, on which the peers agree; no peer is asked."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -47,8 +47,8 @@ class StreamName:
 
 
 class StageDirectory:
-    """The stages as one trainer sees them, with `streams` by stage. `whole`: full replicas serve
-    passes of other trainers."""
+    """The stages as one trainer sees them. `streams` are the streams by stage; `whole` says that
+    full replicas serve other trainers' passes."""
 
     def __init__(
         self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True
@@ -72,7 +72,7 @@ class StageDirectory:
 
     @property
     def epoch(self) -> int:
-        """The newest round known to be over at any stage, which new microbatches carry.
+        """The newest round known to be over at any stage; new microbatches set out in this round.
 
         A stage that is behind accepts it too, since only microbatches move it forward."""
         newest = (self._peer.rounds.newest(stream.name) for stream in self.streams.values())
@@ -87,7 +87,7 @@ class StageDirectory:
         )
 
     def serving(self) -> StageServers:
-        """Return the servers not known to be gone; the same object while nothing changes."""
+        """Return the servers not known to be gone; the same object as long as nothing changes."""
         view = self._peer.context.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
         alive = [
@@ -114,7 +114,7 @@ class StageDirectory:
         return None
 
     def server(self, name: str) -> ServerLife | None:
-        """Return the server life of this name, None if it is no longer a member."""
+        """Return the server life with this name, or None if it is no longer a member."""
         members = self._peer.context.views.newest.members
         servers = (ServerLife(member.peer, member.incarnation) for member in members)
         return next((server for server in servers if server.name == name), None)
@@ -141,7 +141,7 @@ class StageDirectory:
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """True if the next round is over and all its members have been gone for `HOPE_S`: its notes
-        seem lost.
+        are probably lost.
 
         The stage lost all its servers at that moment, and its weights with them, but other peers
         may still have heard of the round."""
@@ -156,7 +156,7 @@ class StageDirectory:
         return context.now() - self._silent_s[stage][1] >= HOPE_S
 
     def skipped(self) -> int | None:
-        """Return a stage with rounds that were lost before this peer heard of them, else None."""
+        """Return a stage whose rounds were lost before this peer heard of them, or None."""
         return self._skipped.pop() if self._skipped else None
 
     def left(self) -> Iterator[tuple[int, str]]:

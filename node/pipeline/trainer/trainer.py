@@ -1,9 +1,9 @@
-"""A pipeline's trainer: it walks microbatches through the stages, and each stage counts each
+"""A pipeline's trainer: it takes microbatches through the stages, and each stage counts each
 gradient once (decision 014).
 
-It holds no weights. In node/pipeline/trainer, in_flight.py has the parts of a microbatch that it
-keeps, walker.py the walk, stage_client.py one call of a walk, and commits.py the microbatches that
-count. The path policy chooses the servers (swarm/paths/policy.py)."""
+It holds no weights. In node/pipeline/trainer, in_flight.py has the parts of a microbatch that a
+trainer keeps, walker.py the walk, stage_client.py one call of a walk, and commits.py the
+microbatches that count. The path policy chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -28,13 +28,13 @@ from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1  # between two looks for lost gradients and for room for more microbatches
+TICK_S = 0.1  # between two checks for lost gradients and for room for more microbatches
 
 
 class Trainer:
     """One life of one trainer, which starts in its stream of microbatches at the run's position.
 
-    `inputs` keeps the outputs of stages."""
+    `inputs` keeps each stage's output as the next stage's input."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Trainer:
         self.may_begin: Callable[[], bool] = lambda: True  # asked before each microbatch
 
     async def run(self, enough: Callable[[], bool]) -> None:
-        """Train until `enough()` or `stopping` is true; then give up what is in flight."""
+        """Train until `enough()` is true or `stopping` is set; then give up the microbatches in
+        flight."""
         self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):

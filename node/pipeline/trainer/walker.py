@@ -1,8 +1,8 @@
 """The walk of one microbatch: forward through its stages and back, one server after the other.
 
 A walk that cannot go on begins again, as long as no stage counts the microbatch. After that, the
-gradients that can no longer be computed are dropped: the microbatch counts only at the stages that
-its way back has passed."""
+gradients that can no longer be computed are dropped: the microbatch counts only at the stages
+whose backward passes it has completed."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -40,8 +40,8 @@ ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
 
 
 class Walker:
-    """Takes microbatches forward and back along their paths. `commits` knows which gradient counts
-    where, `inputs` keeps the outputs of stages, and `spawn` starts background tasks."""
+    """Takes microbatches forward and back along their paths. `commits` tracks where each
+    gradient counts, `inputs` keeps the outputs of stages, and `spawn` starts background tasks."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Walker:
     async def _forward_once(self, flight: InFlight, stage: int) -> Done | ForwardRefusal | None:
         """Ask one server for a forward pass.
 
-        Return `Done`, with the output kept as the next stage's input; a refusal after which the
+        Return `Done`, with the output kept as the next stage's input; an answer after which the
         walk begins again; or None if another server may be asked."""
         after = flight.after(stage)
         assert after is not None
@@ -131,7 +131,7 @@ class Walker:
         flight.codecs[stage] = self._codecs.edges.written_in(payload, sends)
         try:
             flight.inputs[after] = expected.read(payload, request)
-        except CorruptPayload:  # seen by this trainer itself: no second witness is needed
+        except CorruptPayload:  # the trainer itself sees the damage: no second witness is needed
             self._put_into_quarantine(flight, stage, server.peer)
             await asyncio.sleep(PAUSE_S)
             return None
@@ -157,13 +157,13 @@ class Walker:
 
     async def _backward_once(self, flight: InFlight, stage: int) -> bytes | Refused | None:
         """Ask one server for a backward pass. Return the payload of the gradient of the stage's
-        input (b"" at the first stage), None if the attempt brought nothing, or a refusal if the
-        payloads of other stages cannot be decoded."""
+        input (b"" at the first stage), None if the attempt produced no gradient, or a refusal if
+        the payloads of other stages cannot be decoded."""
         place, source, ledger = (flight.number, stage), flight.source(stage), self._commits.ledger
         came, sends = flight.codecs.get(source), flight.codecs.get(stage)
         server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
         if ledger.phase(place) not in ("open", "sent"):
-            return None  # a round has named it meanwhile, as only a faulty peer makes it do
+            return None  # a round named it in the meantime, which only a faulty peer causes
         attempt = ledger.send(place, server.name)
         version, visit = flight.weights.named(stage), self._inputs.backward_visit(flight)
         where = flight.number, stage, source, flight.epoch
@@ -192,8 +192,8 @@ class Walker:
         request: Backward,
         answer: StageAnswer | None,
     ) -> Refused | None:
-        """Act on an answer that brings no gradient. Return a refusal if other stages' payloads
-        cannot be decoded; None if the pass may be asked for again or was dropped."""
+        """Handle an answer without a gradient. Return a refusal if other stages' payloads cannot
+        be decoded; None if the pass may be asked for again or was dropped."""
         match answer:
             case Foreign():
                 self._lacks(flight, request.stage, answer)
@@ -222,10 +222,10 @@ class Walker:
             flight.asking.discard(stage)
 
     def _lacks(self, flight: InFlight, stage: int, answer: Gone | Foreign) -> None:
-        """Note that a server is missing the weights of the forward pass, or the codec of a payload.
+        """Note that a server lacks the weights of the forward pass, or the codec of a payload.
 
-        Once every server is, the rest is dropped or done at other weights: the walk cannot begin
-        again, for the last stage already counts the microbatch."""
+        Once every server does, the rest is dropped or computed at other weights: the walk cannot
+        begin again, because the last stage already counts the microbatch."""
         if not (isinstance(answer, Gone) and answer.late):
             yet_to_come = isinstance(answer, Gone) and flight.weights.is_ahead(stage, answer.round)
             flight.lacked[stage] += not yet_to_come
@@ -235,7 +235,8 @@ class Walker:
             self._drop_rest(flight, stage)
 
     def _drop_rest(self, flight: InFlight, stage: int) -> None:
-        """Give up this stage's gradient and earlier stages' whose output gradient is unknown."""
+        """Give up this stage's gradient, and those of earlier stages whose output gradient is
+        unknown."""
         earlier = flight.order[: flight.order.index(stage)]
         for each in (stage, *(known for known in earlier if known not in flight.gradients)):
             self._commits.ledger.committed(each, [flight.number])
@@ -254,9 +255,10 @@ class Walker:
         flight: InFlight,
         rest: Sequence[bytes] = (),
     ) -> Asked:
-        """Call a server with the tokens, the stage's input unless that is the tokens, and `rest`.
+        """Call a server with the tokens, the stage's input (unless the tokens are the input), and
+        `rest`.
 
-        A server that answers `Lacks` gets more of the input when the caller asks it again."""
+        A server that answers `Lacks` gets more of the input the next time the caller asks it."""
         kept = flight.inputs.get(request.stage)
         handed = [] if kept is None else [kept.payload(server.name)]
         asked = await self._client.ask(server, request, [flight.tokens, *handed, *rest])
@@ -288,7 +290,7 @@ class Walker:
     ) -> bool:
         """Note a refusal. Return True if enough servers say that the payload cannot be decoded.
 
-        The maker is quarantined if several do."""
+        If several do, the maker is quarantined."""
         if answer.unread is None:
             return False
         payload = stage, answer.unread
