@@ -30,8 +30,10 @@ check: $(READY) imports
 test-long: $(READY)
 	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
 
-# How-tos, tutorials, examples with other libraries, and a tenth of the long tests, which the commit draws.
+# How-tos, tutorials, examples, the longest of the other tests, and a tenth of the long tests, which
+# the commit draws.
 ci-more: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(PYTEST) -m "long or ci_more" --long-slice "$(COMMIT)" -o faulthandler_timeout=0
 
 bench: $(READY)
