@@ -15,8 +15,9 @@ TokenIds = NDArray[np.uint16]
 
 
 class Tokenizer(Protocol):
-    """Law: `decode(encode(text)) == text`; every id is below `vocab_size`, which is at most 65,536;
-    `decode` takes any ids below `vocab_size`, and shows bytes that are not UTF-8 as U+FFFD."""
+    """A map from text to token ids and back. Law: `decode(encode(text)) == text`; every id is below
+    `vocab_size`, which is at most 65,536; `decode` takes any ids below `vocab_size`, and shows
+    bytes that are not UTF-8 as U+FFFD."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -49,7 +49,8 @@ AWAY_S = (5.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The simulated surroundings. `step_s` is per step, `churn_s` the mean time between kills."""
+    """The simulated surroundings. `step_s` is the time of a local step, `churn_s` the mean time
+    between kills."""
 
     peers: int
     total_tokens: int

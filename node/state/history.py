@@ -108,7 +108,8 @@ class History:
             self.flush()
 
     def event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Append at most 64 kB of JSON as a line to events.jsonl; `ValueError` if it is longer."""
+        """Append at most 64 kB of JSON as a line to events.jsonl; raise `ValueError` if it is
+        longer."""
         self._write_line(
             f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields}
         )

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingSync(FrozenEmbedding):
-    """One node's part in the distribution. `stream` is the first stage's, of `stages` stages."""
+    """One node's part in the distribution. `stream` is the first stage's stream; the run has
+    `stages` stages."""
 
     def __init__(
         self,

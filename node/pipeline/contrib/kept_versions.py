@@ -34,7 +34,8 @@ DELAY = "delay"  # name of a state mark (node/train/state_sync.py)
 
 
 def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:
-    """Install a correction in an inner optimizer; `nesterov` is an optimizer and needs nothing."""
+    """Install a correction in an inner optimizer. `nesterov` needs nothing: it is a choice of inner
+    optimizer."""
     if "spike" in correction:
         if not isinstance(inner, torch.optim.SGD):
             raise ValueError(

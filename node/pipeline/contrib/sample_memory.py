@@ -122,8 +122,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the tag of the m
-    before and the difference from it, if it came as one; and whether the sender holds m, so that
+    """One sample's activation in one microbatch: m, float16 (L, D), and its tag; if it came as a
+    difference, that difference and the tag of the m before; and whether the sender holds m, so that
     the next visit may be a difference."""
 
     values: Tensor
