@@ -102,8 +102,8 @@ class Mixing:
         return [self._exchange(self.round, values)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Move the masked values to the mean where it contains this peer's. A round that it missed
-        changes nothing: its values come again."""
+        """Move the masked values to the mean where it contains this peer's. A missed round
+        changes nothing: its values are exchanged again later."""
         void = self.void
         if exchange.tensors:
             self.pending = self.void = False

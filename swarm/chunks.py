@@ -32,7 +32,7 @@ MAX_ASKERS = 256
 
 
 class ChunkCarrier(Protocol):
-    """The needs of the chunk protocol: a peer's links, as in `PeerContext`, and its task group."""
+    """The interface that chunks need: a peer's links, as in `PeerContext`, and its task group."""
 
     def send(self, peer: PeerId, message: Message, /) -> bool:
         """Send a message, best effort; return False if it was refused."""
@@ -113,7 +113,7 @@ class Store:
 
     @property
     def pinned_chunks(self) -> int:
-        """The number of chunks that any user keeps, here already or not."""
+        """The number of chunks that any user has pinned, here already or not."""
         return len(self._pins)
 
     def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
@@ -150,7 +150,7 @@ class _Fetching:
     digest: bytes
     data: bytearray
     missing: set[int]  # indices of missing pieces
-    # whether several holders may serve one copy: faster, but then a false copy convicts nobody
+    # whether several holders may serve one copy: faster, but then a false copy has no known source
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
@@ -335,7 +335,7 @@ class Chunks:
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
-        """Return the (least, most) bytes to request next: `ASK_BYTES` at least, if missing."""
+        """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
         least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))

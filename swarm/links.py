@@ -29,7 +29,7 @@ class Links(Protocol):
     def me(self) -> PeerId: ...
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
-        """Queue a control frame; return False if it was refused (no road, or the queue is full)."""
+        """Queue a control frame; return False if it was refused (no route, or a full queue)."""
         ...
 
     async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:

@@ -13,7 +13,7 @@ with a suitable length, their random one draws the same rows in all tensors); on
 round's, instead of one that grows with each tensor; the row of blocks is padded to a multiple of q,
 so that all rounds carry equally many; `full` keeps momentum like the rest, and what is taken leaves
 it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each
-other there, do not exist.
+other there, cannot be chosen.
 """
 
 from dataclasses import dataclass

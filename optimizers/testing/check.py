@@ -84,7 +84,7 @@ def require(kept: bool, law: int, counterexample: str) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A method on trial: factory, rig, and the steps after which it holds its snapshot alone."""
+    """A method on trial: factory, rig, and the steps after which only its snapshot is held."""
 
     make: Callable[[], Method]
     rig: Rig
@@ -105,7 +105,7 @@ class Subject:
 
 
 def played(subject: Subject, size: int, fate: str, ticks: int = TICKS) -> Loopback:
-    """Return a new swarm of `size` peers under AdamW after `play`."""
+    """Return a new swarm of `size` peers with AdamW, after `play` has run on it."""
     return play(subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01), fate, ticks)
 
 
@@ -405,7 +405,7 @@ def check_joiner(subject: Subject, tick: int) -> None:
 
 
 def check_snapshot_is_a_copy(subject: Subject) -> None:
-    """Check that later steps do not change a state, nor changes of a state the method."""
+    """Check that later steps change no state, and changes of a state do not change the method."""
     swarm = subject.swarm("ab")
     swarm.steps(5)
     peer = swarm.peers["a"]

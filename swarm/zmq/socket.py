@@ -215,7 +215,7 @@ class ZmqSocket:
         return True
 
     def wake(self) -> None:
-        """Pump again in the loop's next turn."""
+        """Pump again in the next iteration of the loop."""
         if self._again is None and not self.socket.closed:
             self._again = self._loop.call_soon(self.pump)
 

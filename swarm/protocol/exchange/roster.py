@@ -49,7 +49,7 @@ class Roster:
 
     @property
     def live_before_me(self) -> int:
-        """The number of those that are not suspect."""
+        """The number of live members that propose before this one."""
         return sum(member not in self.suspects for member in self.ordered[: self.place])
 
     @property
