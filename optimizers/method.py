@@ -57,7 +57,7 @@ class Exchange:
     is wanted: 0 blocks, τ overlaps with τ steps, H delays by one round. At `deadline_s` the peer
     stops waiting and trains on; the result still arrives, once, when it is known.
 
-    Rounds of all streams are numbered on one axis, the axis on which views begin. A stream has
+    Rounds of all streams of a method are numbered on one axis, on which views begin. A stream has
     every `stride`-th round, counted from its template's, so that streams with different periods
     advance along it together. If `enough` is above 0, a round closes once that many contributions
     are complete; otherwise when all members' are, or at the deadline.

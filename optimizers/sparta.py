@@ -9,7 +9,7 @@ With a lossless codec and no delay the bracket is 0 and this is the paper's thet
 With a delay it holds the local steps since, and with a lossy codec the rounding error, so that
 progress finer than the codec is not lost but stays in its replica until it counts. Deviations: the
 mask is one value out of each run of n (the last run may be shorter), not an independent draw for
-each value, so that a payload has a fixed length and costs P/n draws. `random` draws anew each
+each value, so that a payload has a fixed length and costs P/n draws. `random` draws again each
 round; `partition` draws a place in each run once per sweep and advances it by one each round, so n
 rounds take each value exactly once.
 """

@@ -1,7 +1,7 @@
 """The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from any holder.
 
-The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory;
-unrequested pieces are dropped and counted. A chunk is verified before anybody sees it. A holder
+The receiver asks for ranges that it has room for (`Want`), so no peer can fill its memory;
+unrequested pieces are dropped and counted. A chunk is verified before it is used. A holder
 silent for `STALL_S` is given up for the next, which is asked only for what is missing.
 """
 
@@ -200,7 +200,7 @@ class Chunks:
         """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
-        peer that is gone or lacks the chunk never gets it: return False once nobody is left."""
+        peer that is gone or lacks the chunk never gets it: return False once no other is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -373,7 +373,7 @@ class Chunks:
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
-                    fetching.refused.add(holder)  # skipped until everybody has been asked
+                    fetching.refused.add(holder)  # skipped until all have been asked
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, STALL_S / 4)):

@@ -105,8 +105,9 @@ class Async(OuterMethod):
     `period` is the number of local steps of the fastest peer. `buffer` None means the number of
     workers, `dylu` False gives every peer `period` steps, `enough` arrivals close a round.
 
-    `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above
-    `hinge_free`, drop 0 above `drop_above`.
+    `staleness` sets the weight of an arrival that is s versions late: 1 for none, (1 + s)^-1/2 for
+    polynomial, 1 / (hinge_slope·(s - hinge_free) + 1) above `hinge_free` for hinge, and 0 above
+    `drop_above` for drop.
     """
 
     period: int = 50

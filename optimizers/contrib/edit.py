@@ -62,7 +62,7 @@ from farflock.optimizers.trial_options import Disaster, TrialOptions
 NORMS, DELTA = "norms", "delta"
 # A layer stays as it is if less than 1/64 of its weight arrived: the step would be mostly rounding.
 FAINTEST = 64
-ONLOOKER = 2.0**-60  # the weight of a peer without a contribution: it vanishes beside a 1
+ONLOOKER = 2.0**-60  # the weight of a peer without a contribution: it vanishes next to a 1
 
 
 LayerWeights = dict[int, dict[MemberId, list[int]]]
@@ -164,9 +164,9 @@ class EDiT(OuterMethod):
     """Rounds of `period` local steps; with `round_s` a round ends when run time crosses a multiple
     of it.
 
-    `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax,
-    `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the share of a
-    weight that follows the number of steps.
+    `temperature` None weighs all equally, `relative` divides norms by their mean before the
+    softmax, `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the
+    share of a weight that follows the number of steps.
     """
 
     period: int = 128

@@ -40,7 +40,7 @@ class LateMethod(PeriodicMethod):
         """Make the outer step on phi and momentum."""
 
     def require_options(self, who: str) -> None:
-        """Raise `ValueError` unless options make rounds and lose nothing; `who`: "CO2 has", say."""
+        """Raise `ValueError` unless options make rounds and lose nothing; `who`: like "CO2 has"."""
         require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
         if self.delay not in (0, 1):
             raise ValueError(

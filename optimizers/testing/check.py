@@ -393,7 +393,7 @@ def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
 
 
 def check_joiner(subject: Subject, tick: int) -> None:
-    """Check that a joiner that adopts has the snapshot, evaluates alike, and takes part."""
+    """Check that a joiner that adopts has the snapshot, evaluates the same, and takes part."""
     swarm = played(subject, 2, "late", ticks=tick)
     veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
     require(same(joiner.outer(), veteran.outer()), 6, "A joiner's snapshot is not its teacher's.")
@@ -476,8 +476,8 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
     """Check that work outside of the taken ranges of each stream's first round is not lost.
 
     Two runs differ in the sign of one gradient of a peer, in a range that was not taken; they must
-    not end alike there. A gradient and its opposite have one norm, so nothing else tells the runs
-    apart. The residual of a lossy codec does, by a little, but is not kept work, so a difference
+    not end the same there. A gradient and its opposite have one norm, so nothing else tells the
+    runs apart. The residual of a lossy codec does, by a little, but is not kept work, so a difference
     counts from `MIN_TRACE` on.
     """
     if not subject.talks():

@@ -203,7 +203,7 @@ class LoopbackPeer:
     driver: LoopbackDriver
     templates: dict[str, Exchange]  # by stream, as the method gave them before the first step
     step: int = 0
-    now_s: float = 0.0  # the run's time, alike for all
+    now_s: float = 0.0  # the run's time, the same for all
     # key -> (step at which it arrives, result)
     answers: dict[ExchangeKey, tuple[int, Result]] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)  # stream -> last applied round

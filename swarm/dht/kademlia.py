@@ -97,7 +97,7 @@ class RunValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class RefusedCall(RuntimeError):
-    """A remote call that breaks a limit; only its caller hears of it."""
+    """A remote call that breaks a limit; only its caller is told."""
 
 
 class DHTProtocol(HivemindProtocol):  # type: ignore[misc]

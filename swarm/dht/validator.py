@@ -189,7 +189,7 @@ def pack_items(items: list[StoredItem]) -> bytes:
 def unpack_items(raw: bytes) -> list[StoredItem]:
     """Return a reply's well-formed items, unchecked; raise `BadItem` if no dictionary or too long.
 
-    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last for ever
+    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last forever
     would end the reader's search. Entries of another form (other programs' subkeys) are skipped.
     """
     try:

@@ -164,7 +164,7 @@ class Balancer:
         now_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Record a successful call, which by the server `took_s`; ignore a peer that left."""
+        """Record a successful call; by the server's report it `took_s`. Ignore a peer that left."""
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
@@ -192,12 +192,12 @@ class Balancer:
                 assert_never(reason)
 
     def busy(self, peer: PeerId) -> None:
-        """Record a refusal for lack of room: no ban, the charge stays, deadlines are forgiven."""
+        """Record a refusal for lack of room: no ban, the charge stays, missed deadlines are void."""
         if (server := self._servers.get(peer)) is not None:
             server.deadlines = 0
 
     def refresh(self, records: Iterable[Announced], now_s: float) -> None:
-        """Take the valid records: forget other servers, admit newcomers, end bans by newer ones."""
+        """Take the valid records: forget other servers, admit new ones, lift bans on newer ones."""
         self._end_bans(now_s)
         newest = self._newest(records)
         for peer in [peer for peer in self._servers if peer not in newest]:

@@ -224,7 +224,7 @@ class Branching:
             self._follow(branch)
 
     def _follow(self, branch: Certified) -> None:
-        """Continue on this branch with everything held: it begins where our log is whole."""
+        """Continue on this branch, and keep everything: it begins where our log is complete."""
         if self._context.views.extend(branch):
             self._rounds.rewind(branch.view.first_round)
             self._membership.view_changed()

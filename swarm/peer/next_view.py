@@ -107,7 +107,7 @@ class NextView:
     def _rank(self) -> int:
         """Return the number of live members before this peer in this decision's order.
 
-        In a hurry, only leaving members count: no others can be in one."""
+        In a hurry, only leaving members count: no others can be in a hurry."""
         before = self._ordered()
         before = before[: before.index(self._context.me)]
         if self._hurries:

@@ -347,7 +347,7 @@ class Router:
         return frozenset({*self._receivers, *get_args(messages.ChunkMessage)})
 
     def add(self, receive: Receive, *kinds: type[Message]) -> None:
-        """Send messages of these types to `receive` from now on."""
+        """Route messages of these types to `receive` from now on."""
         for kind in kinds:
             assert kind not in self._receivers, f"{kind.__name__} has a receiver already"
         self._receivers = MappingProxyType({**self._receivers, **dict.fromkeys(kinds, receive)})

@@ -1,9 +1,9 @@
 """The log of a stream's last rounds: each decision, and whether its content is here.
 
 A member that was away learns from others' logs what it missed, in order; a round that has left
-every log is lost to a peer that still waits for it. The last shards of a witnessed round are
-kept longer than its other content: peers without its state, a pipeline's trainers, follow at their
-own pace and must miss none.
+every log is lost to a peer that still waits for it. The last shards of a witnessed round are kept
+longer than its other content: peers without its state, a pipeline's trainers, follow at their own
+pace and must miss none.
 """
 
 import asyncio

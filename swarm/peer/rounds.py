@@ -3,7 +3,7 @@
 A stream's rounds form one log: round r+1 begins only where round r is decided, so a member that was
 away learns what it missed in order (`catch_up`), and no contribution can count twice. An exchange
 has no timeout of its own: it resolves when its round is decided and its content is here, or when
-the round has left everybody's log (`lost`).
+the round has left every log (`lost`).
 
 Read `Rounds.exchange` first, then `OpenRounds`, which routes messages to the machines of the open
 rounds and carries out their actions.
@@ -461,7 +461,7 @@ class OpenRounds:
         """Drop a machine of a view that its round does not belong to; return True if dropped.
 
         Nothing that it did counts, and its group's indices now mean other members. This peer's
-        offer goes into the round's true machine."""
+        offer goes into the right machine for the round."""
         if machine.view == view.hash:
             return False
         del self._machines[machine.key]

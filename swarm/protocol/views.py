@@ -57,8 +57,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`.
 
-    swarm/protocol/axes.py explains these rounds. `previous` is the hash of the view before; in a
-    branch, its `branch_mark`."""
+    swarm/protocol/axes.py explains these rounds. `previous` is the hash of the previous view; in
+    a branch, its `branch_mark`."""
 
     number: Count
     previous: Digest
@@ -272,7 +272,9 @@ class Chain:
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view or a branch; False if known, `BadView` if it does not follow."""
+        """Append the next view or a branch; return False if it is known.
+
+        Raise `BadView` if it does not follow."""
         view, newest = certified.view, self.newest
         if view.number <= newest.number:
             return False

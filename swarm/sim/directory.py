@@ -74,7 +74,7 @@ class MemoryTable:
         self._islands = ()
 
     def put(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
-        """Store a writer's newest payload; False if it is alone: others see it once they come."""
+        """Store a writer's newest payload; False if no other peer is there yet to see it."""
         if self._randoms[writer].random() < self.faults.lost:
             self.fired["lost"] += 1
         else:

@@ -36,7 +36,7 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that hit a share of all frames, whoever sends them."""
+    """Faults that hit a share of all frames, regardless of their sender."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -305,7 +305,7 @@ class SimLinks:
         return [(frame, late_s)]
 
     def _arrive(self, there: "SimLinks", frame: bytes) -> None:
-        """Pass a frame on to the receiver's downlink, if both ends still live the same life."""
+        """Pass a frame on to the receiver's downlink, if both ends are still in the same life."""
         network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
         if not alive or not network.reachable(self._me, there.me):

@@ -128,7 +128,7 @@ class ZmqLinks:
 
     @property
     def detours(self) -> Relays:
-        """The roads through other peers, and this peer's service as a relay."""
+        """The routes through other peers, and this peer's service as a relay."""
         return self._detours
 
     @property

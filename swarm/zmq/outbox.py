@@ -56,7 +56,7 @@ class Pool:
 
 
 class Outbox:
-    """Frames waiting for one peer, in order, control apart from bulk, within limits in bytes."""
+    """Frames waiting for one peer, in order, within limits in bytes; control and bulk are apart."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -320,7 +320,7 @@ class ZmqSocket:
             self.kick(descriptor, "stranger: too many")
 
     def close(self) -> None:
-        """Leave the loop; close sockets and duplicates."""
+        """Leave the loop; close the sockets and the duplicate descriptors."""
         if self._again is not None:
             self._again.cancel()
         for watched in (self.socket, self._monitor):

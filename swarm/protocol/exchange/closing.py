@@ -1,11 +1,12 @@
 """The end of an exchange: one list is decided, its content is fetched, and it can be applied.
 
-A member proposes only items that a quorum says it holds, so that the decided content is available
-even if its proposer dies. The kind of exchange determines the list (`Content.closable`); Paxos
-ensures that only one is decided (`swarm/protocol/decide.py`). Proposers take turns: a member
-proposes once all live ones before it have had time to, and gives each ballot more time than the
-last, so that one gets through even over slow links. At the deadline members propose the empty
-list: the exchange has failed, and everybody agrees that it has. No member is ever left to guess.
+A member proposes only items that are held by a quorum (if some members only vote, by most of the
+live contributors), so that the decided content survives its proposer. The kind of exchange
+determines the list (`Content.closable`); Paxos ensures that only one is decided
+(`swarm/protocol/decide.py`). Proposers take turns: a member proposes once all live ones before it
+have had time to, and gives each ballot more time than the last, so that one gets through even over
+slow links. At the deadline members propose the empty list: the exchange has failed, and all agree
+that it has. No member is ever left to guess.
 
 The table has the states of one member, by its role in the exchange. A contributor must hold the
 decided content before it is complete ("held"); a voter does not need it and is complete at once.
@@ -16,7 +17,7 @@ decided content before it is complete ("held"); a voter does not need it and is 
 - *fetching*: a list is decided, and some of its content is not here.
 - *complete*: the list can be applied.
 
-There is no way back and no timeout: a decision may come as late as it likes.
+No transition leads back and none is a timeout: a decision may come at any time.
 """
 
 from collections.abc import Callable, Iterable

@@ -51,7 +51,7 @@ class Content:
     """The offers and items of one exchange at one member, with `places` places for items.
 
     `Mean`, `Gather` and `Voter` define what can be decided. Law: what `closable` names is agreed in
-    `availability` until it is put forward; `work` requests things by actions and never waits."""
+    `availability` until it is proposed; `work` requests things by actions and never waits."""
 
     def __init__(self, context: ExchangeContext, places: int, *, fewest: bool = False) -> None:
         self._context, self._roster, self._terms = context, context.roster, context.terms
