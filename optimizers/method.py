@@ -60,7 +60,8 @@ class Exchange:
     Rounds of all streams of a method are numbered on one axis, on which views begin. A stream has
     every `stride`-th round, counted from its template's, so that streams with different periods
     advance along it together. If `enough` is above 0, a round closes once that many contributions
-    are complete; otherwise when all members' are, or at the deadline.
+    are complete; otherwise when those of all live members are, or halfway to the deadline with
+    those that have arrived.
 
     With `compensate`, what the return codec drops from a shard's mean is added to the shard's next
     mean, so that a coarse codec delays values and does not lose them (kind mean, group `All`).

@@ -50,8 +50,8 @@ def masked(selector: Selector, one_in: int, seed: int, round_number: int, count:
 
 @dataclass(slots=True)
 class Mixing:
-    """The stream of masked means, for SPARTA alone and inside another method. `period` is the local
-    steps between exchanges, `delay` those until a result is wanted."""
+    """The stream of masked means, for SPARTA alone and inside another method. `period` is the
+    number of local steps between exchanges, `delay` that until a result is wanted."""
 
     selector: Selector
     one_in: int

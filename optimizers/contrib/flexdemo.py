@@ -12,8 +12,8 @@ each tensor, so that every block has its turn (their striding never reaches most
 with a suitable length, their random one draws the same rows in all tensors); one counter, the
 round's, instead of one that grows with each tensor; the row of blocks is padded to a multiple of q,
 so that all rounds carry the same number; `full` keeps momentum like the rest, and what is taken
-leaves it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each
-other there, cannot be chosen.
+leaves it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite
+each other there, cannot be chosen.
 """
 
 from dataclasses import dataclass

@@ -477,8 +477,8 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
 
     Two runs differ in the sign of one gradient of a peer, in a range that was not taken; they must
     not end the same there. A gradient and its opposite have one norm, so nothing else tells the
-    runs apart. The residual of a lossy codec does, by a little, but is not kept work, so a difference
-    counts from `MIN_TRACE` on.
+    runs apart. The residual of a lossy codec does, by a little, but is not kept work, so a
+    difference counts from `MIN_TRACE` on.
     """
     if not subject.talks():
         return

@@ -176,8 +176,8 @@ class Balancer:
     def failed(self, peer: PeerId, reason: CallFailure, now_s: float) -> None:
         """Record a failed call; its charge stays.
 
-        A failed dial bans for a short time, a failed call for a long one. A call out of time does
-        not: that may be our fault.
+        A failed dial bans for a short time, a failed call for a long one. A call that timed out
+        bans for none: that may be our fault.
         """
         if (server := self._servers.get(peer)) is None:
             return
@@ -192,7 +192,7 @@ class Balancer:
                 assert_never(reason)
 
     def busy(self, peer: PeerId) -> None:
-        """Record a refusal for lack of room: no ban, the charge stays, missed deadlines are void."""
+        """Record a refusal for lack of room: no ban; the charge stays, missed deadlines do not."""
         if (server := self._servers.get(peer)) is not None:
             server.deadlines = 0
 

@@ -1,9 +1,9 @@
 """The glue of branches: members without a majority start one, and two chains of views become one.
 
 Every peer decides for itself: it asks peers that may be on another chain, verifies that chain's
-views, and gives up its own if the other has stayed stronger for a while. It then forgets
-everything about its own chain, as in a restart: its open exchanges are lost, it adopts the other
-chain's state and asks for admission.
+views, and gives up its own if the other has stayed stronger for a while. It then forgets everything
+about its own chain, as in a restart: its open exchanges are lost, it adopts the other chain's state
+and asks for admission.
 """
 
 import random

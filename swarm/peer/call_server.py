@@ -18,7 +18,7 @@ from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
 LEASE_S = 30.0  # an answer is kept this long after it was last sent: many repetitions of a call
 FETCH_S = 60.0  # for fetching a call's payloads, so that a dead caller frees its room
-SERVE_S = 300.0  # for the handler: far longer than a pass, so that only a stuck one is ended
+SERVE_S = 300.0  # for the handler; generous, so that only a stuck one is ended
 FORGET_S = 600.0  # after a silence this long, no late copy of a call is still on its way
 MAX_CALLS = 256  # being served, or answered but not heard
 MAX_CALLS_EACH = 64  # the same, per caller, so that none takes all the room
