@@ -1,6 +1,6 @@
-"""Methods: tensors in, tensors out. They know no peer, no byte count and no clock.
+"""Methods: tensors in, tensors out. They know nothing of peers, byte counts and clocks.
 
-The modules here are the core methods; rooms: parts, contrib, testing.
-May import compression alone.
+The modules here are the core methods; the rooms are parts, contrib and testing.
+May import only compression.
 Start reading at method.py, then diloco.py.
 """

@@ -69,7 +69,7 @@ _SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's m
 
 
 def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come from a manifest; the constructor checks them
-    """Return the method or preset.
+    """Return the method or preset of this name, made with these options.
 
     Raise `ValueError` with the nearest name for an unknown name or option."""
     if name not in NAMES:

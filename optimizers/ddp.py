@@ -1,5 +1,5 @@
-"""Synchronous data parallelism: the mean gradient of all peers, every step. The baseline for saved
-bytes."""
+"""Synchronous data parallelism: the mean gradient of all peers, every step. It is the baseline
+for saved bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -61,7 +61,7 @@ class DDP(ReplicaMethod):
         require_options(self, "DDP has no feedback; choose bf16 or fp32")
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """Return one template, of the gradients."""
+        """Return one template, for the gradients."""
         return [self._exchange(zeros(replica.shapes), 1)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -75,7 +75,7 @@ class DDP(ReplicaMethod):
             return []
         sums = replica.read(replica.names, "grad")
         weight, _ = self._weights
-        share = 1 / weight if weight else 0.0  # an explicit zero weight: nobody waits for this peer
+        share = 1 / weight if weight else 0.0  # an explicit 0: the others need not wait
         self._sent = {name: scaled(total, share) for name, total in sums.items()}
         replica.write({name: torch.zeros_like(total) for name, total in sums.items()}, "grad")
         self._pending, self._sent_steps, self._steps = True, self._steps, 0
@@ -108,8 +108,8 @@ class DDP(ReplicaMethod):
         self._weights = weight + sent_weight, sent_weight
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over all state; carry or drop the gradients that are in no mean, the pending one
-        too."""
+        """Take over all state; carry or drop the gradients that are in no mean yet, including the
+        pending one."""
         carried = ReplicaMethod.move(self, replica, state, new, mode)
         if carried and new._pending:
             new._take_back(replica)

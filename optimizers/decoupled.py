@@ -58,9 +58,10 @@ class Decoupled(ReplicaMethod):
 
     Parameters change only in `apply`, in the same way for every peer that applies a round, whether
     or not it contributed. The inner optimizer's arithmetic is not portable, nor is DeMo's
-    transform: replicas are equal on equal machines, close on others. Therefore sketches of the
-    replicas are compared every `check_rounds` rounds, and a peer that is farther than `tolerance`
-    from the others, as a share of the parameters' norm, adopts their state and loses its momentum.
+    transform: replicas are identical on identical machines, and close on others. Therefore sketches
+    of the replicas are compared every `check_rounds` rounds. A peer that is farther than
+    `tolerance` from the others, as a share of the parameters' norm, adopts their state and loses
+    its momentum.
     """
 
     period: int = 1
@@ -101,7 +102,7 @@ class Decoupled(ReplicaMethod):
 
     @abstractmethod
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """Return tensors of `shapes` with this part, zeros elsewhere: the transpose of `_part`."""
+        """Return tensors of `shapes` with this part, else zeros: the transpose of `_part`."""
 
     @abstractmethod
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
@@ -124,7 +125,7 @@ class Decoupled(ReplicaMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Request the exchange of a part `period` local steps after the last, and a due check."""
+        """Request a part's exchange `period` local steps after the last one, and any check due."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()

@@ -7,7 +7,7 @@ released code).
 
 An exchange holds all coefficients, chunk after chunk; the codec keeps the k largest of each
 `chunk`² of them. `sent`, and therefore what leaves the momentum, is what others decode, quantiser
-included. The mean at a coefficient is over the peers that sent it. Deviations beside those in
+included. The mean at a coefficient is over the peers that sent it. Deviations besides those in
 optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow matrices), the k
 largest are chosen among several neighbours, or parts of them, together; so every tensor has one
 density, while the released code sends vectors half or whole. Tensors of more than two dimensions

@@ -31,8 +31,8 @@ class DiLoCo(PeriodicMethod):
     of it.
 
     `weights` is what a contribution weighs in the mean: 1, or its number of local steps; with equal
-    data no difference could be seen (docs/reproductions.md, unequal). `feedback` is the decay of
-    the error feedback, None for none.
+    data the two could not be told apart (docs/reproductions.md, unequal). `feedback` is the decay
+    of the error feedback, None for none.
     """
 
     period: int = 50

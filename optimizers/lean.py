@@ -1,5 +1,5 @@
 """Lean averaging: frequent means of the replicas' moves away from phi, at about one bit a value;
-what a coarse codec drops stays in the replica (ours; the parts are known: local SGD, error
+what a coarse codec drops stays in the replica (our combination of known parts: local SGD, error
 feedback, entropy-coded quantisation).
 
     every `period` steps:  D = theta - phi,  q = C(D) is sent;   d = C(mean q + e),  phi <- phi + d
@@ -9,18 +9,18 @@ feedback, entropy-coded quantisation).
 
 The residual D - q needs no buffer: the next gradients are computed with it in theta, and the next D
 contains it. There is no outer momentum. The reducer keeps e, what the second coding drops
-(`compensate`). Measured on 0.47M parameters and 400 steps, without it 99 % of DDP's gain fall to
-75 % at one bit a value, and below zero at a third of a bit.
+(`compensate`). Measured with 0.47M parameters and 400 steps: without e, 99 % of DDP's gain falls
+to 75 % at one bit a value, and below zero at a third of a bit.
 
 The third line is momentum correction. An exchange moves a replica by d - q, away from what its own
 batches alone asked for. AdamW moves theta by -rate·exp_avg / sqrt(exp_avg_sq), so the part of the
 peer's own batches that is now gone from theta had entered exp_avg as about (d - q)·sqrt(exp_avg_sq)
 / rate. If it stayed there, it would move theta the same way again. For white noise and no codec,
 all of it is still in exp_avg after 1 step, about 0.4 after 3; with a coarse codec q also holds
-older noise that exp_avg has forgotten, so a smaller correction is better. `rate` is not the
-schedule's but measured: the factor that best explains the last step of each tensor, so that it
-includes AdamW's bias corrections, whatever sets the learning rate. Because this is a feedback loop,
-no value moves by more than `cap` times its gradient's usual size, sqrt(exp_avg_sq).
+older noise that exp_avg has forgotten, so a smaller correction is better. `rate` is measured,
+not taken from the schedule: it is the factor that best explains the last step of each tensor, and
+so includes AdamW's bias corrections, whatever sets the learning rate. Because this is a feedback
+loop, no value moves by more than `cap` times its gradient's usual size, sqrt(exp_avg_sq).
 
 Work that was not taken stays whole in theta, undecayed, and the next D contains it. Without
 exp_avg_sq (SGD, Muon's matrices) there is nothing to correct.
@@ -129,8 +129,8 @@ class Lean(PeriodicMethod):
             self._correct(replica, mean, result)
 
     def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
-        """Remove from exp_avg, where work was taken, the noise that the exchange took from
-        theta."""
+        """Remove from exp_avg the noise that the exchange removed from theta, where work was
+        taken."""
         assert result.sent is not None
         names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
         first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))

@@ -28,5 +28,5 @@ class Local(ReplicaMethod):
         return []
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """Fail: there is nothing to apply."""
+        """Raise `AssertionError`: a method without exchanges has no results."""
         raise AssertionError("Local asked for no exchange")

@@ -1,4 +1,4 @@
-"""The seam that methods are written against: a `Method` requests `Exchange`s and applies `Result`s.
+"""The interface of all methods: a `Method` requests `Exchange`s and applies `Result`s.
 It never sees a peer's address, a byte count or a clock.
 
 A method sees the model only as a `Replica`, and time only as `Progress`. The driver
@@ -31,7 +31,7 @@ class RandomGroups:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The group rule that takes exactly these peers."""
+    """The group of exactly these peers."""
 
     ids: tuple[MemberId, ...]
 
@@ -57,10 +57,11 @@ class Exchange:
     is wanted: 0 blocks, τ overlaps with τ steps, H delays by one round. At `deadline_s` the peer
     stops waiting and trains on; the result still arrives, once, when it is known.
 
-    Rounds of all streams are numbered on one axis, the axis on which views begin. A stream has
+    Rounds of all streams of a method are numbered on one axis, on which views begin. A stream has
     every `stride`-th round, counted from its template's, so that streams with different periods
     advance along it together. If `enough` is above 0, a round closes once that many contributions
-    are complete; otherwise when all members' are, or at the deadline.
+    are complete; otherwise when those of all live members are, or halfway to the deadline with
+    those that have arrived.
 
     With `compensate`, what the return codec drops from a shard's mean is added to the shard's next
     mean, so that a coarse codec delays values and does not lose them (kind mean, group `All`).
@@ -135,7 +136,7 @@ State = dict[str, Tensor]  # named tensors; counters are int64 scalars
 
 
 class Replica(Protocol):
-    """The model as a method sees it. Law for every implementation
+    """The model as a method sees it. Every implementation obeys these rules
     (tests/node/model/test_replica.py):
 
     `read` returns full float32 copies on the CPU that later steps do not change; `write(read(...))`
@@ -196,7 +197,7 @@ class Method(Protocol):
         ...
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Return the exchanges to start now, no pending key; called after every local step."""
+        """Return the exchanges to start now, of no pending key; called after each local step."""
         ...
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
@@ -211,7 +212,7 @@ class Method(Protocol):
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over a snapshot: `adopt` resets the replica to it, `carry` keeps local work on
-        it."""
+        top of it."""
         ...
 
     def personal(self, replica: Replica) -> State:

@@ -85,8 +85,9 @@ class NoLoCo(PeriodicMethod):
         return tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi})
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Make the outer step with the peers that took part; alone, it is heavy ball on the own
-        pseudo-gradient. A round replayed from a log, between other peers, changes nothing."""
+        """Make the outer step with the peers that took part; without any, make a heavy-ball step on
+        our own pseudo-gradient. A round replayed from a log, between other peers, changes nothing.
+        """
         if result.sent is None:
             return
         mean = mean_of(exchange, result)

@@ -9,7 +9,7 @@ With a lossless codec and no delay the bracket is 0 and this is the paper's thet
 With a delay it holds the local steps since, and with a lossy codec the rounding error, so that
 progress finer than the codec is not lost but stays in its replica until it counts. Deviations: the
 mask is one value out of each run of n (the last run may be shorter), not an independent draw for
-each value, so that a payload has a fixed length and costs P/n draws. `random` draws anew each
+each value, so that a payload has a fixed length and costs P/n draws. `random` draws again each
 round; `partition` draws a place in each run once per sweep and advances it by one each round, so n
 rounds take each value exactly once.
 """
@@ -50,8 +50,8 @@ def masked(selector: Selector, one_in: int, seed: int, round_number: int, count:
 
 @dataclass(slots=True)
 class Mixing:
-    """The stream of masked means, for SPARTA alone and inside another method. `period` is the local
-    steps between exchanges, `delay` those until a result is wanted."""
+    """The stream of masked means, for SPARTA alone and inside another method. `period` is the
+    number of local steps between exchanges, `delay` that until a result is wanted."""
 
     selector: Selector
     one_in: int
@@ -102,8 +102,8 @@ class Mixing:
         return [self._exchange(self.round, values)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Move the masked values to the mean where it contains this peer's. A round that it missed
-        changes nothing: its values come again."""
+        """Move the masked values to the mean where it contains this peer's. A missed round
+        changes nothing: its values are exchanged again later."""
         void = self.void
         if exchange.tensors:
             self.pending = self.void = False

@@ -49,8 +49,8 @@ def split(
     shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided"
 ) -> Fragments:
     """Return the parameters' names by fragment, whole layers together, in the model's order. Layer
-    l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` for too few
-    layers."""
+    l of L goes to fragment l mod F (strided) or l·F // L (sequential). Raise `ValueError` for
+    too few layers."""
     groups = layers_of(shapes)
     if fragments > len(groups):
         raise ValueError(
@@ -215,8 +215,8 @@ class Streaming(OuterMethod):
             ]
 
     def begun(self, replica: Replica) -> None:
-        """Start as if the round before the first had just been sent; others keep their
-        distances."""
+        """Start as if the round before the lowest one had just been sent; later rounds keep their
+        distances from it."""
         self._cut(replica)
         books = [fragment.book for fragment in self._fragments]
         first = self._slot(min(book.number for book in books) - 1)

@@ -19,9 +19,9 @@ class TrialIncomplete(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Disaster:
-    """One run of the disaster simulator: a method's options and the length of its local steps, in
-    usual steps. `turn` is its place among all methods' runs: seed n runs turn n, modulo their
-    number; None comes after those with a turn."""
+    """One run of the disaster simulator: a method's options and the length of its local steps,
+    relative to the usual one. `turn` is its place among all methods' runs: seed n runs turn n,
+    modulo their number; runs without a turn (None) come last."""
 
     options: Mapping[str, Any]
     turn: int | None = None
@@ -34,7 +34,7 @@ class TrialOptions:
 
     `law` is for the law tests, `quick` for manual tests with lossless rounds of two steps; with
     either, every stream must have a round within a few steps. `rest` is a number of steps after
-    which the method, made with `law`, holds nothing beside its snapshot; None if there is none.
+    which the method, made with `law`, holds nothing but its snapshot; None if there is none.
     `disasters` are usually the options of `law`, once. `biased`: the method accepts biased codecs,
     because it sends later what they drop; other methods must refuse them. `quality`: the trials of
     `farflock bench quality` at each budget, as in experiments/quality/arms.toml, for a method not

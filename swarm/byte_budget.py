@@ -1,6 +1,6 @@
 """A budget of bytes shared by many tasks, which wait their turn in order when it is used up.
 
-A semaphore counts ones; this counts bytes, grants what is free of a request, and starves no task.
+Unlike a semaphore it counts bytes, grants as much of a request as is free, and starves no task.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from any holder.
 
-The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory;
-unrequested pieces are dropped and counted. A chunk is verified before anybody sees it. A holder
+The receiver asks for ranges that it has room for (`Want`), so no peer can fill its memory;
+unrequested pieces are dropped and counted. A chunk is verified before it is used. A holder
 silent for `STALL_S` is given up for the next, which is asked only for what is missing.
 """
 
@@ -32,7 +32,7 @@ MAX_ASKERS = 256
 
 
 class ChunkCarrier(Protocol):
-    """The needs of the chunk protocol: a peer's links, as in `PeerContext`, and its task group."""
+    """The interface that chunks need: a peer's links, as in `PeerContext`, and its task group."""
 
     def send(self, peer: PeerId, message: Message, /) -> bool:
         """Send a message, best effort; return False if it was refused."""
@@ -113,7 +113,7 @@ class Store:
 
     @property
     def pinned_chunks(self) -> int:
-        """The number of chunks that any user keeps, here already or not."""
+        """The number of chunks that any user has pinned, here already or not."""
         return len(self._pins)
 
     def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
@@ -150,7 +150,7 @@ class _Fetching:
     digest: bytes
     data: bytearray
     missing: set[int]  # indices of missing pieces
-    # whether several holders may serve one copy: faster, but then a false copy convicts nobody
+    # whether several holders may serve one copy: faster, but then a false copy has no known source
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
@@ -200,7 +200,7 @@ class Chunks:
         """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
-        peer that is gone or lacks the chunk never gets it: return False once nobody is left."""
+        peer that is gone or lacks the chunk never gets it: return False once no other is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -335,7 +335,7 @@ class Chunks:
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
-        """Return the (least, most) bytes to request next: `ASK_BYTES` at least, if missing."""
+        """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
         least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))
@@ -373,7 +373,7 @@ class Chunks:
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
-                    fetching.refused.add(holder)  # skipped until everybody has been asked
+                    fetching.refused.add(holder)  # skipped until all have been asked
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, STALL_S / 4)):

@@ -1,4 +1,4 @@
-"""An Ed25519 key pair is a peer: its libp2p id, its records' signer, the root of its session keys.
+"""A peer's Ed25519 key pair: it gives the libp2p id, signs records and is the root of session keys.
 
 The file has libp2p's own format, so that the DHT daemon can use the same key: `08 01 12 40` + seed
 (32) + public key (32), mode 0600. The peer id is base58(`00 24 08 01 12 20` + public key).
@@ -23,7 +23,7 @@ SIGNATURE_BYTES = 64
 
 
 class BadIdentity(ValueError):
-    """A key file or peer id of another format; the message names the remedy."""
+    """A malformed key file or peer id; the message names the remedy."""
 
 
 def peer_id(public: bytes) -> PeerId:
@@ -75,7 +75,7 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "Identity":
-        """Make a key from 32 bytes, as simulations and tests name their peers."""
+        """Make a key from 32 bytes, so that simulations and tests have reproducible peers."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod

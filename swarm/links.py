@@ -1,7 +1,7 @@
 """The seam between peers: frames addressed by peer id, and the liveness of each peer.
 
 Implementations: `SimLinks` in swarm/sim (virtual time), `ZmqLinks` in swarm/zmq (CURVE over TCP,
-also forwarded by other peers). Above this seam nobody knows which road a frame took.
+also forwarded by other peers). Above this seam no code knows which route a frame took.
 """
 
 from typing import Literal, Protocol
@@ -29,7 +29,7 @@ class Links(Protocol):
     def me(self) -> PeerId: ...
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
-        """Queue a control frame; return False if it was refused (no road, or the queue is full)."""
+        """Queue a control frame; return False if it was refused (no route, or a full queue)."""
         ...
 
     async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:

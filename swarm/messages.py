@@ -294,7 +294,7 @@ class StateOffer(_Message, frozen=True, tag="state"):
 
 
 class Ping(_Message, frozen=True, tag="ping"):
-    """A question for the run time; `sent_s` comes back unchanged."""
+    """A request for the run time; `sent_s` comes back unchanged."""
 
     sent_s: float
 
@@ -345,13 +345,13 @@ class Heard(_Message, frozen=True, tag="heard"):
 
 
 class BranchAsk(_Message, frozen=True, tag="branch?"):
-    """A request to sign this branch of a view that long had no quorum; it lists the receiver."""
+    """A request to sign a branch that lists the receiver; its view has long had no quorum."""
 
     view: Value
 
 
 class BranchSign(_Message, frozen=True, tag="branch"):
-    """The signature under this branch; empty if it must begin at round `floor` or later."""
+    """A signature of this branch; empty if the branch must begin at round `floor` or later."""
 
     digest: Digest
     proof: Signature = b""

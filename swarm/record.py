@@ -31,7 +31,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `endpoints` are its links' multiaddresses (`/ip4/192.0.2.7/tcp/4001`), empty if it cannot be
     dialled; `doors` its directory's, ending in `/p2p/ID`, through which others can join; `relays`
-    peers that forward for it. `incarnation` is drawn anew at every start: a restarted peer has
+    peers that forward for it. `incarnation` is drawn again at every start: a restarted peer has
     forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]

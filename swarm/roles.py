@@ -8,7 +8,7 @@ import re
 from farflock.swarm.messages import MAX_STAGES
 
 EVERY = -1  # a full replica serves every stage
-NOTHING = -2  # trainers and observers; they vote like everybody else
+NOTHING = -2  # trainers and observers; they vote like all others
 
 _STAGE = re.compile(r"stage:(0|[1-9][0-9]{0,3})")
 

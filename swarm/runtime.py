@@ -1,5 +1,5 @@
-"""Run time, the local monotonic clock plus the median offset to partners, alone places rounds in
-time; wall clocks are never compared (they are wrong more often than crystals)."""
+"""Run time: the local monotonic clock plus the median offset to partners. It alone places rounds in
+time; wall clocks are never compared (they are wrong more often than crystals are)."""
 
 import collections
 import statistics

@@ -2,7 +2,7 @@
 counts (EDiT, arXiv:2412.07210, section 3).
 
 Scalars only, in Python's floats: sums are rounded once and exponentials correctly, so that all
-peers decide alike, whatever their machines and the order of peers. Norms of tensors are summed in a
+peers get the same result on any machine and in any order of peers. Norms of tensors are summed in a
 fixed order of pairs.
 """
 
@@ -27,7 +27,7 @@ def sum_of_squares(x: Tensor) -> float:
 
 
 def _pairwise(values: Tensor) -> float:
-    """Return the sum, by adding one half to the other; changes its input."""
+    """Return the sum by adding one half to the other, again and again; changes its input."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         values[: len(values) - half] += values[half:]

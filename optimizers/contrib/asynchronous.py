@@ -102,11 +102,12 @@ SPEEDS = Kind(_written_speeds, _read_speeds)
 class Async(OuterMethod):
     """Asynchronous DiLoCo with delayed Nesterov momentum.
 
-    `period` is the local steps of the fastest peer. `buffer` None means the number of workers,
-    `dylu` False gives every peer `period` steps, `enough` arrivals close a round.
+    `period` is the number of local steps of the fastest peer. `buffer` None means the number of
+    workers, `dylu` False gives every peer `period` steps, `enough` arrivals close a round.
 
-    `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above
-    `hinge_free`, drop 0 above `drop_above`.
+    `staleness` sets the weight of an arrival that is s versions late: 1 for none, (1 + s)^-1/2 for
+    polynomial, 1 / (hinge_slope·(s - hinge_free) + 1) above `hinge_free` for hinge, and 0 above
+    `drop_above` for drop.
     """
 
     period: int = 50
@@ -309,7 +310,7 @@ class Async(OuterMethod):
         return Anchor(self._base).move(replica, new._state, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Return phi and the counters, hashed at each request; the rest would soon show in them."""
+        """Return phi and the counters, hashed at each request; the rest soon affects them."""
         self.begin(replica)
         counts = {
             "round": self._book.number,

@@ -36,8 +36,9 @@ Lead = Literal["naive", "keep_pending", "eager"]
 class Delayed(LateMethod):
     """Rounds of `period` local steps, whose results are applied one round late.
 
-    `mode` is where a round begins while the last message is pending. `eager_mix` None replaces this
-    peer's share, a number a mixes; `delay` 0 waits for each result, which is DiLoCo in any mode."""
+    `mode` sets where a round begins while the last message is pending. In an eager round, an
+    `eager_mix` of None replaces this peer's share of the last mean, and a number a mixes a·D_r into
+    it. With a `delay` of 0 each round waits for its result, which is DiLoCo in any mode."""
 
     period: int = 30
     mode: Lead = "eager"

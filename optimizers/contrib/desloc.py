@@ -46,7 +46,9 @@ PARAM, FIRST, SECOND = "param", "exp_avg", "exp_avg_sq"
 
 @dataclass(slots=True)
 class AveragedMoment:
-    """An inner moment averaged every `stride` rounds of x, next in `round`; its last mean or {}."""
+    """An inner moment averaged every `stride` rounds of x, next in `round`.
+
+    `mean` is its last mean, or {} before the first."""
 
     what: str
     stride: int

@@ -8,16 +8,16 @@ For each layer of the model:
     if all are rejected, the layer stays
 
 A round has two phases: all norms are gathered, then comes the mean of the pseudo-gradients, scaled
-by what everybody knows from the norms. All peers use the norms as sent, so that rounding at the
+by what all peers know from the norms. All peers use the norms as sent, so that rounding at the
 sender does not matter. A peer that missed the first phase takes part in the second with zeros of
-negligible weight, so that nobody waits for it.
+negligible weight, so that no peer waits for it.
 
 Deviations: mu and sigma are replicated and follow all peers' norms at once; mu starts at the first
 norms; z is computed before its norm enters; a rejected norm enters as the largest that would have
 passed, so that one outlier does not admit the next, and a lasting change is accepted after a while;
 "recent" is the same moving average; weights are whole numbers of 2**-30. A-EDiT (`round_s`) uses
-run time, and `min_steps` of this peer instead of all peers' steps. No synchronous warm-up. Where
-norms failed, the mean is a plain one; where a shard of a mean lacks a participant, the others
+run time, and `min_steps` of this peer instead of all peers' steps. There is no synchronous warm-up.
+Where norms failed, the mean is a plain one; where a shard of a mean lacks a participant, the others
 replace it, by the weights of the whole.
 """
 
@@ -62,7 +62,7 @@ from farflock.optimizers.trial_options import Disaster, TrialOptions
 NORMS, DELTA = "norms", "delta"
 # A layer stays as it is if less than 1/64 of its weight arrived: the step would be mostly rounding.
 FAINTEST = 64
-ONLOOKER = 2.0**-60  # the weight of a peer without a contribution: it vanishes beside a 1
+ONLOOKER = 2.0**-60  # the weight of a peer without a contribution: it vanishes next to a 1
 
 
 LayerWeights = dict[int, dict[MemberId, list[int]]]
@@ -164,9 +164,9 @@ class EDiT(OuterMethod):
     """Rounds of `period` local steps; with `round_s` a round ends when run time crosses a multiple
     of it.
 
-    `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax,
-    `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the share of a
-    weight that follows the number of steps.
+    `temperature` None weighs all equally, `relative` divides norms by their mean before the
+    softmax, `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the
+    share of a weight that follows the number of steps.
     """
 
     period: int = 128
@@ -344,7 +344,9 @@ class EDiT(OuterMethod):
         mean: dict[str, Tensor],
         result: Result | None,
     ) -> None:
-        """Make the outer step of the next round of means, by layer; `result` is None unless own."""
+        """Make the outer step of the next round of means, by layer.
+
+        `result` is None if the round was decided without this peer."""
         weights = self._weights.pop(self._delta_round)
         self._delta_round += 1
         if not mean:
@@ -395,7 +397,7 @@ class EDiT(OuterMethod):
             self._stats = torch.zeros(len(layers_of(replica.names)), 4)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Return norms' statistics, or means' phi, momentum and the next round's weights."""
+        """Return the norms' statistics, or the means' phi, momentum and next round's weights."""
         self.begin(replica)
         if stream == NORMS:
             return STATISTICS.write("layers", self._stats) | numbers(

@@ -1,19 +1,19 @@
-"""FlexDeMo: each step, the mean of a part of the momentum that all peers choose alike, so no
-indices are sent (From, Nielsen, Galke Poech and Schneider-Kamp, "DeToNATION", arXiv:2502.06728,
+"""FlexDeMo: each step, the mean of a part of the momentum that all peers choose in the same way, so
+no indices are sent (From, Nielsen, Galke Poech and Schneider-Kamp, "DeToNATION", arXiv:2502.06728,
 section 3: its replicators).
 
 The model is treated as one row of blocks of 64 values. With q = round(1/rate), round t carries
 
     striding: the blocks b with (b + t) mod q = 0      slicing: the (t mod q)-th of q equal slices
-    random: 1/q of all blocks, drawn anew by Philox from seed and t       full: everything
+    random: 1/q of all blocks, drawn by Philox from seed and t            full: everything
 
-Deviations beside those in optimizers/decoupled.py: blocks of the whole model instead of rows of
+Deviations besides those in optimizers/decoupled.py: blocks of the whole model instead of rows of
 each tensor, so that every block has its turn (their striding never reaches most rows of a tensor
 with a suitable length, their random one draws the same rows in all tensors); one counter, the
 round's, instead of one that grows with each tensor; the row of blocks is padded to a multiple of q,
-so that all rounds carry equally many; `full` keeps momentum like the rest, and what is taken leaves
-it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each
-other there, do not exist.
+so that all rounds carry the same number; `full` keeps momentum like the rest, and what is taken
+leaves it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite
+each other there, cannot be chosen.
 """
 
 from dataclasses import dataclass

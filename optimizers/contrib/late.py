@@ -37,10 +37,10 @@ class LateMethod(PeriodicMethod):
 
     @abstractmethod
     def _outer_step(self, mean: Tensors, result: Result) -> None:
-        """Step phi and momentum."""
+        """Make the outer step on phi and momentum."""
 
     def require_options(self, who: str) -> None:
-        """Raise `ValueError` unless options make rounds and lose nothing; `who`: "CO2 has", say."""
+        """Raise `ValueError` unless options make rounds and lose nothing; `who`: like "CO2 has"."""
         require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
         if self.delay not in (0, 1):
             raise ValueError(
@@ -95,7 +95,7 @@ class LateMethod(PeriodicMethod):
             replica.write(moved, "param")
 
     def untold(self, theta: Tensors) -> dict[str, Tensor]:
-        """Return all work that is not in phi: start minus end of this round, plus what was left."""
+        """Return all work that is not in phi: start minus end of this round, plus older work."""
         work = {name: self._start[name] - x for name, x in theta.items()}
         return {name: x + self._work[name] for name, x in work.items()} if self._work else work
 

@@ -5,7 +5,7 @@ Two streams on one axis that counts sparse means: `mask` has each of its rounds,
 every outer period. If a sparse mean and an outer step overlap, the sparse mean is dropped and not
 added: both move a replica towards the others, and the outer step does so for all values. The
 combination is the SPARTA paper's (Beton et al., MCDC workshop at ICLR 2025); it does not mention
-overlaps, the rule is ours.
+overlaps, for which the rule is ours.
 """
 
 from dataclasses import dataclass, field, replace

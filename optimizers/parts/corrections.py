@@ -25,7 +25,7 @@ Groups = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Age:
-    """Age of the next step's gradients in epochs; whoever collects gradients sets it before each
+    """Age of the next step's gradients in epochs; the collector of gradients sets it before each
     step. For a sum of gradients it is their mean age, weighted by tokens, and need not be whole."""
 
     epochs: float = 0.0
@@ -87,7 +87,7 @@ def brake(gradient: Tensor, velocity: Tensor, rho: float) -> Tensor:
 
 
 class AdaptiveBraking:
-    """Call `brake` before each step with late gradients.
+    """Calls `brake` before each step with late gradients.
 
     It brakes against SGD's velocity or Adam's first moment. Deviation: the paper brakes at any
     delay; here a gradient of the newest weights stays as it is."""
@@ -237,8 +237,8 @@ class Momentum:
 
     def at(self, samples: float) -> "Momentum":
         """Return the values for another batch size, m = m_r^(N/N_r) and eta/(1-m)/N unchanged: a
-        gradient decays over as many samples and moves weights as far (arXiv:2003.11666; Chiley et
-        al. 2019)."""
+        gradient decays over the same number of samples and moves the weights equally far
+        (arXiv:2003.11666; Chiley et al. 2019)."""
         momentum = self.momentum ** (samples / self.samples)
         rate = (1 - momentum) * samples / ((1 - self.momentum) * self.samples) * self.rate
         return Momentum(rate, momentum, samples)

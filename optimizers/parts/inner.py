@@ -23,7 +23,7 @@ class InnerConfig:
     """AdamW, SGD, Muon or NAdam; weight decay on matrices only, not on norms and biases.
 
     `momentum` is that of SGD (None: 0, plain SGD) or Muon (None: 0.95); `nesterov` is for SGD, Muon
-    always has it. `betas` and `eps` are those of AdamW, also beside Muon, and of NAdam, whose
+    always has it. `betas` and `eps` are those of AdamW, also next to Muon, and of NAdam, whose
     weight decay is decoupled too.
     """
 

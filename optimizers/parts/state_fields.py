@@ -56,8 +56,8 @@ PART = {_METADATA: _Place(None)}
 
 
 def shared(default: object, key: str = "", kind: Kind | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
-    """Declare a field that all members hold alike: a counter, a flag, or tensors of all parameters,
-    if `kind` does not say otherwise."""
+    """Declare a field that all members have in common: a counter, a flag, or tensors of all
+    parameters, if `kind` does not say otherwise."""
     return _declared(default, key, "shared", kind or _usual(default, TENSORS))
 
 

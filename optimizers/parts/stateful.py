@@ -1,6 +1,5 @@
 """Base classes of methods: `Method`'s state functions, derived from declared fields
-(optimizers/parts/state_fields.py), and the rounds of methods that exchange every so many local
-steps."""
+(optimizers/parts/state_fields.py), and the rounds of methods that exchange every N local steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ Mode = Literal["adopt", "carry"]
 
 
 class StatefulMethod(ABC):
-    """A method, a dataclass, whose state is in the fields that it declares."""
+    """A method that is a dataclass and keeps its state in the fields that it declares."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -46,7 +45,7 @@ class StatefulMethod(ABC):
     @abstractmethod
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
         """Move the replica to `new`, which is this method with the shared fields of `state`. Return
-        whether own work is carried."""
+        whether this peer's own work is carried over."""
 
     def snapshot(self, replica: Replica) -> State:
         """Return the shared fields."""

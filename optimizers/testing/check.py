@@ -84,7 +84,7 @@ def require(kept: bool, law: int, counterexample: str) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A method on trial: factory, rig, and the steps after which it holds its snapshot alone."""
+    """A method on trial: factory, rig, and the steps after which only its snapshot is held."""
 
     make: Callable[[], Method]
     rig: Rig
@@ -105,7 +105,7 @@ class Subject:
 
 
 def played(subject: Subject, size: int, fate: str, ticks: int = TICKS) -> Loopback:
-    """Return a new swarm of `size` peers under AdamW after `play`."""
+    """Return a new swarm of `size` peers with AdamW, after `play` has run on it."""
     return play(subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01), fate, ticks)
 
 
@@ -393,7 +393,7 @@ def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
 
 
 def check_joiner(subject: Subject, tick: int) -> None:
-    """Check that a joiner that adopts has the snapshot, evaluates alike, and takes part."""
+    """Check that a joiner that adopts has the snapshot, evaluates the same, and takes part."""
     swarm = played(subject, 2, "late", ticks=tick)
     veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
     require(same(joiner.outer(), veteran.outer()), 6, "A joiner's snapshot is not its teacher's.")
@@ -405,7 +405,7 @@ def check_joiner(subject: Subject, tick: int) -> None:
 
 
 def check_snapshot_is_a_copy(subject: Subject) -> None:
-    """Check that later steps do not change a state, nor changes of a state the method."""
+    """Check that later steps change no state, and changes of a state do not change the method."""
     swarm = subject.swarm("ab")
     swarm.steps(5)
     peer = swarm.peers["a"]
@@ -476,9 +476,9 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
     """Check that work outside of the taken ranges of each stream's first round is not lost.
 
     Two runs differ in the sign of one gradient of a peer, in a range that was not taken; they must
-    not end alike there. A gradient and its opposite have one norm, so nothing else tells the runs
-    apart. The residual of a lossy codec does, by a little, but is not kept work, so a difference
-    counts from `MIN_TRACE` on.
+    not end the same there. A gradient and its opposite have one norm, so nothing else tells the
+    runs apart. The residual of a lossy codec does, by a little, but is not kept work, so a
+    difference counts from `MIN_TRACE` on.
     """
     if not subject.talks():
         return

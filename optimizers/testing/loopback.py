@@ -64,7 +64,7 @@ class LoopbackDriver(Protocol):
         ...
 
     def renewed(self, method: Method, replica: Replica) -> "LoopbackDriver":
-        """Return another method's driver that takes over what is pending here."""
+        """Return a driver of another method that takes over the pending exchanges."""
         ...
 
 
@@ -131,17 +131,17 @@ def bowl(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
 
 
 def zero(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
-    """Return no gradient."""
+    """Return a zero gradient."""
     return torch.zeros_like(theta)
 
 
 def whole(name: str, count: int) -> Ranges:
-    """Return all of a tensor."""
+    """Return the ranges if all of a tensor was taken."""
     return [(0, count)]
 
 
 def nothing(name: str, count: int) -> Ranges:
-    """Return none of a tensor."""
+    """Return the ranges if nothing of a tensor was taken."""
     return []
 
 
@@ -203,7 +203,7 @@ class LoopbackPeer:
     driver: LoopbackDriver
     templates: dict[str, Exchange]  # by stream, as the method gave them before the first step
     step: int = 0
-    now_s: float = 0.0  # the run's time, alike for all
+    now_s: float = 0.0  # the run's time, the same for all
     # key -> (step at which it arrives, result)
     answers: dict[ExchangeKey, tuple[int, Result]] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)  # stream -> last applied round
@@ -219,7 +219,7 @@ class LoopbackPeer:
 
     @property
     def progress(self) -> Progress:
-        """The peer's clock."""
+        """The peer's step and clock."""
         return Progress(self.step, run_time_s=self.now_s)
 
     def theta(self) -> dict[str, Tensor]:
@@ -241,14 +241,14 @@ class LoopbackOffer:
 
 
 class Loopback:
-    """Rounds as in the product: a stream's rounds close in order.
+    """A swarm in one process, with rounds as in the product: a stream's rounds close in order.
 
     Each closes when all awake peers have offered, when there are `enough` offers, or
     `timeout_ticks` ticks after the first. A peer that offers later gets the result without being in
-    it; for a peer that does not offer, the round is replayed before its next step, once its stream
+    it. For a peer that does not offer, the round is replayed before its next step, once its stream
     is idle.
 
-    Misfortune, of all streams or of those in `struck`: `taken(peer, round)` returns a function
+    Misfortunes strike all streams, or those in `struck`: `taken(peer, round)` returns a function
     (name, count) -> taken ranges; `late(peer, round)` the local steps until a result arrives;
     `fails(round)` whether the round fails. `rests(peer, tick)`: the peer makes no step in this tick
     (slow machines). `between(peer)` is called between any two calls to a peer's method. In an exact
@@ -462,7 +462,7 @@ class Loopback:
             self._decide(key, {name: offers[name] for name in group})
 
     def _decide(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
-        """Decide a group's result; with `enough`, the first contributions are in, wholly or not."""
+        """Decide a group's result; with `enough`, only the first contributions count."""
         one = next(iter(offers.values())).exchange
         early = list(offers)[: one.enough or len(offers)]
         sent = {name: self._sent(offer) for name, offer in offers.items()}

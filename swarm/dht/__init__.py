@@ -1,5 +1,5 @@
 """The directory over libp2p: hivemind's daemon and Kademlia protocol inside our own event loop.
 
-May import swarm's seams alone. Only kademlia.py and daemon.py import hivemind, so import them late.
+May import only swarm's seams. Only kademlia.py and daemon.py import hivemind, so import them late.
 Start reading at kademlia.py.
 """

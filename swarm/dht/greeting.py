@@ -20,14 +20,16 @@ class ClockSkew(DirectoryUnreachable):
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """One answer: our clock's certain lead over the peer's, and whether it could dial back."""
+    """One answer: the least lead of our clock over the peer's, and whether it could dial back."""
 
     ahead_s: float
     dialled_back: bool
 
 
 def clock_ahead_s(sent_s: float, received_s: float, their_s: float) -> float:
-    """Return our clock's certain lead (lag if negative) over one read between the two times."""
+    """Return the least possible lead of our clock over one read between the two times.
+
+    A negative lead is a lag; 0 means that the clocks may agree."""
     if their_s < sent_s:
         return sent_s - their_s
     return min(0.0, received_s - their_s)

@@ -36,11 +36,11 @@ class ItemStore:
 
     @property
     def contents(self) -> dict[bytes, list[StoredItem]]:
-        """The stored items by key, with those that have expired and were not dropped yet."""
+        """The stored items by key, including expired ones that were not dropped yet."""
         return {key: list(items.values()) for key, items in self._keys.items()}
 
     def put(self, key: bytes, item: StoredItem, now_s: float) -> bool:
-        """Keep the item; False if it has expired, is not newer than ours, or finds no room."""
+        """Keep the item; False if it has expired, is not newer than ours, or there is no room."""
         known = self._keys.get(key, {}).get(item.subkey)
         if item.expires_s <= now_s or (known is not None and item.expires_s <= known.expires_s):
             return False

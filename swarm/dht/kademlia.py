@@ -1,13 +1,13 @@
 """The directory over libp2p: hivemind's daemon and Kademlia protocol inside our own event loop.
 
 Only this module and `daemon` import hivemind, and with it torch: import them as late as possible.
-Beside them: layout and rules of the table (`validator`), stored items (`item_store`), the search
+Next to them: layout and rules of the table (`validator`), stored items (`item_store`), the search
 (`lookup`), judgement of the first answers (`greeting`), locks and sockets (`files`).
 
 Of hivemind we use `P2P` (the libp2p daemon and its calls), the routing table and `DHTProtocol`'s
 messages, so that any hivemind peer can read the table. We do not use `hivemind.DHT` (a forked
 process that hangs on values from 16 kB) nor `DHTNode`: its search believes unsigned expiries and
-made-up neighbours, one exception in it blocks a read for ever, and another protocol class would
+made-up neighbours, one exception in it blocks a read forever, and another protocol class would
 change it for the whole process.
 
 Everything here runs in the event loop that called `open`; the daemon dies with that loop's thread.
@@ -97,7 +97,7 @@ class RunValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class RefusedCall(RuntimeError):
-    """A remote call that breaks a limit; only its caller hears of it."""
+    """A remote call that breaks a limit; only its caller is told."""
 
 
 class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
@@ -105,8 +105,8 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
 
     The class's name is part of the calls' names on the wire, and hivemind reads the annotations of
     the `rpc_` methods: keep both. hivemind's own `storage` and `cache` stay empty, so new peers are
-    handed nothing: owners re-announce within seconds, and nobody can collect all items by appearing
-    under many names.
+    handed nothing: owners re-announce within seconds, and no peer can collect all items by
+    appearing under many names.
     """
 
     def __init__(self, **options: object) -> None:
@@ -252,7 +252,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
     ) -> None:
         """Add a peer that answered or called; remove one that did not answer.
 
-        A peer has one node id and a node id one peer: otherwise anyone could take or clear
+        Each peer has one node id and each node id one peer: otherwise anyone could take or clear
         another's place by claiming its node id. Our table is bounded; hivemind's list of
         replacements is not.
         """
@@ -397,7 +397,7 @@ class DhtDirectory:
         return self._daemon.pid
 
     async def announce(self, run: str, record: bytes, timeout_s: float = STORE_TIMEOUT_S) -> bool:
-        """Store my sealed record until it expires; False if no other peer took it, only this one.
+        """Store my sealed record until it expires; return False if only this peer holds it.
 
         Raise `BadRecord` for a record that is not mine or not of this run.
         """

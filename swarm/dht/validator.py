@@ -14,10 +14,10 @@ replay a victim's old record with a later expiry and so keep the new one out. On
 check are safe: a plain client also sees what a hostile storing peer makes up.
 
 Cells. A peer belongs to the cell `public key[0] mod cells`. The number is a power of two, chosen
-so that a cell has at most 64 peers; it is a slow fact of the manifest and starts at 1. It grows by
-doubling: cell c splits into c and c + cells, so a reader with twice the writer's number still finds
-every peer. Hence readers adopt a new number at once, writers with their next announcement. Storing
-peers accept the owner's cell under every power of two, so they need not know the number.
+so that a cell has at most 64 peers; it is in the manifest, changes slowly and starts at 1. It grows
+by doubling: cell c splits into c and c + cells, so a reader with twice the writer's number still
+finds every peer. Hence readers adopt a new number at once, writers with their next announcement.
+Storing peers accept the owner's cell under every power of two, so they need not know the number.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def cell_name(run: str, cell: int) -> str:
 
 
 def cell_of(public: bytes, cells: int) -> int:
-    """Return the cell of a peer when there are `cells` of them."""
+    """Return a peer's cell, out of `cells`."""
     if cells not in (1, 2, 4, 8, 16, 32, 64):
         raise ValueError(f"the number of cells is a power of two up to {MAX_CELLS}, got {cells}")
     return public[0] % cells
@@ -76,7 +76,7 @@ def pack_subkey(public: bytes) -> bytes:
 
 
 def wrap(identity: Identity, name: str, payload: bytes, expires_s: float) -> StoredItem:
-    """Sign one's own payload for this key and expiry."""
+    """Sign our own payload for this key and expiry."""
     signature = identity.sign(DOMAIN, _signed(key_hash(name), expires_s, payload))
     return StoredItem(identity.public, msgspec.msgpack.encode(signature + payload), expires_s)
 
@@ -189,7 +189,7 @@ def pack_items(items: list[StoredItem]) -> bytes:
 def unpack_items(raw: bytes) -> list[StoredItem]:
     """Return a reply's well-formed items, unchecked; raise `BadItem` if no dictionary or too long.
 
-    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last for ever
+    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last forever
     would end the reader's search. Entries of another form (other programs' subkeys) are skipped.
     """
     try:

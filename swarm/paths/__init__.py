@@ -1,5 +1,5 @@
 """Path policies that route microbatches (SWARM, NoLoCo, CheckFree+, SkipPipe), as pure functions.
 
-May import swarm/links.py alone.
+May import only swarm/links.py.
 Start reading at policy.py.
 """

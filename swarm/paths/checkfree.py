@@ -14,8 +14,8 @@ are the stages between:
     swapped    0, 2, 1, 3, …, n, n-1, n+1          with stages 0 to n+1
 
 A layout needs n = 2 block stages (one pair, both first and last) or n ≥ 4 (two pairs; of three the
-middle one would be in both), and equally many layers within each pair. Others are refused as "swap
-of unequal stages".
+middle one would be in both), and the same number of layers within a pair. Others are refused as
+"swap of unequal stages".
 
 Activation codecs need a common basis at all edges between permuted stages. Codecs that remember an
 edge's last sample cannot be used, since a lane's edges differ between its microbatches: `pinned` is

@@ -34,8 +34,8 @@ class Instance:
 
     `serving[stage]` are a stage's servers; each server of stage 0 begins a lane of `turns`
     microbatches, `per_step` of them a step. Times are the seconds of a forward pass at each peer
-    and of a microbatch between two peers. `memory` microbatches fit a peer. `swaps`: two stages may
-    change places.
+    and of a microbatch between two peers. A peer has memory for `memory` microbatches. With `swaps`
+    two stages may change places.
     """
 
     serving: tuple[tuple[PeerId, ...], ...]

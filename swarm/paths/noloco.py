@@ -10,9 +10,9 @@ microbatch per lane.
 Deviations from the released code: the holder of a lane is drawn for each stage, and the map at a
 boundary follows from its two stages, not the other way round. With equal stages the maps have the
 same distribution (uniform, independent of each other), but a hop needs no knowledge of earlier
-ones, and stages may differ in size: of any number of lanes, a stage's servers hold equally many, up
-to one. The membership number is in the seed, so that a permutation over the survivors owes nothing
-to the dead.
+ones, and stages may differ in size: the numbers of lanes held by a stage's servers differ by one at
+most. The membership number is in the seed, so that the permutation of the survivors does not depend
+on the dead.
 """
 
 import hashlib

@@ -3,11 +3,12 @@
 The model tolerates it, since residual blocks trained this way can stand in for each other
 (SkipPipe, Blagoev et al., arXiv:2502.19913).
 
-Every path has the first stage, which embeds, and the last, which has the loss. Those between are
-skipped equally often: a lane's microbatches go by cycles as long as there are stages between; each
-cycle visits every such stage exactly K - 2 times, in a random order of its own. SkipPipe plans
-paths beforehand, from measured links and for servers that all stay (swarm/paths/planner.py); here
-the wrapped policy still chooses the servers, so they may come and go.
+Every path has the first stage, which embeds, and the last, which has the loss. The stages between
+are skipped equally often: a lane's microbatches come in cycles, each with one microbatch per such
+stage, and a cycle visits every such stage exactly K - 2 times, in a random order of its own.
+SkipPipe plans paths beforehand, from measured links and for servers that all stay
+(swarm/paths/planner.py); here the wrapped policy still chooses the servers, so they may come and
+go.
 """
 
 import random

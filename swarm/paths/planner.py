@@ -39,7 +39,7 @@ _Stays = tuple[tuple[PeerId, float, float], ...]  # server, seconds held, second
 def plan_paths(
     instance: Instance, seed: int, work: int = WORK, judge: PlanCost | None = None
 ) -> PathPlan:
-    """Return a valid plan that takes little time by `judge`, else by its own timetable.
+    """Return a valid plan that takes little time, by `judge` or else by the planner's timetable.
 
     By that measure it is never worse than the plan that takes stages and servers in turn.
     """
@@ -158,7 +158,8 @@ class LaneBounds:
         )
 
     def _learn(self, path: Path) -> _Stays:
-        """Return each stop's server, seconds held without waits, seconds computed; last first."""
+        """Return for each stop, last first: its server, the seconds held without waits, and the
+        seconds computed."""
         forward_s, transfer_s = self._instance.forward_s, self._instance.transfer_s
         first, last = path[0].peer, path[-1].peer
         loss_at = first if self._instance.head_is_first else last

@@ -178,7 +178,7 @@ class ReorderedPaths:
 
 
 class FixedPaths:
-    """A fixed line of servers per microbatch; the first that is not excluded is next."""
+    """A fixed line of servers per microbatch, which goes to the first that is not excluded."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ def fixed(stages: int) -> FixedPaths:
 
 
 def mixed(stages: int, seed: int) -> FixedPaths:
-    """Return NoLoCo's permutation for each (step, index) and stage; evaluation takes `fixed`."""
+    """Return NoLoCo's permutation for each (step, index) and stage; evaluation uses `fixed`."""
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         draw = mixing.Draw(seed, serving.membership, microbatch.step, microbatch.index)

@@ -51,9 +51,9 @@ class Ema:
 
     Calls may overlap. Time counts from the later of the last update and the call's start, so this
     measures throughput, not latency (`performance_ema.py` of the released code). For an idle server
-    that is mostly the way there and back: it seems slow, and never gets the work that would show
-    its speed. So the time that it reports counts (deviation), down to a share of what was measured:
-    a server that reports too little gets more than it can do, but not everything.
+    that is mostly the round trip: the server seems slow, and never gets the work that would show
+    its speed. So (deviation) the time that the server reports counts, but never less than a share
+    of the measured time: a server that reports too little gets too much work, but not all of it.
     """
 
     alpha: float = ALPHA
@@ -110,11 +110,11 @@ class Balancer:
     of work.
 
     Deviations from the released code: a newcomer joins at the median charge, not the minimum, and
-    its first tasks count double; charges made by a guess are made anew at the first measurement,
+    its first tasks count double; charges based on a guess are redone at the first measurement,
     otherwise one early extra task would cost a fast server the next hundreds; an announced rate is
-    believed within a factor of the typical one; deadlines in a row double the charge, since neither
-    a ban nor a measurement would take work from a server that only lets calls time out; a ban for a
-    failed call also ends by time, so that there is always a moment to try again.
+    believed within a factor of the typical one; missed deadlines in a row double the charge, since
+    neither a ban nor a measurement would take work from a server that only lets calls time out; a
+    ban for a failed call also ends by time, so that there is always a moment to try again.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Balancer:
         now_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Record a successful call, which by the server `took_s`; ignore a peer that left."""
+        """Record a successful call; by the server's report it `took_s`. Ignore a peer that left."""
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
@@ -176,8 +176,8 @@ class Balancer:
     def failed(self, peer: PeerId, reason: CallFailure, now_s: float) -> None:
         """Record a failed call; its charge stays.
 
-        A failed dial bans for a short time, a failed call for a long one. A call out of time does
-        not: that may be our fault.
+        A failed dial bans for a short time, a failed call for a long one. A call that timed out
+        bans for none: that may be our fault.
         """
         if (server := self._servers.get(peer)) is None:
             return
@@ -192,12 +192,12 @@ class Balancer:
                 assert_never(reason)
 
     def busy(self, peer: PeerId) -> None:
-        """Record a refusal for lack of room: no ban, the charge stays, deadlines are forgiven."""
+        """Record a refusal for lack of room: no ban; the charge stays, missed deadlines do not."""
         if (server := self._servers.get(peer)) is not None:
             server.deadlines = 0
 
     def refresh(self, records: Iterable[Announced], now_s: float) -> None:
-        """Take the valid records: forget other servers, admit newcomers, end bans by newer ones."""
+        """Take the valid records: forget other servers, admit new ones, lift bans on newer ones."""
         self._end_bans(now_s)
         newest = self._newest(records)
         for peer in [peer for peer in self._servers if peer not in newest]:

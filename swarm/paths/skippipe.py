@@ -44,7 +44,7 @@ PlanRule = Literal[
 
 
 class BadPlan(ValueError):
-    """A plan breaks a rule; the message names it, says how, and gives a remedy."""
+    """A plan that breaks a rule; the message gives the rule, the reason and a remedy."""
 
     def __init__(self, rule: PlanRule, why: str, remedy: str) -> None:
         super().__init__(f"{rule}: {why}; {remedy}")
@@ -146,7 +146,7 @@ class PlanTerms:
         return tuple(stage for stage in range(len(self.kinds)) if stage not in needed)
 
     def mean_visits(self, microbatches: int) -> float:
-        """Return the equal visits of each optional stage: M (K - needed) / (S - needed)."""
+        """Return each optional stage's equal share of visits: M (K - needed) / (S - needed)."""
         optional = len(self.optional)
         return microbatches * (self.visited - len(self.needed)) / optional if optional else 0.0
 
@@ -286,9 +286,9 @@ def _require_memory(peer: PeerId, works: Sequence[ScheduledPass], memory: int) -
 class PlannedPaths(FixedPaths):
     """The policy that follows a plan.
 
-    Where the planned server is gone or excluded, its stage mates take over, from a start that lanes
-    and turns spread out, so that one server does not inherit all. At a stage that the path skips,
-    which should not be asked for, any of its servers is an answer.
+    Where the planned server is gone or excluded, the other servers of its stage take over. Lanes
+    and turns start with different ones, so that no server inherits all the work. For a stage that
+    the path skips, which callers should not ask for, any of its servers is returned.
     """
 
     def __init__(self, plan: PathPlan, stages: int) -> None:

@@ -25,7 +25,7 @@ TransferTimes = Mapping[PeerId, Mapping[PeerId, float]]  # seconds of a microbat
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """All work, and when each microbatch, named as (lane, turn), is back."""
+    """All passes, and the time at which each microbatch (lane, turn) is back."""
 
     works: tuple[ScheduledPass, ...]
     finished_s: Mapping[tuple[int, int], float]
@@ -33,7 +33,7 @@ class Timetable:
 
     @property
     def makespan_s(self) -> float:
-        """The end of the last microbatch; infinite if some wait for each other's memory."""
+        """The end of the last microbatch; infinite if microbatches wait for each other's memory."""
         return (
             max(self.finished_s.values())
             if len(self.finished_s) == self.microbatches

@@ -11,7 +11,7 @@ from farflock.swarm.protocol.views import Candidates, Member, View
 from farflock.swarm.record import BadRecord, Record, newer, unseal
 from farflock.swarm.roles import stage_of
 
-JOIN_EVERY_S = 1.0
+JOIN_EVERY_S = 1.0  # a request is repeated, since it may be lost or expire
 JOIN_LASTS_S = 4.0  # several repetitions: one lost message does not withdraw a request
 MAX_KNOWN = 1024  # records kept; strangers can make any number of identities
 
@@ -41,6 +41,7 @@ class RecordBook:
     def others(self) -> list[PeerId]:
         """Return the other members of the newest view, or known peers if no view is known yet."""
         chain = self._context.chain
+        # No view has more members than `MAX_MEMBERS`, and the book may have filled with strangers.
         peers = chain.newest.peers if chain else tuple(self.records)[:MAX_MEMBERS]
         return [peer for peer in peers if peer != self._context.me]
 
@@ -57,12 +58,13 @@ class Admission:
         self._joined_s = -1e9
 
     def to_ask(self, now_s: float) -> list[PeerId]:
-        """Return the peers to ask now for admission or views; none if a member or not due."""
+        """Return the peers to ask now for admission or views: none for a member, or if not due."""
         self._context.leaving = self.candidates.leaving
         due = now_s - self._joined_s >= JOIN_EVERY_S
         if not (self.wants_in or self.watching) or self._context.is_member or not due:
             return []
         self._joined_s = now_s
+        # A few records are enough; strangers may have filled the book.
         return sorted({*self._book.others(), *list(self._book.records)[:16]} - {self._context.me})
 
     def ask(self, peer: PeerId) -> None:

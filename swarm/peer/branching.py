@@ -1,9 +1,9 @@
 """The glue of branches: members without a majority start one, and two chains of views become one.
 
-Every peer judges by itself: it asks peers that may be on another chain, verifies that chain's
-views, and gives up its own if the other has stayed stronger for a while. It then forgets what it
-holds of its own chain, as in a restart: its open exchanges are lost, it adopts the other chain's
-state and asks for admission.
+Every peer decides for itself: it asks peers that may be on another chain, verifies that chain's
+views, and gives up its own if the other has stayed stronger for a while. It then forgets everything
+about its own chain, as in a restart: its open exchanges are lost, it adopts the other chain's state
+and asks for admission.
 """
 
 import random
@@ -22,20 +22,20 @@ from farflock.swarm.protocol.branches import Fork, Petition, Solitude
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
-RESEND_S = 1.0
+RESEND_S = 1.0  # petitions may be lost; several repetitions fit into `SIGNATURE_TIMEOUT_S`
 # A member that has not signed by then is left out; it may join the branch later.
 SIGNATURE_TIMEOUT_S = 10.0
-# The next in seniority takes over if the one before it starts no branch: after two petitions, since
-# the first may wait for silent members in vain.
+# The next member in seniority takes over if the one before it starts no branch. That is time enough
+# for two petitions, since the first may wait in vain for silent members.
 STEP_IN_S = 20.0
-PROBE_EVERY_S = 5.0
-PROBED = 16  # peers asked at once
+PROBE_EVERY_S = 5.0  # chains meet after minutes apart, so seconds more do not matter
+PROBED = 16  # peers asked at once; each may answer with many views
 LINEAGE_EVERY_S = 1.0  # minimum between two answers, or two questions, to one peer
 CANDIDATE_EVERY_S = 2.0  # between two questions to the peer on the stronger chain
-# The other chain must stay stronger for this long: rounds in flight then count on both sides.
+# The other chain must stay stronger for this long, so that rounds in flight on both sides count.
 SETTLE_S = 5.0
-ANSWER_S = 10.0  # a chain that was not heard of for this long is no candidate
-MAX_SENT = 1024  # peers whose last message is remembered
+ANSWER_S = 10.0  # a chain not heard of for this long is no longer a candidate
+MAX_SENT = 1024  # peers whose last message is remembered; strangers may be any number
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Branching:
         self._refused = 0  # the lowest first round that every refusing member could sign
         self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # (hash, for whom, when)
         self._candidate: _Candidate | None = None
-        self._sent: dict[tuple[PeerId, bool], float] = {}  # by (peer, has views)
+        self._sent: dict[tuple[PeerId, bool], float] = {}  # when, by (peer, with views)
         self._probed_s = -1e9
         self._random = random.Random(f"{context.seed}/{context.me}/probe")
         self._believed_tokens = 0  # of a chain whose state is not adopted yet
@@ -176,7 +176,7 @@ class Branching:
         return self._identity.sign(views.branch_domain(self._context.run), raw)
 
     def _take_ask(self, sender: PeerId, incarnation: int, raw: bytes) -> None:
-        """Sign a branch that lists this peer if its own quorum is long gone; one at a time."""
+        """Sign a branch that lists this peer, if the time without a quorum is up here too."""
         parent, view = self._context.views.newest, views.decode_view(raw)
         views.require_branch_shape(parent, view)
         me, they = self._context.my_index(view), view.index(sender, incarnation)
@@ -203,6 +203,7 @@ class Branching:
             return
         raw, domain = views.encode(petition.view), views.branch_domain(self._context.run)
         if message.floor:
+            # The member is further on, so the next petition must begin at its floor or later.
             self._refused = max(self._refused, message.floor)
         elif verify(sender, domain, raw, message.proof):
             petition.proofs[petition.parent.peers.index(sender)] = message.proof
@@ -223,7 +224,7 @@ class Branching:
             self._follow(branch)
 
     def _follow(self, branch: Certified) -> None:
-        """Continue on this branch with everything held: it begins where our log is whole."""
+        """Continue on this branch, and keep everything: it begins where our log is complete."""
         if self._context.views.extend(branch):
             self._rounds.rewind(branch.view.first_round)
             self._membership.view_changed()
@@ -239,9 +240,10 @@ class Branching:
         return max(self._believed_tokens, mine)
 
     def _look_out(self, now_s: float) -> None:
-        """Ask some peers that are not with us for their chain, every `PROBE_EVERY_S`.
+        """Ask some peers outside our view for their chain, every `PROBE_EVERY_S`.
 
-        Only on a branch, or if this life started the run (perhaps again, as no peer answered)."""
+        This peer asks only if it is on a branch, or started the run in this life (perhaps for a
+        second time, because no peer answered)."""
         chain = self._context.views
         aside = chain.branch is not None or self._context.my_index(chain.views[0].view) is not None
         if now_s - self._probed_s < PROBE_EVERY_S or not aside:

@@ -16,15 +16,15 @@ from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
-LEASE_S = 30.0  # an answer is kept this long after it was last sent
-FETCH_S = 60.0  # for fetching a call's payloads
-SERVE_S = 300.0  # for the handler
-FORGET_S = 600.0  # after a silence this long no late copy of a call is on the way
+LEASE_S = 30.0  # an answer is kept this long after it was last sent: many repetitions of a call
+FETCH_S = 60.0  # for fetching a call's payloads, so that a dead caller frees its room
+SERVE_S = 300.0  # for the handler; generous, so that only a stuck one is ended
+FORGET_S = 600.0  # after a silence this long, no late copy of a call is still on its way
 MAX_CALLS = 256  # being served, or answered but not heard
-MAX_CALLS_EACH = 64  # the same, per caller
+MAX_CALLS_EACH = 64  # the same, per caller, so that none takes all the room
 MAX_CALLERS = 256  # remembered lives of callers
-MAX_LIVES = 4  # the same, per peer
-MAX_OVER = 512  # remembered call ids of one life
+MAX_LIVES = 4  # the same, per peer, so that one that restarts often does not crowd out others
+MAX_OVER = 512  # remembered call ids of one life; older ones count as over
 ROOM_BYTES = 128 * 1024 * 1024  # payloads of open outgoing calls, and as much of incoming ones
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class CallServer:
         return len(self._seen[caller, incarnation].over)
 
     def take_call(self, sender: PeerId, incarnation: int, call: Call) -> None:
-        """Start a new call; repeat the answer to a known one."""
+        """Start serving a new call, or repeat the answer to a known one."""
         key, seen = (sender, incarnation, call.id), self._remember((sender, incarnation))
         served, size = self._served.get(key), sum(sizes_of(call.payloads))
         if served is not None:

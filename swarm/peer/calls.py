@@ -27,8 +27,8 @@ from farflock.swarm.peer.call_server import LEASE_S, ROOM_BYTES, CallReply, Call
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
-RESEND_S = 0.5
-KEEP_S = LEASE_S / 3  # calls are repeated while their answers' payloads are fetched, to keep those
+RESEND_S = 0.5  # a lost message costs half a second; a served call is not served again
+KEEP_S = LEASE_S / 3  # while its answer's payloads are fetched, a repeated call renews their lease
 
 
 class CallFailed(Exception):
@@ -52,7 +52,7 @@ class _Asked:
 
 
 class Calls:
-    """All calls of one peer, both ways.
+    """All calls of one peer, incoming and outgoing.
 
     `room_bytes` bounds the payloads of outgoing calls, and again those of incoming ones."""
 
@@ -173,12 +173,13 @@ class Calls:
         finally:
             del self._asked[number]
             self._context.store.release(pin)
+            # Even after a failure: the server then need not keep the answer for its whole lease.
             self._context.send(peer, Heard(number))
 
     async def _ask_myself(
         self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int
     ) -> CallReply:
-        """Serve it in its own task: a cancelled caller leaves the handler alone, as elsewhere."""
+        """Serve our own call in a task, so that a cancelled caller does not cancel the handler."""
         done: asyncio.Future[tuple[CallVerdict, CallReply]] = (
             asyncio.get_running_loop().create_future()
         )

@@ -1,7 +1,7 @@
 """Catching up with rounds decided without this peer: it asks others for them, in order.
 
-A member whose state depends on a round that has left everybody's log must adopt a snapshot; an
-observer goes on with the oldest round that exists. Content is fetched from any holder until it is
+A member whose state depends on a round that has left every log must adopt a snapshot; an observer
+goes on with the oldest round that exists. Content is fetched from any holder until it is
 here or given up: if a stage's last round died with its only holder, the members with no part in it
 go on, and to the stage that round has failed.
 """
@@ -24,8 +24,8 @@ from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
 FOLLOW_S = 0.5  # between two questions about one stream
-FETCH_TIMEOUT_S = 10.0
-RETRY_S = 0.5
+FETCH_TIMEOUT_S = 10.0  # then check whether the item is still wanted, and fetch it again
+RETRY_S = 0.5  # pause while no peer has the item, so as not to ask in a tight loop
 # Content missing for this long is given up: its holders have left the view by now.
 HOPELESS_S = 20.0
 # Decisions per answer: rounds may end faster than they can be asked for one by one.
@@ -34,7 +34,7 @@ ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # per asker, fewer if they are lon
 
 
 class CatchUp:
-    """One peer's part in keeping up with decisions made without it, and in helping others to."""
+    """Catches up with decisions made without this peer, and helps other peers to do the same."""
 
     def __init__(self, context: PeerContext, log: RoundLog) -> None:
         self._context, self._log = context, log
@@ -87,6 +87,7 @@ class CatchUp:
             for entry in itertools.takewhile(lambda entry: entry is not None, entries)
             if entry
         ]
+        # A short question may have a long answer, so each asker has a budget.
         size_bytes = sum(len(decided.value) for decided in decisions)
         if not self._answers.take(sender.encode(), units(1, size_bytes), self._context.now()):
             self._context.drop("too many questions about the log")
@@ -137,7 +138,7 @@ class CatchUp:
                 self._context.counters["lost rounds"] += 1
 
     def heed(self, state: StreamState, *, is_open: bool) -> None:
-        """Accept the others' word that the next round is gone.
+        """Accept the others' reports that the next round is gone.
 
         `is_open`: some member still treats it as open. A peer that needs the content must adopt a
         snapshot. An observer that has seen no round yet skips to the newest. Unless the round is
@@ -224,7 +225,8 @@ class CatchUp:
     def _may_give_up(self, state: StreamState) -> bool:
         """True if content that no peer has may be given up.
 
-        Only a stage's, which would stand still, and only among a quorum: others may have it."""
+        Only a stage's content, since the stage would stand still without it, and only while this
+        peer sees a quorum: behind a network split the others may still have it."""
         view, context = self._context.views.newest, self._context
         members = enumerate(view.peers)
         there = [i for i, peer in members if peer == context.me or not context.gone(view, peer)]
@@ -234,8 +236,8 @@ class CatchUp:
     def _give_up(self, state: StreamState, number: int) -> None:
         """Give up a round's content: for a peer that did not contribute, the round has failed.
 
-        A contributor must not bring the same again, as it already counts: it has lost the round,
-        and its state is behind for good."""
+        A contributor must not contribute the same again, as it already counts: it has lost the
+        round, and its state stays behind."""
         self._context.counters["forsaken rounds"] += 1
         entry = state.log[number]
         if any(entry.taken):

@@ -11,7 +11,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Reads
 from farflock.swarm.peer.context import PeerContext
 
-REPEAT_S = 5.0
+REPEAT_S = 5.0  # an announcement may be lost; changes and newcomers do not wait for this
 
 ReadableCodecs = tuple[CodecId, ...]
 

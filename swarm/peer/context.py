@@ -54,7 +54,7 @@ class PeerContext:
 
     @property
     def views(self) -> Chain:
-        """The chain of views; only after genesis or after joining."""
+        """The chain of views; there is none before genesis or before joining."""
         assert self.chain is not None, "this peer knows no view yet: start a run or join one first"
         return self.chain
 
@@ -108,7 +108,7 @@ class PeerContext:
             del self.given_up[next(iter(self.given_up))]
 
     def touch(self, stage: int | None, number: int) -> None:
-        """Note that this peer takes part in a round: the next view must begin after it."""
+        """Note that this peer takes part in a round, so the next view must begin after it."""
         self.floor = raised(self.floor, stage, number + 1)
 
     @property

@@ -10,11 +10,11 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.rebalance import LoadSnapshot, ServerLoad
 from farflock.swarm.roles import EVERY
 
-REPEAT_S = 1.0
+REPEAT_S = 1.0  # a report may be lost, and one missing report holds up the move
 
 
 class LoadReports:
-    """One peer's report and those it received."""
+    """This peer's load report, and the reports that it has received."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context

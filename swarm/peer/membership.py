@@ -29,7 +29,7 @@ from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, stage_of
 from farflock.swarm.runtime import RunClock
 
-PING_EVERY_S = 5.0
+PING_EVERY_S = 5.0  # local clocks drift by far less than a round in this time
 
 
 class Membership:
@@ -92,7 +92,7 @@ class Membership:
             self.sync.send_views(peer, newest.number - 1)
 
     def tick(self) -> None:
-        """Ask for admission; put the next view forward if due and our turn; ping."""
+        """Ask for admission, propose the next view if it is due and our turn, and ping."""
         now_s = self._context.now()
         if asked := self.admission.to_ask(now_s):
             self.sync.expect(asked)

@@ -18,7 +18,7 @@ from farflock.swarm.protocol.decide import TAKEOVER_S, AcceptanceRules, Decision
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
-RESEND_S = 0.5
+RESEND_S = 0.5  # half of `TAKEOVER_S`, so that a lost message rarely costs a turn
 HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
 # Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
 # the decision.
@@ -29,7 +29,7 @@ MAX_BACKOFF_DOUBLINGS = 3
 
 
 class NextView:
-    """One member's part in the decision; calls `changed` after appending a view to the chain."""
+    """One member's part in deciding the next view; calls `changed` after it appends a view."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class NextView:
         self._proposals = 0  # by this peer, for this view
 
     def begin_anew(self) -> None:
-        """Forget all requests and votes on the next view: the newest view has changed."""
+        """Start the decision on the next view from scratch, because the newest view has changed."""
         self._decision, self._wanted_s = None, None
         self._changed_s, self._proposals = self._context.now(), 0
 
@@ -74,7 +74,7 @@ class NextView:
         if self._decision is not None and now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._send(self._decision.retry())
-        # In turn, as proposers at once would only outbid each other.
+        # In turn: simultaneous proposers would only outbid each other.
         rank = self._rank()
         due_s = max(self._wanted_s, since_s) + TAKEOVER_S * rank
         doublings = min(max(self._proposals - 1, 0), MAX_BACKOFF_DOUBLINGS)
@@ -107,7 +107,7 @@ class NextView:
     def _rank(self) -> int:
         """Return the number of live members before this peer in this decision's order.
 
-        In a hurry, only leaving members count: no others can be in one."""
+        In a hurry, only leaving members count: no others can be in a hurry."""
         before = self._ordered()
         before = before[: before.index(self._context.me)]
         if self._hurries:
@@ -166,7 +166,7 @@ class NextView:
             self._sync.receive_decided(sender, message)
 
     def _take_stock(self) -> None:
-        """Hold back from rounds of an accepted view; move on when a view is decided."""
+        """Block the rounds that an accepted view may take over; move on once a view is decided."""
         decision, chain = self._decision, self._context.views
         if decision is None:
             return
@@ -197,8 +197,9 @@ class ViewRules(AcceptanceRules):
     """A view must begin after every round that this member took part in under the previous view,
     and list this member until it leaves.
 
-    A member that can refuse its own removal is alive. The proposer took it for dead, perhaps behind
-    a cut that has healed; if that proposer left next, a swarm of two would have no member.
+    A member that can refuse its own removal is alive. The proposer took it for dead, perhaps
+    because of a network cut that has healed; if that proposer left next, a swarm of two would have
+    no member.
 
     `begins` maps a floor to the rounds at which the view should begin; `leaves` tells whether this
     member has said goodbye. Members sign the next view, to convince outsiders."""

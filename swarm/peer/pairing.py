@@ -1,8 +1,8 @@
 """The asyncio glue of pair exchanges: find the partner, run the pair's machine, fetch its payload.
 
-Peers of such a stream may drift apart in their rounds. A peer proposed a round that it has left
-answers with its own round; a peer proposed a later round skips to it. So partners meet again
-without keeping time.
+Peers of such a stream may drift apart in their rounds. If a proposal names a
+round that the peer has left, it answers with its own round; if it names a later one, the peer skips
+to it. So partners meet again without synchronised clocks.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.pair import Pair
 from farflock.swarm.protocol.views import View
 
-TICK_S = 0.1
-DONE_KEPT = 32  # ended pairs that still answer a partner's repeated messages
+TICK_S = 0.1  # a quarter of the resend time, so that repeats are hardly late
+DONE_KEPT = 32  # ended pairs kept to answer a partner's repeated messages
 MAX_JUMP = 1000  # rounds that one message may move this peer ahead, so that none ends its run
 
 
@@ -190,6 +190,7 @@ class Pairing:
     async def _fetch_shard(self, stream: Stream, pair: Pair, shard: int) -> bool:
         assert pair.theirs is not None
         digest, size = pair.theirs.digests[shard], pair.theirs.sizes[shard]
+        # No longer than the pair lasts: after that its partner's payload is of no use.
         left_s = pair.ends_s - self._context.now()
         if left_s <= 0 or not await self._context.chunks.fetch(
             digest, size, lambda: [pair.partner], work_pin(pair.key), left_s

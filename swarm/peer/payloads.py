@@ -76,6 +76,7 @@ async def _fetch(
     while (left_s := ends_s - context.now()) > 0:
         if await context.chunks.fetch(digest, size, lambda: [holder], pin, left_s, final=True):
             return True
+        # A suspect holder may come back; a dead one, or a live one without the chunk, is no use.
         if context.life(holder) != "suspect":
             return False
         await asyncio.sleep(LOOK_S)

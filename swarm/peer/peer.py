@@ -1,7 +1,7 @@
 """One peer of a run: its receive and tick loops, and the few calls that a node makes.
 
-Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue next to
-it only feed it messages and time. It runs unchanged on real links and on the simulator's.
+Every decision is made sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue
+next to it only pass in messages and time. It runs unchanged on real links and on the simulator's.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1
-LOOK_EVERY = 5  # ticks between looks at branches: those wait for minutes, and a look is costly
-ANNOUNCE_EVERY_S = 15.0
-PART_S = 5.0  # the longest that a leaving peer stays for members that lack a quorum without it
+TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
+LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly
+ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
+PART_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
 GOODBYE_S = 0.2  # time to send goodbyes, and to receive those of peers leaving along with us
 STORE_BYTES = 256 * 1024 * 1024
@@ -347,7 +347,7 @@ class Router:
         return frozenset({*self._receivers, *get_args(messages.ChunkMessage)})
 
     def add(self, receive: Receive, *kinds: type[Message]) -> None:
-        """Send messages of these types to `receive` from now on."""
+        """Route messages of these types to `receive` from now on."""
         for kind in kinds:
             assert kind not in self._receivers, f"{kind.__name__} has a receiver already"
         self._receivers = MappingProxyType({**self._receivers, **dict.fromkeys(kinds, receive)})

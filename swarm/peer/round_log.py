@@ -1,9 +1,9 @@
 """The log of a stream's last rounds: each decision, and whether its content is here.
 
 A member that was away learns from others' logs what it missed, in order; a round that has left
-everybody's log is lost to a peer that still waits for it. The last shards of a witnessed round are
-kept longer than its other content: peers without its state, a pipeline's trainers, follow at their
-own pace and must miss none.
+every log is lost to a peer that still waits for it. The last shards of a witnessed round are kept
+longer than its other content: peers without its state, a pipeline's trainers, follow at their own
+pace and must miss none.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 
 LOG_ROUNDS = 8  # with all content, for members that were away
 OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
-OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream
+OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 A stream's rounds form one log: round r+1 begins only where round r is decided, so a member that was
 away learns what it missed in order (`catch_up`), and no contribution can count twice. An exchange
 has no timeout of its own: it resolves when its round is decided and its content is here, or when
-the round has left everybody's log (`lost`).
+the round has left every log (`lost`).
 
 Read `Rounds.exchange` first, then `OpenRounds`, which routes messages to the machines of the open
 rounds and carries out their actions.
@@ -184,9 +184,9 @@ class Rounds:
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round from which logs can bring a state of `stage` up to date.
 
-        `stage` None is the whole model. It is the start of this peer's own log; or, where others
-        have forgotten a stream's next round, of theirs: otherwise another lagging peer could serve
-        us the state we already have."""
+        `stage` None is the whole model. The result is the start of this peer's own log. If others
+        have forgotten a stream's next round, it is the start of their logs: otherwise another
+        lagging peer could serve us the state that we already have."""
         known = self._streams.values()
         streams = [
             state for state in known if state.stream.wants == "all" and state.stream.stage == stage
@@ -302,6 +302,7 @@ class Rounds:
         if state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S:
             return True
         machine = self.machines.get(Key(state.stream.name, number))
+        # Past its deadline a round is soon decided, and the message may have been lost.
         return state.seen > number or (machine is not None and now_s > machine.ends_s)
 
 
@@ -410,7 +411,7 @@ class OpenRounds:
     def begin(self, state: StreamState, key: Key, view: View) -> Collective | None:
         """Return the machine of a key, made if need be; None if this peer cannot begin it.
 
-        It can if this is the stream's next round, it is a member, and no view change is due."""
+        It can if it is a member, the round is the stream's next, and no view change is due."""
         machine = self._machines.get(key)
         if machine is not None and not self._retire(machine, view):
             return machine
@@ -460,7 +461,7 @@ class OpenRounds:
         """Drop a machine of a view that its round does not belong to; return True if dropped.
 
         Nothing that it did counts, and its group's indices now mean other members. This peer's
-        offer goes into the round's true machine."""
+        offer goes into the right machine for the round."""
         if machine.view == view.hash:
             return False
         del self._machines[machine.key]

@@ -17,15 +17,15 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
 
-ASK_EVERY_S = 1.0
-SETTLE_S = 0.5  # wait after the first offer, for others to compare it with
-MAX_SNAPSHOT_CHUNKS = 65536
+ASK_EVERY_S = 1.0  # queries and offers may be lost
+SETTLE_S = 0.5  # wait after the first offer for others to compare it with
+MAX_SNAPSHOT_CHUNKS = 65536  # bounds the memory that a listing takes
 PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
 MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
-MAX_DISTRUSTED = 64
-# A snapshot is offered until this many rounds have begun since: logs must still lead on from it.
+MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
+# A snapshot is offered until this many rounds have begun since: the logs must still continue it.
 KEEP_ROUNDS = 4
-KEEP_S = 30.0  # the same without rounds
+KEEP_S = 30.0  # the limit for a stream without rounds
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class SnapshotUnavailable(Exception):
 
 @dataclass(slots=True)
 class _Download:
-    """A running download: whose state, which limits, and the offers by peer."""
+    """A running download: the stage, the limits, and the offers by peer."""
 
     stage: int | None
     min_round: int  # the first useful round
@@ -122,7 +122,7 @@ class Snapshots:
             wanted.offers[sender] = offer
 
     def distrust(self, name: str) -> None:
-        """Never accept the last download again: the caller found it unlike its offer."""
+        """Refuse the last download from now on: the caller found that it is not as offered."""
         self._distrusted.append(self._taken.pop(name))
 
     @property
@@ -132,7 +132,7 @@ class Snapshots:
 
     @property
     def distrusted(self) -> int:
-        """The number of snapshots that are never accepted again."""
+        """The number of snapshots that are refused."""
         return len(self._distrusted)
 
     @property

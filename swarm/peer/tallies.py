@@ -1,13 +1,13 @@
 """The tokens taken in by a stage's members since its last round: a full batch makes its step due.
 
-Each member announces its number and adds up all of them, so that all notice at nearly the same
-time, and no peer is asked. A wrong number only makes that round's steps early or late:
+Each member announces its count and adds up those of all members, so that all notice at nearly the
+same time, without asking a coordinator. A wrong number only makes that round's steps early or late:
 contributions carry their own weights.
 
-At the end of a run members announce that too, and leave when all have: an early leaver could miss a
-round that others began, and end with another state. In a run of whole models (stage None), without
-batches, they also announce each stream's next round, so that all see whether they have the same
-rounds (node/train/end_barrier.py).
+At the end of a run each member announces that it is done, and leaves when all have: an early leaver
+could miss a round that others began, and end with a different state. In a run of whole models
+(stage None), without batches, members also announce each stream's next round, so that all see
+whether they have the same rounds (node/train/end_barrier.py).
 """
 
 import asyncio

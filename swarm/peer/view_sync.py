@@ -1,4 +1,4 @@
-"""Synchronisation of views: each peer is sent the certified views that it is missing."""
+"""Synchronisation of views: a peer sends others the certified views that they are missing."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -9,8 +9,8 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
-RESEND_S = 0.5
-MAX_SENT = 1024  # peers whose last views sent are remembered
+RESEND_S = 0.5  # the same views go to a peer no more often: many messages may call for them
+MAX_SENT = 1024  # peers whose last views sent are remembered; strangers may be any number
 
 
 class ViewSync:
@@ -28,7 +28,7 @@ class ViewSync:
         self._sent: dict[PeerId, tuple[int, int, float]] = {}  # (newest sent, after which, when)
 
     def begin(self, chain: Chain) -> None:
-        """Start with these first views."""
+        """Start with this chain, the first views known here."""
         self._context.chain = chain
         self.known.set()
 
@@ -65,7 +65,7 @@ class ViewSync:
             self._context.send(peer, Views(known))
 
     def reconcile(self, peer: PeerId, digest: bytes) -> None:
-        """Find out which side lags: a message named a view that is not current here."""
+        """Find out which side lags, after a message named a view that is not our newest."""
         chain = self._context.chain
         if chain is None:
             return

@@ -1,8 +1,8 @@
 """Rounds are counted on axes: one for the streams of whole models, and one per stage.
 
-A view begins at its own round on each axis. Stages are at different rounds, and one without
-servers stands still: on a common axis, a view that begins ahead of it would leave it rounds to
-close whose members are long gone.
+A view begins at its own round on each axis. Stages are at different rounds, and a stage without
+servers makes no progress. On a common axis, a view that begins ahead of such a stage would leave it
+with rounds to close whose members are long gone.
 
 A *floor* is the lowest round by axis at which something could begin: place 0 for whole models,
 1 + s for stage s; missing places are 0.

@@ -1,8 +1,8 @@
 """Branches: how members go on without a lost majority, and which of two meeting chains stays.
 
-Nobody can tell a dead majority from one behind a broken cable, so a branch may be one of two chains
-that both train. Each chain has its own log, in which nothing counts twice, and when they meet, one
-is given up whole: two logs are never merged (docs/decisions/007-branches.md).
+No peer can tell a dead majority from one behind a broken cable, so a branch may be one of two
+chains that both train. Each chain has its own log, in which nothing counts twice, and when they
+meet, one is given up whole: two logs are never merged (docs/decisions/007-branches.md).
 
 Sans I/O, pure. swarm/protocol/views.py defines what a branch is and who must sign it.
 """
@@ -21,7 +21,7 @@ from farflock.swarm.protocol.views import (
     genesis,
 )
 
-# A longer gap between two looks counts as this: the machine slept, and saw no peer leave.
+# A longer gap between two calls of `look` counts as this: the machine slept, and saw no peer leave.
 AWAKE_S = 1.0
 PREFIX_BYTES = 8  # of each view's hash in a trail
 MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
@@ -29,7 +29,7 @@ MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
 
 @dataclass(slots=True)
 class Solitude:
-    """The uninterrupted waking time in which a peer's view, as it sees it, could decide nothing."""
+    """The time, without sleep or interruption, in which a peer's view could decide nothing."""
 
     lasted_s: float = 0.0
     _looked_s: float | None = None
@@ -42,7 +42,7 @@ class Solitude:
 
 
 def branch_of(parent: View, founders: Collection[int], first_round: int) -> View:
-    """Return the branch of a view that these of its members would start."""
+    """Return the branch that these members of a view would start."""
     members = tuple(parent.members[index] for index in sorted(founders))
     return View(parent.number + 1, parent.branch_mark, first_round, members)
 
@@ -149,7 +149,7 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
     """True if the other chain stays: it has more agreed tokens, or as many and the greater hash.
 
     The hash is that of the first view after the fork. Both sides compute the same from the same
-    numbers, and tokens only rise, so two chains cannot both give up on fresh numbers."""
+    numbers, and tokens only rise, so with fresh numbers two chains cannot both give up."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 

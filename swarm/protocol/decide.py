@@ -76,10 +76,12 @@ class AcceptanceRules:
     """A member's rules for values: which it may ever accept, and its proof of acceptance.
 
     This default accepts every value and proves nothing, so members trust each other: agreement
-    among peers that may crash, not among liars. Law: once
-    `floor` has refused a value that is not the last one accepted here, it refuses that value
-    forever. Members whose floors are far apart are not `in_step` and must not skip phase 1: each
-    reports its `min_floor`, and a proposer's own value is `lifted` to the highest."""
+    among peers that may crash, not among liars.
+
+    Every implementation obeys one law: once `floor` has refused a value that is not the last one
+    accepted here, it refuses that value forever. Members whose floors are far apart are not
+    `in_step` and must not skip phase 1: each reports its `min_floor`, and a proposer's own value is
+    `lifted` to the highest."""
 
     in_step = True
 
@@ -100,7 +102,7 @@ class AcceptanceRules:
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """True if this is the member's signature under this text."""
+        """True if this is the member's signature of this text."""
         return True
 
 
@@ -243,14 +245,14 @@ class Decision:
         )
 
     def resume(self) -> Sends:
-        """Retry to accept the last proposal that was not `ready`."""
+        """Try again to accept the last proposal that was not `ready`."""
         if self.decided is not None or self._withheld is None:
             return []
         withheld, self._withheld = self._withheld, None
         return self._accept(*withheld)
 
     def announcement(self) -> Decided:
-        """Return the decision for others to learn; only after it was made."""
+        """Return the message that tells others the decision; there must be one."""
         assert self.decided is not None, f"{self.key} is not decided"
         ballot, proofs = self.certificate
         return Decided(self.key, self.view, self.decided, ballot, proofs)

@@ -1,7 +1,8 @@
 """The number of microbatches in flight over slow links, and a lower bound on the time of a step.
 
-1F1B keeps one per stage in flight, enough if hops cost nothing. Over a wide area a microbatch
-travels much longer than the slowest stage needs for it, and the depth must cover that trip.
+1F1B keeps one per stage in flight, which is enough if hops cost nothing. Over a wide area network a
+microbatch is in transit for much longer than the slowest stage computes on it, and the depth must
+cover that time.
 
 Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arXiv:2006.09503) with
 a wire time and a latency per hop. Links are full duplex; a wire is busy while it sends, latency
@@ -16,7 +17,7 @@ _ROUNDING = 1e-9  # a ratio this near to an integer counts as one
 # Servers are chosen regardless of queues: with two thirds of what is in flight queued, no server is
 # idle.
 SLACK = 3.0
-ALPHA = 0.1  # weight of a new round trip in their moving average
+ALPHA = 0.1  # weight of a new round trip in the moving average
 MIN_ENDS = 8  # microbatches needed to measure a rate
 
 
@@ -49,7 +50,7 @@ class HopTime:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """Stages and the hops between them: `hops[s]` joins stages `s` and `s + 1`."""
+    """The times of stages and of the hops between them: `hops[s]` joins stages `s` and `s + 1`."""
 
     stages: tuple[StageTime, ...]
     hops: tuple[HopTime, ...]
@@ -93,9 +94,10 @@ class PipelineTimes:
     def step_bound_s(self, microbatches: int, in_flight: int) -> float:
         """Return the least time of a step, with at most `in_flight` microbatches out at stage 0.
 
-        Each place in flight is used for one round trip after the other; a wire sends all
-        microbatches one way, on a round trip that it is part of; a stage computes on all of them,
-        between the first way to it and the last way back from it."""
+        This is the greatest of three bounds. A place in flight makes its round trips one after the
+        other. A wire sends all microbatches, and one of them also makes the rest of its trip. A
+        stage computes on all microbatches, after the first has come to it and before the last goes
+        back from it."""
         if microbatches < 1 or in_flight < 1:
             raise ValueError(
                 f"a step of {microbatches} microbatches with {in_flight} in flight; "
@@ -116,10 +118,10 @@ class Depth:
     """K* as one trainer measures it, from `min_depth` to `max_depth` microbatches in flight.
 
     The bottleneck is the time between two of its microbatches coming back; the round trip is the
-    time of one in passes and in transit, without queues, as those are of our own making. The rate
-    grows with what is in flight until the slowest stage is busy, and so does the wanted depth:
-    twice as much each round trip, then no more. `SLACK` is our own; without it one in flight would
-    stay one."""
+    time of one in passes and in transit, without queues, which the depth itself causes. The rate
+    grows with what is in flight until the slowest stage is busy, and so does the wanted depth: it
+    doubles each round trip, then stays. `SLACK` is our own; without it a depth of one would stay
+    one."""
 
     min_depth: int
     max_depth: int
@@ -141,6 +143,7 @@ class Depth:
             trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
         )
         self._ends_s.append(now_s)
+        # About one round trip's worth: long enough to average over, short enough to be recent.
         while len(self._ends_s) > max(MIN_ENDS, self.wanted) + 1:
             self._ends_s.popleft()
         taken_s = now_s - self._ends_s[0]

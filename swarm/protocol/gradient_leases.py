@@ -7,8 +7,8 @@
 A key is (trainer, microbatch). A staged gradient takes memory of a stage's size, so there are few
 places and each has a lease; a merged one is in the stage's sum and costs nothing more. Only a
 confirmation of the staged attempt merges it: the trainer may have given up an older attempt and
-asked another server. An attempt whose confirmation was refused is never merged, even if its request
-comes once more, late: after the refusal its trainer may ask another server. The other side is
+asked another server. An attempt whose confirmation was refused is never merged, even if a late
+copy of its request arrives: after the refusal its trainer may ask another server. The other side is
 swarm/protocol/ledger.py. Sans I/O, without tensors: their owner acts on the answers.
 """
 
@@ -122,7 +122,7 @@ class GradientLeases:
     def close(self, number: int, committed: Collection[GradientKey]) -> list[GradientKey]:
         """Commit the keys in a round's close list; return those offered to it but not named.
 
-        They wait for the next round again, and so must their gradients."""
+        Those become `merged` again, and their gradients must wait for the next round with them."""
         offered = [
             key
             for key, slot in self._slots.items()

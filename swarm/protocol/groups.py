@@ -1,4 +1,4 @@
-"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), without a
+"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), without any
 message. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
 
 import hashlib
@@ -28,8 +28,9 @@ def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[
 
 
 def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId, ...]:
-    """Return the members in the order that assigns reducers, the same in all rounds. Joins and
-    deaths keep the others' order, as a reducer may have an error-feedback residual to remember."""
+    """Return the members in the order that assigns reducers, the same in all rounds. A join
+    or a death leaves the others' order as it is, as a reducer may keep an error-feedback residual.
+    """
     return order(members, seed, b"", Key(stream, 0))
 
 

@@ -35,7 +35,7 @@ class LedgerEntry:
     attempt: int = 0
 
     def reopen(self) -> None:
-        """Open it again; answers still on their way do not count."""
+        """Open the entry again; answers still on their way do not count."""
         self.phase, self.peer, self.attempt = "open", None, self.attempt + 1
 
 
@@ -43,7 +43,7 @@ class LedgerEntry:
 class Ledger:
     """The microbatches of one trainer that are not yet committed at all their stages.
 
-    Those are all `stages` unless `begin` names others."""
+    A microbatch visits all `stages` unless `begin` names fewer."""
 
     stages: int
     _entries: dict[StageVisit, LedgerEntry] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Ledger:
         return entry.attempt
 
     def silent(self, place: StageVisit, attempt: int) -> None:
-        """Reopen a request without an answer in time, or refused: another peer may be asked."""
+        """Reopen a request that was refused or not answered in time: another peer may be asked."""
         entry = self._current(place, attempt)
         # The attempt number stays: the answer may still come, and is then as good as another's.
         if entry is not None and entry.phase == "sent":
@@ -95,13 +95,13 @@ class Ledger:
                 yield place, entry.peer, entry.attempt
 
     def merged(self, place: StageVisit, attempt: int) -> None:
-        """Note that the peer added it to its contribution to the stage's next round."""
+        """Note that the peer added the gradient to its contribution to the stage's next round."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
             entry.phase = "merged"
 
     def refused(self, place: StageVisit, attempt: int) -> None:
-        """Note that the peer no longer has it, and will never merge it under this attempt."""
+        """Note that the peer lacks the gradient, and will never merge it under this attempt."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
             entry.reopen()

@@ -1,4 +1,4 @@
-"""Rounds that are gone: the members that reported it, and whether they are enough.
+"""Reports that a round is gone from the members' logs, and whether enough members made one.
 
 One report means little: its sender may lie, or have a short log because it joined late. So more
 than half of the live members must report: a decision is known to a quorum, and members that are
@@ -53,10 +53,10 @@ class LogTruncation:
 
 
 def newest_of(said: Sequence[Forgotten]) -> int:
-    """Return the others' median newest round, which no minority can move beyond the rest's."""
+    """Return the median newest round, which no minority can move past the majority's reports."""
     return statistics.median_low(max(word.oldest, word.newest) for word in said)
 
 
 def oldest_of(said: Sequence[Forgotten]) -> int:
-    """Return the median oldest round that the others still have."""
+    """Return the median of the oldest rounds that the others still have."""
     return statistics.median_low(word.oldest for word in said)

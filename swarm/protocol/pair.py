@@ -1,9 +1,11 @@
 """Two peers swap payloads: the leader decides, the follower applies only on its word.
 
-Sans I/O. A pair has no majority, so a lost last message can leave the leader applied and the
-follower not ("unsure"); methods that cannot tolerate that use a collective. The leader (first in
-the seeded order) proposes, the follower reserves itself for the round and accepts, both fetch, the
-follower reports what it holds, the leader decides and records it before it says so.
+Sans I/O. A pair has no majority: if the last message is lost, the leader may have applied the
+payload and the follower not ("unsure"). Methods that cannot tolerate that use a collective.
+
+The leader (first in the seeded order) proposes. The follower reserves itself for the round and
+accepts. Both fetch, and the follower reports what it holds. The leader decides, and records the
+decision before it announces it.
 
 The table has the states by role. Every state ends at the deadline at the latest, as "aborted".
 

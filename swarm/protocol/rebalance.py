@@ -12,7 +12,7 @@ from typing import Literal
 
 from farflock.swarm.links import PeerId
 
-PERIOD_S = 300.0
+PERIOD_S = 300.0  # one move per period, so that the loads show its effect before the next
 HYSTERESIS = 0.25  # a smaller difference between two stages is noise in their queues
 MIN_RESIDENCE_S = 300.0  # at least the time to download a stage's state
 
@@ -101,8 +101,8 @@ def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move
     """Return the one move of this period, or None.
 
     The server with the least to do moves from the stage with the least load to the one with the
-    greatest; ties by summed rate, then stage number, and by peer id. Never the last server of a
-    stage, one that has not served for `min_residence_s`, or one that the new stage does not fit.
+    greatest; ties by summed rate, then stage number, and by peer id. No move takes the last server
+    of a stage, one that has not served for `min_residence_s`, or one too small for the new stage.
 
     Deviations from the paper: the load is a time, a stage must be `hysteresis` more loaded than the
     other, and the source must keep more speed than the target had. The last makes every move raise

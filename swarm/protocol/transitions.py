@@ -7,7 +7,7 @@ reading:
 - A machine changes its state in one method, `_move`, which asks the table. A transition not in the
   table cannot happen: it is a bug of ours, so it fails an assertion. A peer's message is checked
   before it becomes an event, so no peer can cause such a failure.
-- An event is something that has happened ("decided", "held"), never a wish.
+- An event is something that has happened ("decided", "held"), never a request.
 - The tests walk each table: every state can be reached, and a real machine makes every transition.
 
 Continuous quantities (clocks, counts, sets of digests) are not states. They decide when an event

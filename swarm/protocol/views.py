@@ -45,7 +45,7 @@ _DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A peer in one of its lives: after a restart it counts as another, as it forgot its promises.
+    """A peer in one of its lives: a restarted peer is a new member, as it has lost its promises.
 
     A server that changes its stage (swarm/roles.py) begins another life too."""
 
@@ -57,8 +57,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`.
 
-    swarm/protocol/axes.py explains these rounds. `previous` is the hash of the view before; in a
-    branch, its `branch_mark`."""
+    swarm/protocol/axes.py explains these rounds. `previous` is the hash of the previous view; in
+    a branch, its `branch_mark`."""
 
     number: Count
     previous: Digest
@@ -272,7 +272,9 @@ class Chain:
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view or a branch; False if known, `BadView` if it does not follow."""
+        """Append the next view or a branch; return False if it is known.
+
+        Raise `BadView` if it does not follow."""
         view, newest = certified.view, self.newest
         if view.number <= newest.number:
             return False
@@ -289,6 +291,7 @@ class Chain:
         """Return encoded views after `number`, oldest first; empty if ours do not reach back."""
         if self.views[0].view.number > number + 1:
             return ()
+        # `limit` is as many as a `Views` message may carry.
         missing = (entry for entry in self.views if entry.view.number > number)
         return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
@@ -373,5 +376,6 @@ def next_members(
     coming = tuple(
         joining[peer] for peer in sorted(joining) if peer not in present and peer not in leaving
     )
+    # Joiners over the limit repeat their requests, and enter once there is room.
     members = (staying + coming)[:MAX_MEMBERS]
     return None if members == view.members or not members else members

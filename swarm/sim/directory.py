@@ -1,6 +1,6 @@
 """An in-memory directory for simulations and tests, with the real one's faults drawn from a seed.
 
-Callers must live with stale reads, lost stores and split views, so these happen reproducibly here:
+Callers must cope with stale reads, lost stores and split views, so these happen reproducibly here:
 nothing in this module has a clock or randomness of its own.
 """
 
@@ -21,7 +21,7 @@ TableName = Literal["records", "heads"]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFaults:
-    """Reads show a moment of the last `stale_s`; the share `lost` of stores is not kept."""
+    """Reads show the table up to `stale_s` ago; a share `lost` of all stores has no effect."""
 
     stale_s: float = 0.0
     lost: float = 0.0
@@ -58,7 +58,7 @@ class MemoryTable:
         return self._open[peer]
 
     def close(self, peer: PeerId) -> None:
-        """Close a peer's directory: it holds nothing for others, but its own items last."""
+        """Close a peer's directory: it holds nothing for others, but its own items stay."""
         del self._open[peer]
 
     def is_open(self, directory: "MemoryDirectory") -> bool:
@@ -66,7 +66,7 @@ class MemoryTable:
         return self._open.get(directory.me) is directory
 
     def split(self, *islands: Collection[PeerId]) -> None:
-        """Let peers see only the items of their own island; a peer in none stands alone."""
+        """Let peers see only the items of their own island; a peer in none is isolated."""
         self._islands = tuple(frozenset(island) for island in islands)
 
     def heal(self) -> None:
@@ -74,7 +74,7 @@ class MemoryTable:
         self._islands = ()
 
     def put(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
-        """Store a writer's newest payload; False if it is alone: others see it once they come."""
+        """Store a writer's newest payload; False if no other peer is there yet to see it."""
         if self._randoms[writer].random() < self.faults.lost:
             self.fired["lost"] += 1
         else:

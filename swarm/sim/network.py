@@ -36,7 +36,7 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that hit a share of all frames, whoever sends them."""
+    """Faults that hit a share of all frames, regardless of their sender."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -78,7 +78,7 @@ class SimNetwork:
         return self._lines[peer]
 
     def set_link(self, peer: PeerId, model: LinkModel) -> None:
-        """Give one peer another line."""
+        """Replace one peer's line."""
         self._models[peer] = model
 
     def model(self, peer: PeerId) -> LinkModel:
@@ -115,7 +115,7 @@ class SimNetwork:
                 line.release(peer)
 
     def partition(self, *islands: Collection[PeerId]) -> None:
-        """Let only peers of one island hear each other; a peer in none stands alone."""
+        """Let only peers of one island hear each other; a peer in none is isolated."""
         self._islands = tuple(frozenset(island) for island in islands)
         self._touch()
 
@@ -168,7 +168,7 @@ class SimNetwork:
         return "suspect" if silent_s >= (NOTICE_S if closed else SUSPECT_S) else "alive"
 
     def random(self, sender: PeerId, receiver: PeerId) -> random.Random:
-        """Return the generator of one direction."""
+        """Return the random generator for frames from `sender` to `receiver`."""
         key = (sender, receiver)
         if key not in self._randoms:
             self._randoms[key] = random.Random(f"{self._seed}/{sender}/{receiver}")
@@ -212,7 +212,7 @@ class SimLinks:
         return self._transmit(peer, frame, now_s + len(frame) / self._model.up_bytes_per_s)
 
     async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
-        """Queue behind my other bulk; wait while more than `OUTBOX_BYTES` are queued."""
+        """Queue a frame behind my other bulk; wait while more than `OUTBOX_BYTES` are queued."""
         rate = self._model.up_bytes_per_s
         wait_s = self._up_free_s - _now() - OUTBOX_BYTES / rate
         if wait_s > timeout_s:
@@ -305,7 +305,7 @@ class SimLinks:
         return [(frame, late_s)]
 
     def _arrive(self, there: "SimLinks", frame: bytes) -> None:
-        """Pass a frame on to the receiver's downlink, if both ends still live the same life."""
+        """Pass a frame on to the receiver's downlink, if both ends are still in the same life."""
         network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
         if not alive or not network.reachable(self._me, there.me):

@@ -1,5 +1,5 @@
 """Links over TCP: CURVE-encrypted ZeroMQ, or sealed frames through a third peer.
 
-May import swarm's seams alone.
+May import only swarm's seams.
 Start reading at links.py.
 """

@@ -42,7 +42,7 @@ _NUMBER = struct.Struct(">Q")
 
 
 def pack_forward(kind: bytes, peer: PeerId, payload: bytes | memoryview) -> bytes:
-    """Address a payload: the message's kind, then its destination or sender."""
+    """Return a payload after its header: the message's kind, and the destination or sender."""
     return b"".join((kind, _public_key(peer), payload))
 
 
@@ -69,7 +69,7 @@ class _Allowance:
 
 
 class Meter:
-    """A relay's budget per second for each sender, four times that in total; bursts of 1 s."""
+    """A relay's budget: a rate for each sender, four times that for all; bursts of 1 s."""
 
     def __init__(self, rate_per_s: float) -> None:
         self._rate = rate_per_s
@@ -81,7 +81,7 @@ class Meter:
         return len(self._senders)
 
     def take(self, sender: PeerId, amount: float, now_s: float) -> bool:
-        """Take `amount` from the sender's budget; if it is too much, take nothing, return False."""
+        """Take `amount` from the budgets; if either has less, take nothing and return False."""
         mine = self._senders.pop(sender, None) or _Allowance(self._rate, now_s)
         self._senders[sender] = mine  # newest last: the least recent sender is forgotten first
         if len(self._senders) > MAX_SENDERS:
@@ -106,7 +106,7 @@ class CreditWindow:
     acknowledged: int = 0
 
     def room(self, now_s: float) -> bool:
-        """Return whether a frame may go; `WINDOW_STALL_S` without news counts bytes as lost."""
+        """Return whether a frame may go; bytes without news for `WINDOW_STALL_S` are lost."""
         if self.sent - self.acked >= WINDOW_BYTES and now_s - self.news_s >= WINDOW_STALL_S:
             self.acked = self.sent
         return self.sent - self.acked < WINDOW_BYTES
@@ -245,7 +245,7 @@ class Tunnel:
         return _SEALED + session.seal.seal(bytes([_BULK]) + _NUMBER.pack(position) + frame, BULK)
 
     def take(self, payload: bytes | memoryview, now_s: float) -> tuple[int, bytes] | None:
-        """Take a payload in the partner's name; return the lane and data frame in it, or None.
+        """Take a payload sent in the partner's name; return the lane and data frame in it, or None.
 
         Raise `BadSeal` for anything that the partner did not make for this session.
         """
@@ -288,7 +288,7 @@ class Tunnel:
             self._ping(session, now_s)
 
     def _is_of(self, session: _Session, hello: bytes) -> bool:
-        """Return whether this hello repeats the session that we have."""
+        """Return whether this hello belongs to the session that we have."""
         try:
             return session.seal.meet(hello)
         except BadSeal:

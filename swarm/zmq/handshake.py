@@ -19,7 +19,7 @@ GONE_S = 1.0  # how long frames of a closed connection are still accepted
 
 
 class Handshakes:
-    """Introduces us on every connection and makes routes of connections with a proven owner."""
+    """Introduces us on every connection; turns connections with a proven owner into routes."""
 
     def __init__(self, table: PartnerTable) -> None:
         self.greeting = b""  # the first message on each connection: our signed record
@@ -47,7 +47,7 @@ class Handshakes:
             dial.refused(self._loop.time())
 
     def proven(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Route | None:
-        """Return a frame's route, even if closed since; None if its owner is not proven."""
+        """Return a frame's route, even if it has closed; None if its owner is not proven."""
         if address is not None:
             known = self._inbound.get((port.lane, address))
             return known if known and known.key == frame.get("User-Id") else None

@@ -87,7 +87,7 @@ class ZmqLinks:
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":
-        """Bind and start.
+        """Bind the sockets and start the links.
 
         Raise `OSError` if the port is taken and `ValueError` if it cannot be dialled."""
         return cls(identity, run, options)
@@ -123,12 +123,12 @@ class ZmqLinks:
 
     @property
     def sockets(self) -> Sockets:
-        """The open sockets, and who is connected to them."""
+        """The open sockets, and the connections to them."""
         return self._sockets
 
     @property
     def detours(self) -> Relays:
-        """The roads through other peers, and this peer's service as a relay."""
+        """The routes through other peers, and this peer's service as a relay."""
         return self._detours
 
     @property

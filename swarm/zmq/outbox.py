@@ -56,7 +56,7 @@ class Pool:
 
 
 class Outbox:
-    """Frames waiting for one peer, in order, control apart from bulk, within limits in bytes."""
+    """Frames waiting for one peer, in order, within limits in bytes; control and bulk are apart."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -145,7 +145,7 @@ class Inbox:
         return self._used[lane] >= INBOX_BYTES[lane]
 
     def half_empty(self, lane: int) -> bool:
-        """Return whether a full lane may be read again; earlier, each frame would wake sockets."""
+        """True if a full lane may be read again; any earlier, each frame would wake the sockets."""
         return self._used[lane] <= INBOX_BYTES[lane] // 2
 
     def put(self, lane: int, peer: PeerId, frame: bytes) -> None:

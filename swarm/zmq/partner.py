@@ -101,7 +101,7 @@ class Dial:
         return self.down_s is not None and now_s - self.down_s >= DIAL_S
 
     def refused(self, now_s: float) -> None:
-        """Schedule a redial, later each time: after a refusal by ZAP libzmq has given up."""
+        """Schedule a redial with backoff: libzmq does not reconnect after a refusal by ZAP."""
         self._next_s = now_s + min(REDIAL_S * 2**self._refusals, MAX_REDIAL_S)
         self._refusals = min(self._refusals + 1, 10)
 
@@ -284,7 +284,7 @@ class PartnerTable:
         return record if now_s < until_s else None
 
     def _forget_expired(self, now_s: float) -> None:
-        """Forget expired records. Until room is needed they keep older ones from coming back."""
+        """Forget expired records; until room is needed, they keep older ones from coming back."""
         for peer, (_record, until_s) in list(self.known.items()):
             if now_s >= until_s:
                 del self.known[peer]

@@ -45,7 +45,7 @@ class Relays:
         self._hellos = Meter(HELLOS_PER_S)
 
     def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
-        """As relay: pass a frame on with its authenticated sender as address, or count the drop."""
+        """Forward a frame as a relay, with its authenticated sender; count it if it is dropped."""
         reason = self._forward(sender, lane, body, now_s) if self.relay else "forward: not a relay"
         if reason:
             self._table.counters[reason] += 1
@@ -72,7 +72,9 @@ class Relays:
     def take(
         self, relay: Partner, body: bytes | memoryview, now_s: float
     ) -> tuple[Partner, tuple[int, bytes] | None] | None:
-        """As receiver: return the sender, and the lane and frame if any; None if refused."""
+        """Open a frame forwarded to us; return None if it is refused.
+
+        Otherwise return its sender, with the lane and frame, or with None after a handshake."""
         try:
             return self._take(relay.peer, *unpack_forward(body), now_s)
         except BadSeal:
@@ -93,7 +95,7 @@ class Relays:
         if partner is None:
             raise BadSeal("no room for another partner")
         partner.tunnel = tunnel
-        # Anyone can replay an old hello, but nobody a sealed frame.
+        # Anyone can replay an old hello, but no one can replay a sealed frame.
         if not is_hello(payload) or not tunnel.confirmed:
             partner.via = relay
         if taken:
@@ -129,7 +131,7 @@ class Relays:
                 partner.count("forwarded", sent=len(message))
 
     def tend(self, partner: Partner, needed: bool, now_s: float) -> None:
-        """Begin, keep up or end a partner's tunnel; `needed`: wanted and not dialable."""
+        """Begin, maintain or end a partner's tunnel; `needed`: it is wanted and not dialable."""
         tunnel = partner.tunnel
         if tunnel is None:
             if not needed:

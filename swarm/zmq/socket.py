@@ -215,7 +215,7 @@ class ZmqSocket:
         return True
 
     def wake(self) -> None:
-        """Pump again in the loop's next turn."""
+        """Pump again in the next iteration of the loop."""
         if self._again is None and not self.socket.closed:
             self._again = self._loop.call_soon(self.pump)
 
@@ -320,7 +320,7 @@ class ZmqSocket:
             self.kick(descriptor, "stranger: too many")
 
     def close(self) -> None:
-        """Leave the loop; close sockets and duplicates."""
+        """Leave the loop; close the sockets and the duplicate descriptors."""
         if self._again is not None:
             self._again.cancel()
         for watched in (self.socket, self._monitor):

@@ -18,7 +18,7 @@ PING_EVERY_S = 2.0
 
 
 class Upkeep:
-    """Keeps up the connections to partners; ticks on the running loop until cancelled."""
+    """Maintains the connections to partners; ticks on the running loop until cancelled."""
 
     def __init__(
         self,

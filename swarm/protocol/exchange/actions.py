@@ -8,7 +8,7 @@ from farflock.swarm.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch this chunk, a payload of `shard`, from any of these members, best first.
+    """Fetch this chunk, a payload of `shard`, from any of these members.
 
     `holders` is called again during the fetch, since more members may get the chunk."""
 
@@ -30,25 +30,25 @@ Action = tuple[int, Message] | Fetch | Reduce  # the tuple is (receiver's index,
 
 
 class Actions:
-    """The actions of one machine, in the order in which its parts asked for them."""
+    """The actions of one machine, in the order in which its parts queued them."""
 
     def __init__(self, others: Sequence[int]) -> None:
         self._others = others  # the other contributors
         self._actions: list[Action] = []
 
     def add(self, action: Action) -> None:
-        """Ask for one more action."""
+        """Queue one more action."""
         self._actions.append(action)
 
     def send(self, sends: Iterable[tuple[int, Message]]) -> None:
-        """Send these messages."""
+        """Queue messages, given with their receivers' indices."""
         self._actions += sends
 
     def to_others(self, message: Message) -> None:
-        """Send a message to all other contributors."""
+        """Queue a message to all other contributors."""
         self.send((member, message) for member in self._others)
 
     def take(self) -> list[Action]:
-        """Return the actions since the last call."""
+        """Return the actions queued since the last call."""
         actions, self._actions = self._actions, []
         return actions

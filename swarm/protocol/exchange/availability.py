@@ -13,12 +13,14 @@ import msgspec
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Digest, Mask, Size
 from farflock.swarm.protocol.quorum import is_quorum
 
-PREFIX_BYTES = 8
+PREFIX_BYTES = 8  # of a digest; enough to tell the few rivals for one place apart
 _NOTHING = bytes(PREFIX_BYTES)
 
 
 class RoundItem(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of the result: its place, its content, and the members in it (bit i: member i)."""
+    """One item of the result: its place, its digest and size, and the members that it contains.
+
+    Bit i of `mask` is set if member i's contribution is in the item."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
     digest: Digest
@@ -42,10 +44,10 @@ def has(item: RoundItem, member: int) -> bool:
 
 
 class Availability:
-    """The items of places 0 to `places` - 1, as member `me` of `members` sees them.
+    """The items at places 0 to `places` - 1, as seen by member `me` of a group of `members`.
 
-    Rival items may be announced for one place. The one with the smallest digest is preferred; if
-    `fewest`, one with the fewest contributions first."""
+    Rival items may be announced for one place. The one with the smallest digest is preferred; with
+    `fewest`, the one with the fewest contributions, and of those the smallest digest."""
 
     def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
         self._members, self._me, self._fewest = members, me, fewest
@@ -65,7 +67,7 @@ class Availability:
         self._filled: set[int] = set()
 
     def add(self, item: RoundItem) -> bool:
-        """Note an announced item; return False if it is known or one rival too many."""
+        """Note an announced item; return False if it is known or its place is full."""
         rivals = self.rivals[item.index]
         # One rival per member suffices; more would let a member fill our memory.
         if item.digest in rivals or len(rivals) >= self._members:
@@ -76,12 +78,12 @@ class Availability:
         return True
 
     def hold(self, *digests: bytes) -> None:
-        """Note that this content is here."""
+        """Note that the content with these digests is here."""
         self.held.update(digests)
         self._update_all(digests)
 
     def spoil(self, *digests: bytes) -> None:
-        """Note that this content is corrupt, whoever has it."""
+        """Note that the content with these digests is corrupt, at every holder."""
         self.corrupt.update(digests)
         self._update_all(digests)
 
@@ -95,14 +97,14 @@ class Availability:
                 self._agree(index)
 
     def rely_on(self, electorate: frozenset[int]) -> None:
-        """Agree from now on with what more than half of `electorate` holds, whatever others do."""
+        """From now on, agree on an item once more than half of `electorate` holds it."""
         if electorate != self._electorate:
             self._electorate = electorate
             for index in range(len(self.rivals)):
                 self._agree(index)
 
     def said(self, item: RoundItem) -> list[int]:
-        """Return the other members that announced this item."""
+        """Return the other members that announced that they hold this item."""
         place = slice(PREFIX_BYTES * item.index, PREFIX_BYTES * (item.index + 1))
         prefix = item.digest[:PREFIX_BYTES]
         return [member for member, prefixes in self._said.items() if prefixes[place] == prefix]
@@ -119,7 +121,7 @@ class Availability:
 
     @property
     def whole(self) -> bool:
-        """True if everything announced so far is here or unusable."""
+        """True if everything announced so far is here or corrupt."""
         return not self._missing
 
     def wanted(self) -> list[RoundItem]:
@@ -176,4 +178,5 @@ class Availability:
     def _suffices(self, holders: set[int]) -> bool:
         if self._electorate is None:
             return is_quorum(holders, self._members)
+        # A plain majority: it only keeps content available. The decision itself takes a quorum.
         return 2 * len(holders & self._electorate) > len(self._electorate)

@@ -13,10 +13,10 @@ from farflock.swarm.protocol.exchange.availability import RoundItem
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of a group about an exchange; without items, it failed for everybody.
+    """A group's decision about an exchange; a list without items says that the exchange failed.
 
-    `members` are the included ones with their weights, `tokens` the run's agreed tokens after this
-    round, `state` the hash of the state before it that most members announced."""
+    `members` are the included members with their weights. `tokens` are the run's agreed tokens
+    after this round, `state` is the hash of the state before it that most members announced."""
 
     items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
@@ -28,10 +28,10 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
 class RoundTerms:
     """The terms of a stream's exchanges, known to all members in advance.
 
-    `group` 0 is everybody in the view, 2 is pairs. A gather with `enough` above 0 closes once so
-    many contributions are whole; with 0 it waits for all. In a `uniform` mean each contribution is
-    in all shards or in none. In a `witnessed` exchange a voter must hold the last shards of a list
-    before it accepts the list."""
+    `group` is 0 for all members of the view and 2 for pairs. A gather with `enough` above 0 closes
+    as soon as that many contributions are complete; 0 turns this off. In a `uniform` mean each
+    contribution is in all shards or in none. In a `witnessed` exchange a voter must hold the last
+    shards of a list before it accepts the list."""
 
     kind: Literal["mean", "gather"]
     shards: int
@@ -44,7 +44,7 @@ class RoundTerms:
 
 
 class BadCloseList(ValueError):
-    """A close list that no correct proposer puts forward."""
+    """A close list that no correct member proposes."""
 
 
 _decoder = msgspec.msgpack.Decoder(CloseList)
@@ -94,5 +94,5 @@ def _require_places(
 
 
 def last_shards(close: CloseList, shards: int) -> list[RoundItem]:
-    """Return the last shards of a list's contributions, or their reduction."""
+    """Return the items of the last shard: one per contribution, or the one reduction of it."""
     return [item for item in close.items if item.index % shards == shards - 1]

@@ -1,14 +1,15 @@
 """The end of an exchange: one list is decided, its content is fetched, and it can be applied.
 
-A member proposes only what a quorum announced to hold, so that the decided content is available
-even if its proposer dies. The kind of exchange determines the list (`Content.closable`); Paxos
-ensures that only one is decided (`swarm/protocol/decide.py`). Proposers take turns: a member
-proposes once all live ones before it have had time to, and gives each ballot more time than the
-last, because over slow links one has to get through. At the deadline members propose the empty
-list: the exchange has failed, and everybody agrees that it has. No member is ever left to guess.
+A member proposes only items that are held by a quorum (if some members only vote, by most of the
+live contributors), so that the decided content survives its proposer. The kind of exchange
+determines the list (`Content.closable`); Paxos ensures that only one is decided
+(`swarm/protocol/decide.py`). Proposers take turns: a member proposes once all live ones before it
+have had time to, and gives each ballot more time than the last, so that one gets through even over
+slow links. At the deadline members propose the empty list: the exchange has failed, and all agree
+that it has. No member is ever left to guess.
 
-The table has one member's states, by its part in the exchange. A contributor must hold the decided
-content before it is complete ("held"); a voter has no use for it and is complete at once.
+The table has the states of one member, by its role in the exchange. A contributor must hold the
+decided content before it is complete ("held"); a voter does not need it and is complete at once.
 
 - *open*: contributions, and reductions of them, are arriving.
 - *ready*: there is a list to propose ("closable"); the member waits for its turn.
@@ -16,7 +17,7 @@ content before it is complete ("held"); a voter has no use for it and is complet
 - *fetching*: a list is decided, and some of its content is not here.
 - *complete*: the list can be applied.
 
-There is no way back and no timeout: a decision may come as late as it likes.
+No transition leads back and none is a timeout: a decision may come at any time.
 """
 
 from collections.abc import Callable, Iterable
@@ -128,7 +129,7 @@ class Closing:
                 self._move("held")
 
     def remind(self, sender: int, message: Message) -> Sends:
-        """Answer a member that still works on a decided exchange."""
+        """Answer a member that does not know yet that the exchange is decided."""
         answer = self.decision.receive(sender, message)
         if not answer and isinstance(message, Offer | Holds | Reduced):
             return [(sender, self.decision.announcement())]
@@ -138,9 +139,9 @@ class Closing:
         self.state = after(self._table, self.state, event)
 
     def _places(self, now_s: float) -> Iterable[int] | None:
-        """Return the places that could be decided now; None to wait on.
+        """Return the places that could be decided now; None to keep waiting.
 
-        Empty (failed) after the deadline, or once no contributor is alive."""
+        Empty after the deadline, or once no contributor is alive: the exchange has failed."""
         # A list states the run's tokens, which this voter could only guess.
         if self.prior_tokens is None and not self._roster.contributes:
             return None
@@ -154,13 +155,13 @@ class Closing:
         turn_s = self._ready_s + TAKEOVER_S * self._roster.live_before_me
         if self.state == "ready":
             return turn_s
-        # Ever longer, and different for each place: at last one ballot has the time it needs.
+        # Longer each time, and different for each place, so that some ballot has enough time.
         doublings = min(self._proposals - 1, MAX_DOUBLINGS)
         again_s = self._proposed_s + TAKEOVER_S * (2 + self._roster.place) * float(2**doublings)
         return max(turn_s, again_s)
 
     def _proposal(self, places: Iterable[int], now_s: float) -> bytes | None:
-        """Return the close list of the agreed items at these places, or None to wait on."""
+        """Return the close list of the agreed items at these places, or None to keep waiting."""
         offers, agreed = self._content.offers, self._content.availability.agreed
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):

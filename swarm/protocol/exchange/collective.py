@@ -1,12 +1,12 @@
 """One exchange of a whole group, as one machine: offers in, one close list out.
 
 Sans I/O: events come in (`offer`, `receive`, `fetched`, `reduced`, `unreduced`, `tick`), actions go
-out (`take`). The parts, each readable alone:
+out (`take`). Each part can be read alone:
 
     roster.py     contributors, voters, suspects
     offers.py     members' offers             availability.py   items here, and the holders of each
-    actions.py    what is to be done          content.py        the content, and fetches in progress
-    mean.py, gather.py, voter.py              the use of the content, by kind and part
+    actions.py    actions to carry out        content.py        the content, and fetches in progress
+    mean.py, gather.py, voter.py              the use of the content, by kind and role
     closing.py    when a list is proposed, which one is decided, when it can be applied
 
 Members fetch items and announce their holdings; items that a quorum holds can be proposed; a
@@ -14,7 +14,7 @@ decided list is applied by every member that holds its content, and fetched by e
 code runs for a member that is still computing: without an offer yet, it reduces, holds and votes.
 
 If only a stage's members contribute, content is proposed once most of the live ones hold it: in a
-stage with one live member nobody else could.
+stage with one live member, no other member could hold it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.voter import Voter
 
-RESEND_S = 0.5
+RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 
 
 class Collective:
@@ -74,7 +74,7 @@ class Collective:
     # events
 
     def offer(self, now_s: float, offer: Offer) -> None:
-        """Bring this member's contribution; only the first one counts, as a key is used once."""
+        """Offer this member's contribution; only the first offer counts, as a key is used once."""
         if self.roster.me not in self.content.offers:
             self.content.take(self.roster.me, offer)
             self._actions.to_others(offer)
@@ -167,7 +167,7 @@ class Collective:
     # consequences of an event
 
     def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Do what has become possible, in all shards or in those that the last event concerned."""
+        """Take the steps that are now possible, in all shards or those that the event affects."""
         if not self.closing.is_decided:
             self.content.work(now_s, everywhere=everywhere)
             self._report()
@@ -176,14 +176,14 @@ class Collective:
             self.closing.settle()
 
     def _rely_on_the_living(self) -> None:
-        """With voters, propose what most live contributors hold.
+        """If some members only vote, propose items that most live contributors hold.
 
-        Without, it takes a majority of all, which a decision needs anyway."""
+        Otherwise an item needs a majority of all members, as the decision does anyway."""
         if self.roster.has_voters:
             self.content.availability.rely_on(self.roster.living)
 
     def _report(self) -> None:
-        """Announce our holdings once they are all there is; until then `_repeat` does."""
+        """Announce our holdings once they are complete; until then `_repeat` announces them."""
         availability = self.content.availability
         is_all = availability.whole and (availability.filled or self._terms.kind == "gather")
         if is_all and availability.report != self._reported:

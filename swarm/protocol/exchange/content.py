@@ -1,6 +1,6 @@
-"""The content of one exchange, as far as it is common to all kinds of exchanges.
+"""The content of one exchange: the part that all kinds of exchanges share.
 
-A member has one fetch per digest at a time, from members that announced the item or hold it. Items
+A member runs one fetch per digest at a time, from members that announced the item or hold it. Items
 are numbered so that `index % shards` is their shard.
 """
 
@@ -15,7 +15,7 @@ from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 
-# Fraction of the deadline during which slow live members are waited for. The rest is for the
+# Fraction of the deadline for which the group waits for slow live members. The rest is for the
 # reduction and the decision.
 SOFT = 0.5
 
@@ -38,7 +38,7 @@ class ExchangeContext:
 
     @property
     def soft_s(self) -> float:
-        """The time from which no member waits for a live one that has contributed nothing."""
+        """The time after which members stop waiting for live ones that have contributed nothing."""
         return self.started_s + SOFT * self.terms.deadline_s
 
     @property
@@ -51,7 +51,7 @@ class Content:
     """The offers and items of one exchange at one member, with `places` places for items.
 
     `Mean`, `Gather` and `Voter` define what can be decided. Law: what `closable` names is agreed in
-    `availability` until it is put forward; `work` requests things by actions and never waits."""
+    `availability` until it is proposed; `work` requests things by actions and never waits."""
 
     def __init__(self, context: ExchangeContext, places: int, *, fewest: bool = False) -> None:
         self._context, self._roster, self._terms = context, context.roster, context.terms
@@ -69,14 +69,14 @@ class Content:
         """Note a member's offer or reduction, our own included."""
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Do what has become possible, in all shards or in those that the last event concerned."""
+        """Take the steps that are now possible, in all shards or those that the event affects."""
 
     def closable(self, now_s: float) -> Iterable[int] | None:
-        """Return the places of the items that could be decided now; None to wait on."""
+        """Return the places of the items that could be decided now; None to keep waiting."""
         return None
 
     def may_accept(self, value: bytes) -> bool:
-        """Return True if this member may accept the list now; otherwise fetch what that takes.
+        """Return True if this member may accept the list now; otherwise fetch what it lacks.
 
         A contributor accepts any list that could be applied: it gets the content afterwards."""
         return True
@@ -126,7 +126,7 @@ class Content:
             self._context.actions.add(Fetch(shard, digest, size, holders))
 
     def fetched(self, digest: bytes, *, intact: bool, corrupt: bool) -> None:
-        """Handle the end of a fetch; what was not available may be requested again."""
+        """Handle the end of a fetch; a chunk that was unavailable may be requested again."""
         self._fetching.discard(digest)
         if corrupt:
             self.availability.spoil(digest)
@@ -134,7 +134,7 @@ class Content:
             self.availability.hold(digest)
 
     def _holders(self, item: RoundItem) -> tuple[int, ...]:
-        """Return the members that announced or hold an item; while none is live, its makers too.
+        """Return the members that announced or hold an item; if none is live, its makers too.
 
         The chunk store asks the least busy of these, so a member that cannot have the item yet must
         not be among them: its refusal would cost a round trip."""

@@ -1,8 +1,8 @@
-"""A gather: each member's shards are the items, and everybody gets everybody's.
+"""A gather: the items are the members' shards, and every member gets all of them.
 
 The decision depends only on the holdings and the time, so a gather has no states of its own, only
 those of every exchange (`closing`). It closes with the payloads of all live members, or with those
-that have arrived when half of the time is over or there are `enough`.
+that have arrived once half of the time is over or there are `enough` of them.
 """
 
 import collections
@@ -31,7 +31,7 @@ class Gather(Content):
         """Return the places of all live members' payloads, or of those here if they suffice."""
         whole = self._whole()
         enough = 0 < self._terms.enough <= len(whole)
-        late = now_s >= self._context.soft_s
+        late = now_s >= self._context.soft_s  # the rest of the time is for the decision
         quorate = len(whole) >= self._terms.min_participants
         if not enough and not (quorate and (late or self._roster.living <= set(whole))):
             return None

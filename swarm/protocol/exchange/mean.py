@@ -52,7 +52,7 @@ class Mean(Content):
         self._common = (1 << MAX_MEMBERS) - 1
         self._may_narrow = False  # a reduction was announced since the last `_narrow`
         self._states: list[ShardState] = ["idle"] * shards
-        # By shard that this member reduces or has reduced.
+        # By shard, for those that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._results: dict[int, Reduced] = {}  # in order of announcement
         # By missing contribution, the shards that need it.
@@ -87,7 +87,7 @@ class Mean(Content):
         context.actions.to_others(message)
 
     def unreduced(self, shard: int) -> None:
-        """Mark a reduction's payloads as corrupt, as none was usable; others may still come."""
+        """Mark a reduction's payloads as corrupt, as none was usable; new ones may still come."""
         self._move(shard, "spoilt")
         self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(shard)))
         self._concerned.add(shard)
@@ -115,7 +115,7 @@ class Mean(Content):
 
     @property
     def repeated(self) -> list[Message]:
-        """Our offer and our reductions."""
+        """The messages to repeat: our offer and our reductions."""
         return [*super().repeated, *self._results.values()]
 
     def closable(self, now_s: float) -> Iterable[int] | None:
@@ -151,6 +151,7 @@ class Mean(Content):
         for shard in list(self._results):
             fewer = tuple(entry for entry in self._inputs[shard] if self._common >> entry[0] & 1)
             has = contributions(item_of(self._results[shard]))
+            # A narrowed reduction has the same lower bound as any other (`_may_reduce`).
             if max(self._terms.min_participants, 1) <= len(fewer) < has:
                 del self._results[shard]  # until it is replaced
                 self._begin(shard, "narrowed", fewer)
@@ -174,6 +175,7 @@ class Mean(Content):
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
         late_s = self._context.started_s + self._terms.deadline_s * LATE_REDUCER
+        # Staggered by rank, so that one member at a time takes over.
         return not rivals and now_s >= late_s + TAKEOVER_S * rank
 
     def _usable(self, shard: int) -> tuple[Input, ...]:
@@ -187,6 +189,7 @@ class Mean(Content):
     def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
         living, suspects = self._roster.living, self._roster.suspects
         usable = offered - len(missing) >= self._terms.min_participants
+        # Suspects may never deliver, so their payloads hold nothing up; after `soft_s` none does.
         all_here = self.offers.includes(living) and not missing - suspects
         return usable and (all_here or now_s >= self._context.soft_s)
 

@@ -9,7 +9,7 @@ Input = tuple[int, float, bytes]  # (member, weight, digest) of one contribution
 
 
 class Offers(dict[int, Offer]):
-    """The first offer of each member, with `shards` shards: a key is used once."""
+    """The first offer of each member, with `shards` shards; later ones do not count."""
 
     def __init__(self, shards: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Offers(dict[int, Offer]):
         return sum(self[member].tokens for member in members)
 
     def common_state(self) -> bytes:
-        """Return the hash of the state that most members started from; of equals, the smallest."""
+        """Return the hash of the state that most members started from; the smallest in a tie."""
         counts = collections.Counter(offer.state for offer in self.values())
         return min(counts, key=lambda state: (-counts[state], state), default=b"")
 

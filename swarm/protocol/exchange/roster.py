@@ -8,8 +8,8 @@ class Roster:
     """The members as indices into `peers`, which is in the view's order; `me` is one of them.
 
     `ordered` is the order in which they propose a close list. `rotation` lists the contributors in
-    the order from which reducers are chosen, the same in all rounds; without it everybody in
-    `ordered` contributes. Members outside the rotation only vote."""
+    the order from which reducers are chosen, the same in all rounds; without it all members in
+    `ordered` contribute. Members outside the rotation only vote."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Roster:
 
     @property
     def live_before_me(self) -> int:
-        """The number of those that are not suspect."""
+        """The number of live members that propose before this one."""
         return sum(member not in self.suspects for member in self.ordered[: self.place])
 
     @property

@@ -1,4 +1,4 @@
-"""A stream as the swarm sees it: shards, two functions of the node, the outcome of a round."""
+"""A stream as the swarm sees it: its shards, two callbacks of the node, a round's outcome."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduced shard without the corrupt payloads of `rejected` peers; None if none was usable."""
+    """A reduced shard, without the corrupt payloads of `rejected` peers.
+
+    `data` is None if no payload was usable."""
 
     data: bytes | None
     rejected: tuple[PeerId, ...] = ()
@@ -29,7 +31,8 @@ CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
 class Cadence:
     """The rounds of a stream: `first` and every `stride`-th after it.
 
-    Rounds of all streams count on one axis, on which views begin."""
+    Streams of whole models share one axis of rounds, and so do the streams of each stage
+    (swarm/protocol/axes.py)."""
 
     first: int = 0
     stride: int = 1
@@ -41,12 +44,12 @@ class Cadence:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tensors that are synchronised together: opaque shards and two functions that know them.
+    """Tensors that are synchronised together: opaque shards and two callbacks that read them.
 
     `max_shard_bytes` bounds each fetch. A stream with a `stage` belongs to the peers that serve it;
     all others only vote in its rounds. `wants` selects the shards that this peer fetches of rounds
-    to which it does not contribute: all of a state that it holds, none, or the last one, which may
-    say what the round is about (a pipeline's trainer)."""
+    to which it does not contribute: "all", of a state that it holds; "last", which tells a
+    pipeline's trainer what the round is about; or "none"."""
 
     name: str
     terms: RoundTerms
