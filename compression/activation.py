@@ -53,7 +53,8 @@ EXACT_LENGTH = (
 
 
 class Incompatible(Exception):
-    """Raised if two peers' codecs, or a payload and its receiver, do not fit; names the remedy."""
+    """Raised if two peers' codecs, or a payload and its receiver, are incompatible; names the
+    remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +194,7 @@ class ActivationCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodecOffer:
-    """A codec that a peer can use, as in its record and in every message."""
+    """A codec that a peer supports, as its record and each of its messages state it."""
 
     name: str
     version: int
@@ -321,8 +322,8 @@ class Flat(_FlatForward, FlatGradient):
 
 @dataclass(frozen=True, slots=True)
 class Masked(_FlatForward):
-    """A sparse codec forward; backward only the gradient of values that arrived, as int8 in blocks
-    of 256 without positions.
+    """A sparse codec forward; backward, only the gradients of the values that arrived, as int8 in
+    blocks of 256 without positions.
 
     The mask is where `ctx.arrived` is not 0. So the gradient is that of the function that was
     computed, exact except for int8: dropped values had no influence on the loss. (Kept values that
@@ -393,7 +394,7 @@ class Exact(_Memoryless):
         return self._write(grad, ctx, out, "backward")
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Decode as `decode` does."""
+        """Decode a gradient; the format is that of `decode`."""
         return self._read(payload, ctx, "backward")
 
     def _write(
@@ -418,7 +419,8 @@ class Exact(_Memoryless):
 
 
 def require_exact_length(codec: Codec) -> Codec:
-    """Return `codec`; raise `ValueError` unless the number of values determines payload length."""
+    """Return `codec`; raise `ValueError` unless the number of values alone determines the length of
+    its payload."""
     if "+" in codec.name or codec.name.partition(":")[0] not in EXACT_LENGTH:
         raise ValueError(
             f"codec {codec.name!r} writes payloads whose length varies, "
@@ -428,7 +430,7 @@ def require_exact_length(codec: Codec) -> Codec:
 
 
 def require_direction(ctx: ActivationContext, direction: Direction) -> None:
-    """Raise `ValueError` if the context has the other direction, so that the ends would
+    """Raise `ValueError` unless the context has this direction; otherwise the ends would
     disagree."""
     if ctx.direction != direction:
         raise ValueError(

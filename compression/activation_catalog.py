@@ -93,8 +93,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
 
 
 def known_of(spec: str) -> tuple[str, ...]:
-    """Return the known `alternatives`; unknown ones, of another release, are left out. `ValueError`
-    if none is known."""
+    """Return the `alternatives` that this release knows, and leave out those of other releases.
+    Raise `ValueError` if it knows none."""
     names = alternatives(spec)
     known = [name for name in names if subspace_terms(name) is not None or _is_known(name)]
     if not known:

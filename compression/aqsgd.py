@@ -212,7 +212,8 @@ class AqSgd(FlatGradient):
             self.cache.drop(sample)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append all kinds and tags, then all contents; hold what the receiver will hold."""
+        """Append all kinds and tags, then all contents; remember the values that the receiver will
+        hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
         parts = [
@@ -272,8 +273,9 @@ class AqSgd(FlatGradient):
     def value(
         self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext
     ) -> Tensor | None:
-        """Return m after this part, float16 (L, D), for a holder of `before`; None if it does not
-        follow from that. Raise `CorruptPayload` for what no sender writes."""
+        """Return m after this part, float16 (L, D), for an end that holds `before`; None if the
+        part does not build on `before`. Raise `CorruptPayload` if no sender could have written the
+        part."""
         row = torch.empty(ctx.shape[1:])
         self._read(part, ctx, row)
         return _after(part, before, row)
@@ -303,7 +305,8 @@ class AqSgd(FlatGradient):
         return parts
 
     def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
-        """Fill `row` (L, D) with the sample or its difference, if sent; refuse what is invalid."""
+        """Fill `row` (L, D) with the sample or its difference, if either was sent; refuse an
+        invalid part."""
         if part.kind == HELD:
             if part.before != part.after:
                 raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
@@ -364,7 +367,7 @@ def _advanced(values: Tensor, change: Tensor) -> Tensor:
 
 
 def _tag(values: Tensor) -> bytes:
-    """Return 64 bits that identify a value (L, D) to the bit."""
+    """Return a 64-bit digest of the exact bits of a value (L, D)."""
     shape = struct.pack("<II", *values.shape)
     raw = values.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(shape + raw.tobytes(), digest_size=TAG_BYTES).digest()

@@ -56,7 +56,7 @@ class BoundedCodec(Protocol):
     """A codec with its bound in code: the largest error of each value of flat x, in float64."""
 
     def bound(self, x: Tensor) -> Tensor:
-        """Return as many values as x has, none of them negative."""
+        """Return the bound for each value of x; no bound is negative."""
         ...
 
 
@@ -69,7 +69,7 @@ def _require(kept: bool, law: int, counterexample: str) -> None:
 
 
 def _mixed_bits(count: int, seed: int) -> Bits:
-    """Return 32 well-mixed bits a value, from integers (MurmurHash3's finaliser on a counter)."""
+    """Return 32 well-mixed bits per value, from integers (MurmurHash3's finaliser on a counter)."""
     with np.errstate(over="ignore"):
         h = np.arange(count, dtype=np.uint32) + np.uint32(seed % 2**32 * 0x9E3779B1 % 2**32)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -366,8 +366,8 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled, and torch would import its compiler, for seconds, to skip
-        it."""
+        """Return False: nothing is compiled, and to skip it torch would first spend seconds
+        importing its compiler."""
         return False
 
     def __init__(self) -> None:

@@ -117,7 +117,8 @@ class Ecsq:
         out.numpy()[places] = values
 
     def _step(self, size: NDArray[np.float32]) -> int:
-        """Return, as bf16 bits, the smallest step at which the lists surely fit, or the largest."""
+        """Return, as bf16 bits, the smallest step at which the lists are sure to fit, or the
+        largest step if none is."""
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds

@@ -64,7 +64,7 @@ class LowRank:
         return _PLAIN.max_bytes(count)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and factors, or bf16."""
+        """Append scales and factors, or plain bf16 where factors would not be smaller."""
         rank, rows, columns = self._shape(x.numel(), ctx)
         if not rank:
             return _PLAIN.encode(x, ctx, out)
@@ -98,7 +98,8 @@ class LowRank:
             values_MN.add_((left_M[:, None] * right_N).mul_(scale))
 
     def _shape(self, count: int, ctx: Context) -> tuple[int, int, int]:
-        """Return the numbers of products (0 if values are sent as they are), rows and columns."""
+        """Return the rank (0 if the values are sent as bf16) and the numbers of rows and
+        columns."""
         rows, rest = divmod(count, max(ctx.columns, 1))
         rank = min(self.rank, rows, ctx.columns)
         smaller = not rest and rank * (rows + ctx.columns + 4) < _PLAIN.max_bytes(count)
@@ -117,14 +118,15 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
 
 
 def fitted(values_MN: Tensor, left_MK: Tensor) -> Tensor:
-    """Return the (N, K) for which left @ right.T is closest to the values in least squares."""
+    """Return `right` (N, K), for which left @ right.T is the least-squares fit to the values."""
     scale = float(values_MN.abs().amax()) or 1.0
     right_KN: Tensor = torch.linalg.lstsq(left_MK.double(), (values_MN / scale).double()).solution
     return (right_KN.T * scale).float()
 
 
 def _quantised(columns_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each column in whole steps of its largest / 127, and the step; 0 if too small."""
+    """Return each column as multiples of its step, and the steps: the column's largest magnitude /
+    127, or 0 if that is too small."""
     steps_K = columns_MK.abs().amax(dim=0) / _LEVELS
     steps_K = torch.where(steps_K >= SMALLEST, steps_K.clamp(max=LARGEST), 0.0)
     safe_K = torch.where(steps_K > 0, steps_K, 1.0)

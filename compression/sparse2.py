@@ -34,7 +34,8 @@ class TopK2(ChunkedTopK):
     kind: ClassVar[str] = "topk2"
 
     def max_bytes(self, count: int) -> int:
-        """Return the length for the worst positions; scattered ones take a few bytes less."""
+        """Return the length for the worst case of positions; scattered positions take a few bytes
+        less."""
         kept = self._kept(count)
         return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
 

@@ -56,10 +56,10 @@ class ChunkedTopK:
 
 @dataclass(frozen=True, slots=True)
 class TopK(ChunkedTopK, ExactCodec):
-    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Among equal
-    magnitudes the first is kept. A last, shorter chunk keeps min(k, its length). The payload is
-    all positions inside their chunks, rising, each in as few bits as chunk - 1 needs, then the
-    values."""
+    """The `k` largest of each `chunk` values. Kept values are as exact as `Int8` with blocks of k;
+    all others decode to 0. Among equal magnitudes the first is kept. A shorter last chunk keeps
+    min(k, its length). The payload is the positions within their chunks, ascending, each in as few
+    bits as chunk - 1 needs, then the values."""
 
     kind: ClassVar[str] = "topk"
     kernel: ClassVar[bool] = True

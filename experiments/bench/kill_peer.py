@@ -60,7 +60,7 @@ def plan(settings: Settings) -> RunPlan:
 
 
 class Reductions:
-    """Runs the swarm's computations; once told to hold, the next one waits for its release."""
+    """Runs the swarm's computations. After `hold`, the next one waits until it is released."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -94,7 +94,7 @@ class Books:
     _offered: dict[int, int] = field(default_factory=dict)  # by round: the step of its offer
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """Take a report of the training loop."""
+        """Record an event that the training loop reports."""
         assert self.node is not None
         loop = self.node.loop
         if kind == "step":

@@ -76,7 +76,7 @@ QUICK = Size(
 
 
 class NoOverlap(NotMeasured):
-    """A piece without its exchange between both peers: there is nothing to measure."""
+    """Raised if the peers exchanged nothing during a piece: there is nothing to measure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ QUICK = Size(200_000, (2, 3))
 
 
 class NoSync(NotMeasured):
-    """A round that did not give all workers the same mean of all: there is nothing to measure."""
+    """Raised if the workers did not all get the mean of all: there is nothing to measure."""
 
 
 def run(options: Options) -> Iterator[Metric]:

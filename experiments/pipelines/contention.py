@@ -119,7 +119,7 @@ def effects(made_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def chains_of(paths: released.Paths) -> list[released.Path]:
-    """Return the different paths after the first stop."""
+    """Return the distinct paths without their first stops."""
     return sorted({path[1:] for each in paths.values() for path in each})
 
 

@@ -47,7 +47,8 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: a round every `period` steps, half of `replicas` weak, `ranks` of MODEL.dim."""
+    """Parameters: a round every `period` steps; half of the `replicas` are weak; each of `ranks` is
+    a number of coordinates out of MODEL.dim."""
 
     replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]

@@ -107,7 +107,7 @@ def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genom
 
 
 class Refine:
-    """Local search over all pairs of stages, until a pass changes nothing."""
+    """Local search over all pairs of stages until a pass improves nothing."""
 
     def __init__(self, costs: Costs, sizes: Sequence[int], gain: Gain) -> None:
         circular = gain == "circular"

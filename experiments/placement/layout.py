@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """COMM: the planners' objective."""
+        """The cost of communication, COMM in the paper, which the planners minimise."""
         return self.data_parallel_s + self.pipeline_s
 
 

@@ -93,7 +93,8 @@ def partitions(sizes: Sequence[int]) -> Iterator[tuple[StageMembers, ...]]:
 
 
 def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[StageMembers, ...]]:
-    """Put the first free node into a stage of each size, with each choice of others."""
+    """Yield every partition of the free nodes into stages of these sizes. The first free node goes
+    into a stage of each size in turn, with every choice of others."""
     if not sizes:
         yield ()
     for size in sorted(set(sizes)):

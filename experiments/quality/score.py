@@ -66,7 +66,7 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """True if the run ended within its budget."""
+        """True if the run did not diverge and stayed within its budget."""
         return math.isfinite(self.loss) and not self.excess
 
 
@@ -146,7 +146,7 @@ def ranked(screen: Mapping[str, Sequence[Run]], names: Iterable[str]) -> list[st
 
 
 def edges(runs: Sequence[Run]) -> list[str]:
-    """Return the settings (`lr`, `warmup`) of a line's grid whose best value is at an end."""
+    """Return the settings (`lr`, `warmup`) whose best value is at an end of the baseline's grid."""
     found, chosen = [], best(runs)
     for setting in ("lr", "warmup"):
         values = {getattr(run.contender.trial, setting) for run in runs}

@@ -148,7 +148,8 @@ class Bench:
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
-        """Return the screen's jobs, and the whole effort with median methods as finalists."""
+        """Return the screen's jobs, and the effort of the whole comparison, with methods of median
+        effort as finalists."""
         size, screened = self.size, self.screened()
         jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
         longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)

@@ -121,9 +121,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a job; `metrics` are compared by rules, and empty if the run diverged.
+    """The outcome of a job. Rules compare `metrics`, which is empty if the run diverged.
 
-    `overlaps`: exchanges run beside the training, so their transfer does not add to its time.
+    `overlaps`: exchanges run while the model trains, so their transfer does not add to its time.
     """
 
     metrics: dict[str, float]

@@ -233,7 +233,7 @@ class Study:
 
 
 def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
-    """Return one run of an arm, or of the line of this name."""
+    """Return one run of an arm, or of the baseline of this name if `arm` is None."""
     common = {field: getattr(sizes, field) for field in _COMMON} | {
         "seed": seed,
         "lr": setting[0],
