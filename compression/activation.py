@@ -262,7 +262,7 @@ class _Memoryless:
     digest: ClassVar[bytes] = b""
 
     def offers(self: ActivationCodec, epoch: int) -> tuple[CodecOffer, ...]:
-        """Return the codec itself."""
+        """Return an offer of the codec itself."""
         return (CodecOffer.of(self),)
 
 
@@ -273,7 +273,7 @@ class FlatGradient:
     gradient: Codec
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
+        """Append the gradient codec's payload of all values."""
         return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
@@ -298,9 +298,9 @@ class _FlatForward(_Memoryless):
 
 @dataclass(frozen=True, slots=True)
 class Flat(_FlatForward, FlatGradient):
-    """Any codec of exact length for an activation's B·L·D values, row by row, and one for its
-    gradient's. The bounds are the codecs'. Values are first rounded to float32, and at last clamped
-    to the range of the context's dtype."""
+    """One exact-length codec for the B·L·D values of an activation, row by row, and one for those
+    of its gradient. The bounds are the codecs' own. Values are rounded to float32 first, and
+    clamped to the range of the context's dtype last."""
 
     forward: Codec
     gradient: Codec

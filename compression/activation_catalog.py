@@ -119,7 +119,8 @@ def flat_codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SubspaceTerms:
-    """A parsed subspace codec's name: the rank, and the coordinates' codecs (None: as they are)."""
+    """The parsed name of a subspace codec: the rank, and the codecs of the coordinates (None:
+    uncompressed)."""
 
     rank: int
     forward: Codec | None

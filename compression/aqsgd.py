@@ -69,7 +69,8 @@ class ResyncNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The value, float16 (L, D), that both ends last used for a sample, its tag, and the time."""
+    """The value that both ends last used for a sample, float16 (L, D), its tag, and when that
+    was."""
 
     values: Tensor
     tag: bytes
@@ -187,7 +188,7 @@ class AqSgd(FlatGradient):
         return self.cache.held_bytes
 
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Return the codec itself, with its bounds."""
+        """Return an offer of the codec itself, with its bounds."""
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
@@ -202,7 +203,8 @@ class AqSgd(FlatGradient):
         )
 
     def tag(self, sample: int) -> bytes:
-        """Return the tag of what is held of this sample; 0 if nothing is."""
+        """Return the tag of the value that this end holds for a sample; `NO_TAG` if there is
+        none."""
         entry = self.cache.get(sample)
         return NO_TAG if entry is None else entry.tag
 
@@ -349,7 +351,8 @@ def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
 
 
 def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
-    """Return m after a part with content in `row` (L, D); None if it does not follow `before`."""
+    """Return m after a part whose content is in `row` (L, D); None if the part does not build on
+    `before`."""
     if part.kind in (FULL, KEPT):
         return row.to(torch.float16)
     if before is None or before.values.shape != row.shape:

@@ -53,7 +53,7 @@ class CodecLawBroken(AssertionError):
 
 @runtime_checkable
 class BoundedCodec(Protocol):
-    """A codec with its bound in code: the largest error of each value of flat x, in float64."""
+    """A codec that has its bound in code: the largest error of each value of flat x, in float64."""
 
     def bound(self, x: Tensor) -> Tensor:
         """Return the bound for each value of x; no bound is negative."""
@@ -112,7 +112,7 @@ def example(kind: str, count: int, seed: int = 0) -> Tensor:
 
 
 def sizes(codec: Codec) -> list[int]:
-    """Return 0, 1, and sizes around one and several granules."""
+    """Return 0, 1, and sizes around one granule and several."""
     g = codec.granule(SHAPE)
     return sorted({0, 1, 2, 3, g - 1, g, g + 1, 2 * g, 3 * g - 1} - {-1})
 
@@ -391,7 +391,8 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
 
 def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
-    """Return bytes of tensors, and the peak of Python's own memory, of `action`, refused or not."""
+    """Run `action`, which may refuse its input; return the bytes of its tensors and the peak of
+    Python's own memory."""
     with _TakenTensors():
         torch.empty(1)  # torch's imports at its first watched call are not the codec's memory
     tracemalloc.start()
@@ -408,7 +409,8 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
 
 
 def check_pure(make: Callable[[], Codec]) -> None:
-    """Check that inputs do not change, and that equal codecs and all kinds of buffers agree."""
+    """Check that inputs do not change, and that equal codecs and all kinds of buffers give equal
+    results."""
     codec = make()
     count = 2 * codec.granule(SHAPE) + 3
     x = example("usual", count)
@@ -436,8 +438,8 @@ def check_pure(make: Callable[[], Codec]) -> None:
 
 
 def check_cut_at_granules(codec: Codec) -> None:
-    """Check that three shards, the last one short, decode as the whole does, cut at the granule and
-    at a larger multiple of a small one."""
+    """Check that three shards decode as the whole tensor does, with a short last one, cut at the
+    granule and, if it is small, at a larger multiple of it."""
     granule = codec.granule(SHAPE)
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)

@@ -162,7 +162,7 @@ def _gaps(places: rice.Numbers) -> rice.Numbers:
 def _read_codes(
     payload: Buffer, many: int, few: int, count: int
 ) -> tuple[rice.Numbers, rice.Numbers]:
-    """Return the places of nonzero codes, and these codes."""
+    """Return the positions of the nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
             f"{len(payload)} bytes cannot hold {many} codes for {count} values, "

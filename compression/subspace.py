@@ -522,12 +522,12 @@ def _named(codec: Codec | None) -> str:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products for a stage of this dtype."""
+    """Return the dtype in which a stage of this dtype computes its products."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rows(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """Return the finite values to send, (N, D), in the precision of products."""
+    """Return the finite values to send, (N, D), in the dtype of the products."""
     narrow = require_finite(flattened(x, ctx, direction))
     wide = x.detach().cpu().reshape(-1) if ctx.dtype == torch.float64 else narrow
     return wide.view(-1, ctx.shape[2])

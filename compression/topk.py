@@ -22,8 +22,8 @@ from farflock.compression.payload import ExactCodec, append, values_at, within
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK:
-    """The largest `k` of each `chunk` values. Biased: the rest is lost, so a mean needs
-    feedback."""
+    """Base of codecs that keep the largest `k` of each `chunk` values. Biased: the rest is lost, so
+    a mean needs feedback."""
 
     k: int = 64
     chunk: int = 4096
@@ -75,13 +75,14 @@ class TopK(ChunkedTopK, ExactCodec):
         return blocks_of(kept * self._bits, 8) + Int8(self.k).max_bytes(kept)
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append positions and values of the largest."""
+        """Append the positions of the largest values, then these values."""
         places = self.places(x, self.k)
         written = append(out, _pack(places % self.chunk, self._bits))
         return written + Int8(self.k).encode(x[places], ctx, out)
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter the values over zeros; refuse positions that do not rise or leave their chunk."""
+        """Scatter the values over zeros; refuse positions that do not ascend or that leave their
+        chunk."""
         count, kept = out.numel(), self._kept(out.numel())
         at = blocks_of(kept * self._bits, 8)
         inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)

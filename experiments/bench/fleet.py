@@ -32,7 +32,7 @@ Fields = dict[str, Any]
 
 
 class WorkerFailed(NotMeasured):
-    """A worker ended or fell silent before it answered."""
+    """Raised if a worker ended or fell silent before it answered."""
 
 
 class Worker:

@@ -141,7 +141,7 @@ async def obey(owner: Owner, reductions: Reductions) -> None:
 
 
 async def main(settings: Settings) -> None:
-    """Train until the owner hangs up, kills us or something breaks."""
+    """Train until the owner disconnects, kills this process, or something breaks."""
     torch.set_num_threads(1)
     owner, codecs, steps, contributions = (
         await Owner.open(),

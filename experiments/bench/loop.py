@@ -45,11 +45,12 @@ QUICK = Size("tiny", 2, 16, 5, 1)
 
 
 class Unalike(NotMeasured):
-    """The two loops trained differently, so comparing their speed would mean nothing."""
+    """Raised if the two loops trained differently, so that comparing their speed would mean
+    nothing."""
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `loop`: the node's tokens per processor second over the bare loop's."""
+    """Yield `loop`: the node's tokens per processor second, as a ratio to the bare loop's."""
     size = QUICK if options.quick else Size()
     with one_thread(), ThreadPoolExecutor(1) as thread:
         pairs = asyncio.run(_pairs(size, options.repeats * size.turns, thread))

@@ -81,7 +81,8 @@ class NoOverlap(NotMeasured):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One arm's piece: seconds until the last worker was done, mean computing seconds of each."""
+    """One arm's piece: seconds until the last worker was done, and the mean computing seconds of a
+    worker."""
 
     took_s: float
     cpu_s: float
@@ -108,7 +109,8 @@ def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[M
 
 
 def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
-    """Return an arm's tokens per second beside those of the loop without exchanges in each turn."""
+    """Return an arm's tokens per second next to those of the loop without exchanges, turn by
+    turn."""
     pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
     value, yardstick, ratio = medians(pairs)
     own, plain = (

@@ -21,7 +21,8 @@ SEARCHES: dict[str, genetic.Gain] = {"DT-FM": "circular", "Kernighan-Lin": "kern
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Machines in eight cities, stages, children per search, and random partitions to average."""
+    """Parameters: machines in eight cities, stages, children per search (`trials`), and random
+    partitions."""
 
     machines: Annotated[int, msgspec.Meta(ge=8, le=256)] = 64
     stages: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8

@@ -105,7 +105,8 @@ class Replica:
     frozen_VD: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
-        """Begin a round: project the common weights, and freeze the embedding's part outside."""
+        """Begin a round: project the common weights, and freeze the part of the embedding that lies
+        outside the subspace."""
         if self.basis is not None:
             embedding = self.model.get_parameter(EMBEDDING).detach()
             _, self.frozen_VD = settled(

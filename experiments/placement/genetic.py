@@ -93,7 +93,8 @@ def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
 
 
 def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genome:
-    """Restore every stage's size: random nodes of stages too large move to those too small."""
+    """Restore every stage's size: random nodes move from stages that are too large to those that
+    are too small."""
     genome, lacking, surplus = list(genome), [], []
     for stage, size in enumerate(sizes):
         nodes = [node for node, at in enumerate(genome) if at == stage]

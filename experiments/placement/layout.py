@@ -28,7 +28,8 @@ MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal is void."""
+    """One-way latency and bandwidth of each pair of nodes. Both are symmetric; the diagonal is
+    unused."""
 
     latency_s: Matrix
     bandwidth: Matrix  # bytes a second

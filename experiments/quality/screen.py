@@ -1,12 +1,12 @@
-"""The share of communication's gain that a method keeps at 1/100 or 1/500 of the bytes.
+"""The share of communication's gain that a method keeps at 1/100 or 1/500 of DDP's bytes.
 
-Screen: each method's trials and both lines' grids, short, on one seed. Final: the best methods and
-the lines, long, on all seeds. Share of the gain = (none - method) / (none - DDP), of the held-out
-losses of one seed; then mean and standard error.
+The screen runs each method's trials and both baselines' grids briefly, on one seed. The final runs
+the best methods and the baselines for longer, on all seeds. The share of the gain is (none -
+method) / (none - DDP), from the held-out losses of one seed; then come mean and standard error.
 
 Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator,
-with bytes counted at the transport, control messages included; each line is one process. Runs are
-kept, so nothing runs twice.
+with bytes counted at the transport, control messages included; each baseline is one process. Runs
+are stored, so none runs twice.
 """
 
 import functools

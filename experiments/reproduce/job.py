@@ -1,6 +1,6 @@
 """One run of one arm as data: everything that its numbers depend on, and its outcome.
 
-Two recipes that ask for the same run get the same job, so it runs once. Its key also covers the
+Two recipes that ask for the same run get the same job, so it runs once. A job's key also covers the
 code that it runs through.
 """
 
