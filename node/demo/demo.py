@@ -133,7 +133,7 @@ class Demo:
     news: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     killed: int = 0
-    _joined_s: float | None = None  # when the newcomer was started
+    joined_s: float | None = None  # when the newcomer was started
     _gave_up: bool = False
     _step_s: float = 0.0  # the brake, in seconds per step
     _stopped_s: float | None = None
@@ -164,7 +164,7 @@ class Demo:
             for child in self.survivors():
                 child.look(self.exchanges)
             self.let_happen(share, invite)
-            self._attend(share)
+            self.attend(share)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
                 raise Failure(
@@ -207,13 +207,13 @@ class Demo:
             what = "no round included it"
         return f"{what} within {NEWCOMER_TIMEOUT_S:.0f} s" if self._gave_up else what
 
-    def _attend(self, share: float) -> None:
+    def attend(self, share: float) -> None:
         """Hold the peers while a newcomer is not a member yet, and slow them down until a round has
         included it; give up after `NEWCOMER_TIMEOUT_S`."""
         late = [child for child in self.newcomers() if child.running and not child.contributed]
-        if self._joined_s is None or not late or share < HOLD_AT or self._gave_up:
+        if self.joined_s is None or not late or share < HOLD_AT or self._gave_up:
             self._brake(self._min_step_s())
-        elif time.monotonic() - self._joined_s > NEWCOMER_TIMEOUT_S:
+        elif time.monotonic() - self.joined_s > NEWCOMER_TIMEOUT_S:
             self._gave_up = True
             self.news += self.missing()
         else:
@@ -257,7 +257,7 @@ class Demo:
             self._kill(self.children[1], share)
         if share >= JOIN_AT and not self.newcomers():
             self.start("newcomer", ["join", invite])
-            self._joined_s = time.monotonic()
+            self.joined_s = time.monotonic()
             self._tell(share, "newcomer invited", "a newcomer joins by invite")
         founder = self.children[0]
         if self._stop_is_due(share) and founder.running:

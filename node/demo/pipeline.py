@@ -88,7 +88,7 @@ class PipelineDemo(Demo):
             self._tell(share, "newcomer invited", news)
         if share >= LATE_AT and len(self.newcomers()) == 1:
             self.start("newcomer b", ["join", invite])
-            self._joined_s = time.monotonic()
+            self.joined_s = time.monotonic()
             self._tell(share, "newcomer b invited", "another newcomer joins by invite")
 
     def _of(self, name: str) -> Child:

@@ -301,7 +301,7 @@ def test_damaged_checkpoints_and_those_of_another_run_are_not_written_over(
     before = written(folder / "checkpoints")
     code, sentence = outcome("run", manifest, "--folder", folder, "--set", "run.seed=7")
     assert code == 1
-    assert "step-20 is of another run" in sentence
+    assert "step-20 belongs to another run" in sentence
     assert written(folder / "checkpoints") == before
     (folder / "checkpoints" / "step-20" / "method.safetensors").write_bytes(b"broken")
     before = written(folder / "checkpoints")

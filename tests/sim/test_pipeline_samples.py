@@ -281,9 +281,9 @@ def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeyp
     activation."""
     honest = ServerMemory.input
 
-    def careless(self, caller, payload, request):
+    def careless(self, caller, payload, request, tokens_BL):
         try:
-            return honest(self, caller, payload, request)
+            return honest(self, caller, payload, request, tokens_BL)
         except NotHeld:
             (sample,) = request.visit.samples
             (name,) = _names(caller, request.source, Visit((sample,)))

@@ -159,7 +159,7 @@ class Flock:
             stage: {} for stage in range(stages)
         }  # by round: (names, participants, tokens)
         self.counted = collections.Counter()
-        self.forsaken, self.may_forsake = (
+        self.given_up, self.may_give_up = (
             set(),
             False,
         )  # rounds that were applied by some, and had failed for others
@@ -193,11 +193,11 @@ class Flock:
             assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
         result = (names, outcome.participants, outcome.tokens)
         if (
-            self.may_forsake
+            self.may_give_up
             and outcome.status == "failed"
             and self.results[stage].get(number, ((),))[0]
         ):
-            self.forsaken.add((stage, number))
+            self.given_up.add((stage, number))
             assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
             return
         if number not in self.results[stage]:

@@ -63,7 +63,7 @@ class Trial(Chaos):
         self.happened = order
         return [(kind, self._random.choice(self.tap.phases or ("",))) for kind in order]
 
-    async def _strike(self, kind):
+    async def strike(self, kind):
         await self.until(self.all_know_all)
         self.shown[kind] += await getattr(self, kind)()
         return bool(self.shown[kind])
@@ -94,9 +94,7 @@ class Trial(Chaos):
         codec writes."""
         self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
-        there = there and await self.until(
-            lambda: self.population.liar is None or not self._streams
-        )
+        there = there and await self.until(lambda: self.population.liar is None or not self.streams)
         self.tap.lying, self.population.liar = 0.0, None
         return there
 
@@ -104,7 +102,7 @@ class Trial(Chaos):
         """Somebody computes for so long that rounds are closed without it."""
         victim, before = self.last(), self.without_somebody()
         self.population.slow[victim] = 1e9
-        there = await self.until(lambda: self.without_somebody() > before or not self._streams)
+        there = await self.until(lambda: self.without_somebody() > before or not self.streams)
         self.population.slow.pop(victim)
         return there
 
@@ -122,7 +120,7 @@ class Trial(Chaos):
             ages = [now_s - one.since_s - one.exchange.deadline_s for one in life.loop.driver.table]
             ended = self.watch.statuses["failed"] + self.watch.statuses["alone"] > before
             return (
-                not self._streams
+                not self.streams
                 or max(ages, default=0) > 0
                 or (self.arm.method == "noloco" and ended)
             )

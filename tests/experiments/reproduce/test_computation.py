@@ -203,7 +203,7 @@ def test_exact_rows_and_seeds_cannot_be_compared(calls, tmp_path):
         ("paper = [2, 4.5]", "paper = [2]", "give each row its number"),
         ("paper = [2, 4.5]", 'paper = "2"', "near takes a list"),
         ("within = 0.5", "", "near takes a list"),
-        ("within = 0.5", "within = 0.5\nlow = 1", "`within` alone is a limit"),
+        ("within = 0.5", "within = 0.5\nlow = 1", "only `within` may be a limit"),
         ('"ordering"', '"bound"\nlow = 1', "bound compares 1 arms, not 2"),
         ('"ordering"', '"ordering"\nhigh = 1', "no limits"),
         ('"ordering"', '"optimum"', "optimum"),

@@ -286,6 +286,6 @@ def test_a_late_round_is_said_to_be_late(capsys):
     with watching("t") as show:
         show(msgspec.structs.replace(STATUS, waits=(Waiting("delta", 5, (), -7.6),)))
     assert (
-        "waiting for the decision (delta, round 5, 8 s late, training goes on)"
+        "waiting for the decision (delta, round 5, 8 s late; training continues)"
         in capsys.readouterr().err
     )

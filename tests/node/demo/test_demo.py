@@ -104,7 +104,7 @@ def waiting(demo):
 
     def made(*, came_in):
         swarm = demo(None, came_in=came_in, steps=60)
-        swarm._joined_s = time.monotonic()
+        swarm.joined_s = time.monotonic()
         return swarm
 
     return made
@@ -112,9 +112,9 @@ def waiting(demo):
 
 def test_the_peers_wait_for_a_newcomer_that_is_not_a_member(waiting):
     swarm = waiting(came_in=False)
-    swarm._attend(HOLD_AT - 0.01)
+    swarm.attend(HOLD_AT - 0.01)
     assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
-    swarm._attend(HOLD_AT)
+    swarm.attend(HOLD_AT)
     assert brake(swarm) == math.inf
     assert swarm.news == ["training waits for the newcomer, which is not a member yet"]
 
@@ -122,11 +122,11 @@ def test_the_peers_wait_for_a_newcomer_that_is_not_a_member(waiting):
 def test_the_peers_train_slowly_until_a_round_has_included_the_newcomer(waiting):
     swarm = waiting(came_in=True)
     look(swarm)
-    swarm._attend(HOLD_AT)
+    swarm.attend(HOLD_AT)
     assert brake(swarm) == SLOW_STEP_S
     receipt(swarm, "a", "peer")
     look(swarm)
-    swarm._attend(HOLD_AT)
+    swarm.attend(HOLD_AT)
     assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
     assert swarm.joined == 1
 
@@ -137,10 +137,10 @@ def test_the_peers_train_slowly_until_a_round_has_included_the_newcomer(waiting)
 def test_the_wait_for_a_newcomer_ends_and_the_demo_says_what_it_lacks(waiting, came_in, why):
     swarm = waiting(came_in=came_in)
     look(swarm)
-    swarm._attend(HOLD_AT)
-    swarm._joined_s -= NEWCOMER_TIMEOUT_S
-    swarm._attend(HOLD_AT)
-    swarm._attend(HOLD_AT)
+    swarm.attend(HOLD_AT)
+    swarm.joined_s -= NEWCOMER_TIMEOUT_S
+    swarm.attend(HOLD_AT)
+    swarm.attend(HOLD_AT)
     assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
     (said,) = swarm.missing()
     assert said.startswith(f"newcomer is not counted: {why} within 90 s; see ")
@@ -149,8 +149,8 @@ def test_the_wait_for_a_newcomer_ends_and_the_demo_says_what_it_lacks(waiting, c
 
 def test_a_newcomer_that_ended_holds_nobody_up(demo):
     swarm = demo(1, came_in=False, steps=60)
-    swarm._joined_s = time.monotonic()
-    swarm._attend(HOLD_AT)
+    swarm.joined_s = time.monotonic()
+    swarm.attend(HOLD_AT)
     assert brake(swarm) == pytest.approx(MIN_RUN_S / 60)
     assert swarm.missing()[0].startswith("newcomer is not counted: it did not get into the run; ")
 

@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
         )
 
     made(bench, text, tmp_path, 1, False, look=save)
-    with pytest.raises(CheckpointError, match="of another run"):
+    with pytest.raises(CheckpointError, match="belongs to another run"):
         made(bench, text, tmp_path, 1, False)
     assert (
         made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"

@@ -198,7 +198,7 @@ def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
     monkeypatch.setattr(Chaos, "run", hang)
     report = run_seed(5)
     assert report.seed == 5
-    assert "without a deadline" in report.violations[0]
+    assert "give the wait a deadline" in report.violations[0]
     with pytest.raises(Deadlock):
         run_virtual(hang(None))
 

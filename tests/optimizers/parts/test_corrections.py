@@ -322,7 +322,7 @@ def test_the_rate_begins_divided_by_the_delay_and_ends_whole():
     assert rescheduled(0.8, 4, 100, 100) == rescheduled(0.8, 4, 5000, 100) == 0.8
     rates = [rescheduled(0.8, 4, step, 100) for step in range(101)]
     assert rates == sorted(rates)
-    with pytest.raises(ValueError, match="anneal nothing"):
+    with pytest.raises(ValueError, match="annealing over 0 steps"):
         rescheduled(0.8, 4, 0, 0)
 
 

@@ -489,7 +489,7 @@ async def test_a_peer_that_is_gone_costs_others_one_call_and_then_nothing(stack,
 @in_loop
 async def test_one_identity_cannot_run_twice(stack, folder):
     a = await opened(stack, folder, 1)
-    with pytest.raises(IdentityInUse, match="key-1 is in use"):
+    with pytest.raises(IdentityInUse, match="key-1: another running peer uses this identity"):
         await DhtDirectory.open(key_file(folder, 1), run=RUN)
     await a.close()
     await opened(stack, folder, 1)
@@ -500,11 +500,14 @@ async def test_one_identity_cannot_run_twice(stack, folder):
     [
         ([UNREACHABLE], "none of the 1 peers in the invite could be reached.*fresh invite"),
         (["rubbish"], "'rubbish' is not the address of a peer"),
-        (["/ip4/127.0.0.1/tcp/1"], "no peer's address"),
-        (["/ip4/127.0.0.1/tcp/1,/ip4/127.0.0.1/tcp/2" + UNREACHABLE[20:]], "no peer's address"),
+        (["/ip4/127.0.0.1/tcp/1"], "is not the address of a peer"),
+        (
+            ["/ip4/127.0.0.1/tcp/1,/ip4/127.0.0.1/tcp/2" + UNREACHABLE[20:]],
+            "is not the address of a peer",
+        ),
         (["/ip4/1.2.3/tcp/1" + UNREACHABLE[20:]], "the libp2p daemon ended.*1.2.3"),
-        ([UNREACHABLE] * 17, "at most 16 addresses, got 17"),
-        (["/" * 1000 + UNREACHABLE], "no peer's address"),
+        ([UNREACHABLE] * 17, "17 addresses, and at most 16 are allowed"),
+        (["/" * 1000 + UNREACHABLE], "is not the address of a peer"),
     ],
 )
 def test_an_invite_that_leads_nowhere_is_explained_and_leaves_nothing(tmp_path, addresses, message):

@@ -46,7 +46,7 @@ def test_a_record_that_claims_anothers_key_binds_nothing_without_that_key():
 def test_a_record_of_another_run_or_of_myself_binds_nothing():
     with pytest.raises(BadRecord, match="run"):
         gate().prove(curve(A), record(A, run="other"))
-    with pytest.raises(BadRecord, match="my own identity"):
+    with pytest.raises(BadRecord, match="this peer's own identity"):
         gate().prove(curve(ME), record(ME))
 
 
