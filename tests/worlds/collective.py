@@ -261,8 +261,8 @@ class ExchangeWorld:
         return self
 
     def check_witnesses(self):
-        """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum
-        lives."""
+        """Check that a member that only votes has what it accepted, and that the decided content is
+        somewhere as long as a quorum lives."""
         for machine in self.machines:
             if machine.closing.decision.accepted and not machine.roster.contributes:
                 close = decode_close_list(
@@ -280,8 +280,8 @@ class ExchangeWorld:
 
     @property
     def orphaned(self):
-        """Whether nothing is left of some of the decided content, or nobody is left to have brought
-        any before the deadline."""
+        """True if some of the decided content is gone, or no peer is left that could have
+        contributed before the deadline."""
         if len(self.contributors) == self.n:
             return False
         closes = [machine.close for machine in self.machines if machine.close is not None]

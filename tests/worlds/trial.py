@@ -1,7 +1,7 @@
-"""One method's trial: a swarm of the product's own nodes, hit by one misfortune after the other,
-each until it shows.
+"""One method's trial: a swarm of the product's own nodes, hit by one fault after another, each
+until it takes effect.
 
-Played on the rig of the disasters, hence watched by all that watches them.
+It runs on the disaster simulator's rig, so everything that watches disasters watches this, too.
 """
 
 import asyncio
