@@ -1,4 +1,4 @@
-"""What is special about low rank: matrices of few directions arrive, the best directions are found,
+"""Tests specific to low rank: matrices of few directions arrive, the best directions are found,
 the rest is bf16."""
 
 import struct

@@ -41,7 +41,7 @@ def counted(one, stage=0):
 
 
 def in_step(one):
-    """Whether all stages have had as many rounds, but for one or two that the end cut off."""
+    """True if all stages have had as many rounds, but for one or two that the end cut off."""
     newest = [max(rounds) for rounds in one.named.values()]
     return max(newest) - min(newest) <= 2
 

@@ -293,7 +293,7 @@ class ExchangeWorld:
         return not all(holders)
 
     def is_in(self, close, member, shard):
-        """Whether a member's contribution is in the content (not the mask) of a shard."""
+        """True if a member's contribution is in the content (not the mask) of a shard."""
         for item in close.items:
             parts = json.loads(self.content[item.digest])
             if parts["shard"] == shard and member in parts.get("members", [parts.get("of")]):

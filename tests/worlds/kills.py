@@ -34,7 +34,7 @@ class ScheduledKills:
         return now() > self.calm_s and self.audit.sim.settled and self.are_level()
 
     def are_level(self):
-        """Whether no server lacks a round that another one of its stage has applied."""
+        """True if no server lacks a round that another one of its stage has applied."""
         applied = collections.defaultdict(set)
         for node in self.audit.sim.nodes.values():
             for serving in node.servings:

@@ -69,7 +69,7 @@ class Trial(Chaos):
         return bool(self.shown[kind])
 
     async def until(self, shown):
-        """Whether something comes to pass in time."""
+        """True if something comes to pass in time."""
         end_s = now() + MOST_S
         while not (there := shown()) and now() < end_s:  # noqa: ASYNC110 - anything may show
             await asyncio.sleep(0.1)

@@ -102,7 +102,7 @@ def names_of(herd, *numbers):
 
 
 def is_one(herd, *numbers):
-    """Whether these nodes are all members of one newest view."""
+    """True if these nodes are all members of one newest view."""
     nodes = [herd.nodes[number] for number in numbers]
     if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
         return False

@@ -1,4 +1,4 @@
-"""What rounds were about is kept long after their content: who only looks on misses none,
+"""The notes of rounds are kept long after their content: a peer that only watches misses none,
 however far behind it is."""
 
 import asyncio
