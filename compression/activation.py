@@ -168,7 +168,8 @@ class ActivationCodec(Protocol):
         ...
 
     def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
-        """Return what is understood in messages of this epoch; the first is what is sent."""
+        """Return the offers that this end understands in messages of this epoch; it sends the
+        first."""
         ...
 
     def max_bytes(self, ctx: ActivationContext) -> int:
@@ -238,7 +239,8 @@ def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffe
 
 
 def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
-    """Return why this offer is not among them, with a remedy."""
+    """Return the reason why this offer is not among those that the peer announced, with a
+    remedy."""
     versions = sorted({other.version for other in heard if other.name == offer.name})
     if not versions:
         return f"{offer.name} is not known there"
@@ -288,7 +290,7 @@ class _FlatForward(_Memoryless):
     forward: Codec
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
+        """Append the forward codec's payload of all values."""
         return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
@@ -342,7 +344,7 @@ class Masked(_FlatForward):
         return f"{self.forward.name},mask"
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Return the exact length forward; backward the length if nothing is masked."""
+        """Return the exact length forward; backward, the length if every value arrived."""
         return (self.forward if ctx.direction == "forward" else Int8()).max_bytes(ctx.count)
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
@@ -390,7 +392,7 @@ class Exact(_Memoryless):
         return self._read(payload, ctx, "forward")
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Encode as `encode` does."""
+        """Encode a gradient; the format is that of `encode`."""
         return self._write(grad, ctx, out, "backward")
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:

@@ -99,7 +99,8 @@ class Cache:
         return self._held.get(sample)
 
     def put(self, sample: int, values: Tensor, tag: bytes) -> None:
-        """Hold a value as the latest; the oldest make room. A value that cannot fit is not held."""
+        """Hold a value as the latest, and drop the oldest to make room. A value that is too large
+        is not held."""
         self.drop(sample)
         if values.nbytes > self.max_bytes or not self.max_samples:
             return

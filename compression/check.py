@@ -303,7 +303,8 @@ def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
 
 
 def check_hostile_bytes(codec: Codec) -> None:
-    """Check payloads with some bytes replaced, also by those that make NaN and infinity."""
+    """Check payloads in which some bytes are replaced, including by bytes that make NaN and
+    infinity."""
     chance = random.Random(0)
     for count in LENGTHS:
         for kind in ("usual", "any"):

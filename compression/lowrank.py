@@ -1,12 +1,12 @@
-"""A matrix as a few outer products: for updates whose size lies mostly in few directions, as those
-of attention matrices.
+"""A matrix as a few outer products: for updates whose energy lies mostly in a few directions, as in
+those of attention matrices.
 
 The best directions come from subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011,
 algorithm 4.4; PowerSGD, Vogels et al., arXiv:1905.13727, takes one such iteration per step and
 starts it where the last one ended). DiLoCoX (arXiv:2506.21263) sends both factors in four bits.
-Deviations: eight bits, because in four the left factor's error is as large as what many directions
-add; each payload starts anew, because a codec is stateless; the right factor is fitted to the left
-one as it is sent. Error feedback brings what few directions do not hold.
+Deviations: eight bits, because in four the left factor's error is as large as the contribution of
+many directions; each payload starts from scratch, because a codec is stateless; the right factor is
+fitted to the left one as sent. Error feedback delivers later what a few directions do not hold.
 """
 
 from dataclasses import dataclass

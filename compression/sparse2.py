@@ -40,7 +40,7 @@ class TopK2(ChunkedTopK):
         return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append levels, codes and gaps."""
+        """Append levels, codes and gaps between positions."""
         before = len(out)
         places = self.places(x, self._kept(x.numel() % self.chunk))
         levels, codes = _quantised(x[places].numpy(), self.k)

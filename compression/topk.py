@@ -66,7 +66,7 @@ class TopK(ChunkedTopK, ExactCodec):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """k and the chunk's length, the numbers in the codec's name."""
+        """k and the chunk's length, as in the codec's name."""
         return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:

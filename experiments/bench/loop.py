@@ -1,4 +1,4 @@
-"""The cost of the node's loop beside a bare PyTorch loop: tokens per processor second, in turns.
+"""The cost of the node's loop against a bare PyTorch loop: tokens per processor second, in turns.
 
 One peer alone, assembled like `node/process/node_process.py`: real links, worker threads for steps
 and codecs, the history on disk; no directory, checkpoints or status file, and a method that

@@ -13,7 +13,7 @@ The training decides the ratio: 1.2 million parameters in 3 fragments, each sent
 1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises
 at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s.
 The number of parameters hardly matters, since computing and sending both grow with it; the tokens
-between two exchanges do. Large runs have more of them, hence a better ratio. With fewer it gets
+between two exchanges do. Large runs have more of them, so a better ratio. With fewer it gets
 worse, down to where a fragment takes longer than its 5 steps and the loop waits.
 
 `overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits

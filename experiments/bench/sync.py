@@ -1,4 +1,4 @@
-"""The cost of a whole sync: N processes average 10 million parameters, beside their bytes' time.
+"""The cost of a whole sync: N processes average 10 million parameters, against the time of their bytes.
 
 It is measured from a common start until the last process has the decoded mean.
 
@@ -126,7 +126,7 @@ async def _rounds(
 
 
 def require_sync(answers: Sequence[Fields]) -> None:
-    """Raise `NoSync` unless all workers report the same whole exchange."""
+    """Raise `NoSync` unless all workers report the same exchange, with every worker in it."""
     results = {(answer["status"], answer["members"], answer["hash"]) for answer in answers}
     if len(results) != 1 or [(status, members) for status, members, _ in results] != [
         ("ok", len(answers))

@@ -56,7 +56,7 @@ class Wires:
         self._free_s: defaultdict[tuple[str, ...], float] = defaultdict(float)
 
     def send(self, sender: PeerId, receiver: PeerId, now_s: float) -> float:
-        """Return when a microbatch that is ready now arrives."""
+        """Return the time at which a microbatch that is ready now arrives."""
         i, j = self._index[sender], self._index[receiver]
         used: list[tuple[str, ...]] = [(sender, receiver)]
         if self._shared_lines:

@@ -2,7 +2,7 @@
 
 DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) by its own cost of communication per
 step. The searches are the bench's (experiments/placement/genetic.py) and begin with the same random
-partitions; our planner stands beside them.
+partitions; our planner is added for comparison.
 """
 
 import random

@@ -37,7 +37,8 @@ Event = tuple[float, Literal["join", "leave"], PeerId, int]  # time, kind, peer,
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A swarm and its churn; the rule runs as in the product and as published, at each period."""
+    """Parameters: a swarm and its churn. The rule runs as in the product and as published, at each
+    period."""
 
     stages: Count = 32
     servers: Count = 400

@@ -1,13 +1,13 @@
 """Compression of activations by all replicas of a pipeline, or only by those with slow links.
 
-Replicas of a small Llama under SparseLoCo, some of which keep the writes into the residual stream
-in a subspace, as a pipeline must that sends coordinates alone (Heterogeneous SparseLoCo,
+Replicas of a small Llama train under SparseLoCo. Some of them keep the writes into the residual
+stream in a subspace, as a pipeline that sends only coordinates must (Heterogeneous SparseLoCo,
 arXiv:2601.02360).
 
 The method, its codec, the projection and the embedding's drift rule are the product's; rounds are
-closed here, without a network, and nothing is late. That a constrained replica's activations are
-coordinates is not simulated again: it is exact (tests/compression/test_subspace.py) and costs the
-projection.
+closed here, without a network, and nothing is late. This experiment does not simulate again that a
+constrained replica's activations are coordinates: that is exact
+(tests/compression/test_subspace.py) and costs the projection.
 """
 
 import math

@@ -42,7 +42,8 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate visits, and percents of the ideal throughput, by the choice of the next server."""
+    """Tabulate visits and percentages of the ideal throughput, by the rule that chooses the next
+    server."""
     told = Balancer(random.Random(0))
     told.refresh([Announced(peer(at), 1, speed) for at, speed in enumerate(size.told)], 0.0)
     visits = Counter(told.choose(1.0, 0.0) for _ in range(size.told_tasks))

@@ -84,7 +84,7 @@ def stages_of(genome: Genome) -> list[tuple[int, ...]]:
 
 
 def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
-    """Return pieces of both in turn, cut at up to five points."""
+    """Return a child of pieces taken from both parents in turn, cut at up to five points."""
     cuts = sorted(chance.sample(range(1, len(mother)), min(POINTS, len(mother) - 1)))
     child: Genome = []
     for turn, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(mother)))):
@@ -161,10 +161,10 @@ class Refine:
 
 
 def circular_move(stages: Stages, weights: MatrixRows) -> Move:
-    """Return DT-FM's move: an end of each stage's fastest inner link, which leaves the stage.
+    """Return DT-FM's move: from each stage, one end of its fastest inner link leaves.
 
-    For d1 of the link (d1, d2) the gain is the mean of its costs to the other stage, its former
-    links there, less the cost of that link.
+    For end d1 of the link (d1, d2), the gain is the mean cost of its links to the other stage,
+    which are inner links afterwards, less the cost of that link.
     """
     return max(
         (_freed(a, mate_a, stages.other, weights) + _freed(b, mate_b, stages.one, weights), a, b)

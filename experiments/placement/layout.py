@@ -151,7 +151,7 @@ class Costs:
 
 
 def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
-    """Return each node of the smaller stage as often as it may be a partner."""
+    """Return the nodes of the smaller stage, each as often as it may be a partner."""
     return (
         smaller
         if len(larger) == len(smaller)

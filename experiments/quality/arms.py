@@ -1,7 +1,7 @@
 """The arms of `farflock bench quality`, read from arms.toml and checked before anything runs.
 
 Each method has the same number of trials at each budget, written down beforehand with a reason, so
-that no method is searched longer than another. The two lines beside them have whole grids.
+that no method is tuned longer than another. The two baselines have whole grids.
 """
 
 import itertools

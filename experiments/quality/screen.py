@@ -160,7 +160,8 @@ class Bench:
         return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
 
     def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
-        """Estimate the seconds without jobs on the shelf; earlier finals are not considered."""
+        """Estimate the seconds that the jobs missing from the shelf take; earlier finals are not
+        considered."""
         jobs, total = self.efforts()
         kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
         return (total - kept) * unit_s / workers

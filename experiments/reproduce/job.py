@@ -45,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
         return self.steps * self.batch * self.seq
 
     def plan(self, method: str, options: dict[str, Any], sequences: int) -> RunPlan:
-        """Return the plan of a node with `sequences` sequences of each step."""
+        """Return the plan of a node that computes `sequences` sequences of each step."""
         return RunPlan(
             run_seed=self.seed,
             model=self.model,
