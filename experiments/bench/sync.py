@@ -1,4 +1,4 @@
-"""The cost of a whole sync: N processes average 10 million parameters, against the time of their bytes.
+"""The cost of a whole sync: N processes average 10 million parameters, against the bytes' time.
 
 It is measured from a common start until the last process has the decoded mean.
 
