@@ -147,12 +147,12 @@ class AqSgd(FlatGradient):
     """One end of a pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other
     two.
 
-    `decode` returns the sender's m, bit by bit: the first time the activation rounded to fp16,
-    later within the difference codec's bound, and a rounding to fp16, of it. Magnitudes above 65504
-    are clamped. `decode` raises `ResyncNeeded` after taking over those samples of the message that
-    fit; the same message, sent again, gives the same values. The sender decides whether a sample is
-    held; a receiver with less room would ask for it again each time, so the bounds are part of the
-    digest. Gradients go through `gradient`, without any state.
+    `decode` returns the sender's m, bit for bit: the first time, the activation rounded to fp16;
+    later, a value within the difference codec's bound of it, plus a rounding to fp16. Magnitudes
+    above 65504 are clamped. If `decode` raises `ResyncNeeded`, it has already applied those samples
+    of the message that fit; the same message, sent again, gives the same values. The sender decides
+    whether a sample is held; a receiver with less room would ask for it again each time, so the
+    bounds are part of the digest. Gradients go through `gradient`, without any state.
     """
 
     edge: str = ""

@@ -252,7 +252,8 @@ def project(
 
 
 def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
-    """Return such a tensor projected, in parts: float64 products take many times its memory."""
+    """Return the projection of a tensor in parts, because float64 products take many times its
+    memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
     parts = zip(

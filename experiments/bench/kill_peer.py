@@ -131,7 +131,7 @@ class Books:
 
 
 async def obey(owner: Owner, reductions: Reductions) -> None:
-    """Hold and release as told."""
+    """Hold and release reductions on the owner's command."""
     while True:
         command = await owner.next()
         if command["kind"] == "hold":

@@ -109,7 +109,7 @@ class Rounds:
 
 
 async def main(settings: Settings) -> None:
-    """Work until the owner hangs up or kills us."""
+    """Work until the owner disconnects or kills this process."""
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
     plan = plan_of(

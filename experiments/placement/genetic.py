@@ -50,7 +50,7 @@ class Stages:
         return cls(list(one), list(other), list(one), list(other))
 
     def exchange(self, a: int, b: int) -> None:
-        """Exchange `a` of the one for `b` of the other; neither moves again."""
+        """Exchange `a` of the one stage for `b` of the other; neither moves again."""
         self.left.remove(a)
         self.right.remove(b)
         self.one[self.one.index(a)], self.other[self.other.index(b)] = b, a

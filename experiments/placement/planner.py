@@ -272,7 +272,8 @@ class _Search:
 
 
 class _Walk:
-    """A layout that changes by one exchange; prices are cached, at most six entries for each."""
+    """A layout that changes by one exchange at a time; prices are cached, at most six entries for
+    each."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0

@@ -68,7 +68,8 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A method's trials at each budget; `optimizer` and `clip` if they differ from all others'."""
+    """A method's trials at each budget; `optimizer` and `clip` are set if they differ from the
+    usual ones."""
 
     trials: dict[Budget, list[Trial]]
     optimizer: Literal["adamw", "sgd"] = "adamw"
