@@ -53,7 +53,8 @@ EXACT_LENGTH = (
 
 
 class Incompatible(Exception):
-    """Raised if two peers' codecs, or a payload and its receiver, do not fit; names the remedy."""
+    """Raised if two peers' codecs, or a payload and its receiver, are incompatible; names the
+    remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +168,8 @@ class ActivationCodec(Protocol):
         ...
 
     def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
-        """Return what is understood in messages of this epoch; the first is what is sent."""
+        """Return the offers that this end understands in messages of this epoch; it sends the
+        first."""
         ...
 
     def max_bytes(self, ctx: ActivationContext) -> int:
@@ -193,7 +195,7 @@ class ActivationCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodecOffer:
-    """A codec that a peer can use, as in its record and in every message."""
+    """A codec that a peer supports, as its record and each of its messages state it."""
 
     name: str
     version: int
@@ -237,7 +239,8 @@ def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffe
 
 
 def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
-    """Return why this offer is not among them, with a remedy."""
+    """Return the reason why this offer is not among those that the peer announced, with a
+    remedy."""
     versions = sorted({other.version for other in heard if other.name == offer.name})
     if not versions:
         return f"{offer.name} is not known there"
@@ -261,7 +264,7 @@ class _Memoryless:
     digest: ClassVar[bytes] = b""
 
     def offers(self: ActivationCodec, epoch: int) -> tuple[CodecOffer, ...]:
-        """Return the codec itself."""
+        """Return an offer of the codec itself."""
         return (CodecOffer.of(self),)
 
 
@@ -272,7 +275,7 @@ class FlatGradient:
     gradient: Codec
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
+        """Append the gradient codec's payload of all values."""
         return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
@@ -287,7 +290,7 @@ class _FlatForward(_Memoryless):
     forward: Codec
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
+        """Append the forward codec's payload of all values."""
         return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
@@ -297,9 +300,9 @@ class _FlatForward(_Memoryless):
 
 @dataclass(frozen=True, slots=True)
 class Flat(_FlatForward, FlatGradient):
-    """Any codec of exact length for an activation's B·L·D values, row by row, and one for its
-    gradient's. The bounds are the codecs'. Values are first rounded to float32, and at last clamped
-    to the range of the context's dtype."""
+    """One exact-length codec for the B·L·D values of an activation, row by row, and one for those
+    of its gradient. The bounds are the codecs' own. Values are rounded to float32 first, and
+    clamped to the range of the context's dtype last."""
 
     forward: Codec
     gradient: Codec
@@ -321,8 +324,8 @@ class Flat(_FlatForward, FlatGradient):
 
 @dataclass(frozen=True, slots=True)
 class Masked(_FlatForward):
-    """A sparse codec forward; backward only the gradient of values that arrived, as int8 in blocks
-    of 256 without positions.
+    """A sparse codec forward; backward, only the gradients of the values that arrived, as int8 in
+    blocks of 256 without positions.
 
     The mask is where `ctx.arrived` is not 0. So the gradient is that of the function that was
     computed, exact except for int8: dropped values had no influence on the loss. (Kept values that
@@ -341,7 +344,7 @@ class Masked(_FlatForward):
         return f"{self.forward.name},mask"
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Return the exact length forward; backward the length if nothing is masked."""
+        """Return the exact length forward; backward, the length if every value arrived."""
         return (self.forward if ctx.direction == "forward" else Int8()).max_bytes(ctx.count)
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
@@ -389,11 +392,11 @@ class Exact(_Memoryless):
         return self._read(payload, ctx, "forward")
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Encode as `encode` does."""
+        """Encode a gradient; the format is that of `encode`."""
         return self._write(grad, ctx, out, "backward")
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Decode as `decode` does."""
+        """Decode a gradient; the format is that of `decode`."""
         return self._read(payload, ctx, "backward")
 
     def _write(
@@ -418,7 +421,8 @@ class Exact(_Memoryless):
 
 
 def require_exact_length(codec: Codec) -> Codec:
-    """Return `codec`; raise `ValueError` unless the number of values determines payload length."""
+    """Return `codec`; raise `ValueError` unless the number of values alone determines the length of
+    its payload."""
     if "+" in codec.name or codec.name.partition(":")[0] not in EXACT_LENGTH:
         raise ValueError(
             f"codec {codec.name!r} writes payloads whose length varies, "
@@ -428,7 +432,7 @@ def require_exact_length(codec: Codec) -> Codec:
 
 
 def require_direction(ctx: ActivationContext, direction: Direction) -> None:
-    """Raise `ValueError` if the context has the other direction, so that the ends would
+    """Raise `ValueError` unless the context has this direction; otherwise the ends would
     disagree."""
     if ctx.direction != direction:
         raise ValueError(

@@ -93,8 +93,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
 
 
 def known_of(spec: str) -> tuple[str, ...]:
-    """Return the known `alternatives`; unknown ones, of another release, are left out. `ValueError`
-    if none is known."""
+    """Return the `alternatives` that this release knows, and leave out those of other releases.
+    Raise `ValueError` if it knows none."""
     names = alternatives(spec)
     known = [name for name in names if subspace_terms(name) is not None or _is_known(name)]
     if not known:
@@ -119,7 +119,8 @@ def flat_codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SubspaceTerms:
-    """A parsed subspace codec's name: the rank, and the coordinates' codecs (None: as they are)."""
+    """The parsed name of a subspace codec: the rank, and the codecs of the coordinates (None:
+    uncompressed)."""
 
     rank: int
     forward: Codec | None

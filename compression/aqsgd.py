@@ -69,7 +69,8 @@ class ResyncNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The value, float16 (L, D), that both ends last used for a sample, its tag, and the time."""
+    """The value that both ends last used for a sample, float16 (L, D), its tag, and when that
+    was."""
 
     values: Tensor
     tag: bytes
@@ -98,7 +99,8 @@ class Cache:
         return self._held.get(sample)
 
     def put(self, sample: int, values: Tensor, tag: bytes) -> None:
-        """Hold a value as the latest; the oldest make room. A value that cannot fit is not held."""
+        """Hold a value as the latest, and drop the oldest to make room. A value that is too large
+        is not held."""
         self.drop(sample)
         if values.nbytes > self.max_bytes or not self.max_samples:
             return
@@ -145,12 +147,12 @@ class AqSgd(FlatGradient):
     """One end of a pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other
     two.
 
-    `decode` returns the sender's m, bit by bit: the first time the activation rounded to fp16,
-    later within the difference codec's bound, and a rounding to fp16, of it. Magnitudes above 65504
-    are clamped. `decode` raises `ResyncNeeded` after taking over those samples of the message that
-    fit; the same message, sent again, gives the same values. The sender decides whether a sample is
-    held; a receiver with less room would ask for it again each time, so the bounds are part of the
-    digest. Gradients go through `gradient`, without any state.
+    `decode` returns the sender's m, bit for bit: the first time, the activation rounded to fp16;
+    later, a value within the difference codec's bound of it, plus a rounding to fp16. Magnitudes
+    above 65504 are clamped. If `decode` raises `ResyncNeeded`, it has already applied those samples
+    of the message that fit; the same message, sent again, gives the same values. The sender decides
+    whether a sample is held; a receiver with less room would ask for it again each time, so the
+    bounds are part of the digest. Gradients go through `gradient`, without any state.
     """
 
     edge: str = ""
@@ -187,7 +189,7 @@ class AqSgd(FlatGradient):
         return self.cache.held_bytes
 
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Return the codec itself, with its bounds."""
+        """Return an offer of the codec itself, with its bounds."""
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
@@ -202,7 +204,8 @@ class AqSgd(FlatGradient):
         )
 
     def tag(self, sample: int) -> bytes:
-        """Return the tag of what is held of this sample; 0 if nothing is."""
+        """Return the tag of the value that this end holds for a sample; `NO_TAG` if there is
+        none."""
         entry = self.cache.get(sample)
         return NO_TAG if entry is None else entry.tag
 
@@ -212,7 +215,8 @@ class AqSgd(FlatGradient):
             self.cache.drop(sample)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append all kinds and tags, then all contents; hold what the receiver will hold."""
+        """Append all kinds and tags, then all contents; remember the values that the receiver will
+        hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
         parts = [
@@ -272,8 +276,9 @@ class AqSgd(FlatGradient):
     def value(
         self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext
     ) -> Tensor | None:
-        """Return m after this part, float16 (L, D), for a holder of `before`; None if it does not
-        follow from that. Raise `CorruptPayload` for what no sender writes."""
+        """Return m after this part, float16 (L, D), for an end that holds `before`; None if the
+        part does not build on `before`. Raise `CorruptPayload` if no sender could have written the
+        part."""
         row = torch.empty(ctx.shape[1:])
         self._read(part, ctx, row)
         return _after(part, before, row)
@@ -303,7 +308,8 @@ class AqSgd(FlatGradient):
         return parts
 
     def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
-        """Fill `row` (L, D) with the sample or its difference, if sent; refuse what is invalid."""
+        """Fill `row` (L, D) with the sample or its difference, if either was sent; refuse an
+        invalid part."""
         if part.kind == HELD:
             if part.before != part.after:
                 raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
@@ -346,7 +352,8 @@ def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
 
 
 def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
-    """Return m after a part with content in `row` (L, D); None if it does not follow `before`."""
+    """Return m after a part whose content is in `row` (L, D); None if the part does not build on
+    `before`."""
     if part.kind in (FULL, KEPT):
         return row.to(torch.float16)
     if before is None or before.values.shape != row.shape:
@@ -364,7 +371,7 @@ def _advanced(values: Tensor, change: Tensor) -> Tensor:
 
 
 def _tag(values: Tensor) -> bytes:
-    """Return 64 bits that identify a value (L, D) to the bit."""
+    """Return a 64-bit digest of the exact bits of a value (L, D)."""
     shape = struct.pack("<II", *values.shape)
     raw = values.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(shape + raw.tobytes(), digest_size=TAG_BYTES).digest()

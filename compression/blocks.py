@@ -1,8 +1,8 @@
 """Blocks of values that share a scale, as used by int8, int4, fp4 and sign.
 
-A scale is a float32 that is 0 or lies in [2^-126, the largest number that times the largest code is
-finite]. So no product of a code and a scale is infinite or denormal: processors that flush
-denormals decode the same bits.
+A scale is a float32 that is 0 or lies between 2^-126 and the largest number whose product with the
+largest code is finite. So no product of a code and a scale is infinite or denormal, and processors
+that flush denormals decode the same bits.
 
 Shapes: K blocks, B values per block.
 """

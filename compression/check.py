@@ -53,10 +53,10 @@ class CodecLawBroken(AssertionError):
 
 @runtime_checkable
 class BoundedCodec(Protocol):
-    """A codec with its bound in code: the largest error of each value of flat x, in float64."""
+    """A codec that has its bound in code: the largest error of each value of flat x, in float64."""
 
     def bound(self, x: Tensor) -> Tensor:
-        """Return as many values as x has, none of them negative."""
+        """Return the bound for each value of x; no bound is negative."""
         ...
 
 
@@ -69,7 +69,7 @@ def _require(kept: bool, law: int, counterexample: str) -> None:
 
 
 def _mixed_bits(count: int, seed: int) -> Bits:
-    """Return 32 well-mixed bits a value, from integers (MurmurHash3's finaliser on a counter)."""
+    """Return 32 well-mixed bits per value, from integers (MurmurHash3's finaliser on a counter)."""
     with np.errstate(over="ignore"):
         h = np.arange(count, dtype=np.uint32) + np.uint32(seed % 2**32 * 0x9E3779B1 % 2**32)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -112,7 +112,7 @@ def example(kind: str, count: int, seed: int = 0) -> Tensor:
 
 
 def sizes(codec: Codec) -> list[int]:
-    """Return 0, 1, and sizes around one and several granules."""
+    """Return 0, 1, and sizes around one granule and several."""
     g = codec.granule(SHAPE)
     return sorted({0, 1, 2, 3, g - 1, g, g + 1, 2 * g, 3 * g - 1} - {-1})
 
@@ -303,7 +303,8 @@ def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
 
 
 def check_hostile_bytes(codec: Codec) -> None:
-    """Check payloads with some bytes replaced, also by those that make NaN and infinity."""
+    """Check payloads in which some bytes are replaced, including by bytes that make NaN and
+    infinity."""
     chance = random.Random(0)
     for count in LENGTHS:
         for kind in ("usual", "any"):
@@ -366,8 +367,8 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled, and torch would import its compiler, for seconds, to skip
-        it."""
+        """Return False: nothing is compiled, and to skip it torch would first spend seconds
+        importing its compiler."""
         return False
 
     def __init__(self) -> None:
@@ -391,7 +392,8 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
 
 def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
-    """Return bytes of tensors, and the peak of Python's own memory, of `action`, refused or not."""
+    """Run `action`, which may refuse its input; return the bytes of its tensors and the peak of
+    Python's own memory."""
     with _TakenTensors():
         torch.empty(1)  # torch's imports at its first watched call are not the codec's memory
     tracemalloc.start()
@@ -408,7 +410,8 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
 
 
 def check_pure(make: Callable[[], Codec]) -> None:
-    """Check that inputs do not change, and that equal codecs and all kinds of buffers agree."""
+    """Check that inputs do not change, and that equal codecs and all kinds of buffers give equal
+    results."""
     codec = make()
     count = 2 * codec.granule(SHAPE) + 3
     x = example("usual", count)
@@ -436,8 +439,8 @@ def check_pure(make: Callable[[], Codec]) -> None:
 
 
 def check_cut_at_granules(codec: Codec) -> None:
-    """Check that three shards, the last one short, decode as the whole does, cut at the granule and
-    at a larger multiple of a small one."""
+    """Check that three shards decode as the whole tensor does, with a short last one, cut at the
+    granule and, if it is small, at a larger multiple of it."""
     granule = codec.granule(SHAPE)
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)

@@ -15,7 +15,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class CorruptPayload(Exception):
-    """Raised for a payload that no correct encoder can have written, with what was expected."""
+    """Raised for a payload that no correct encoder can have written; the message says what was
+    expected."""
 
 
 class UnencodableTensor(ValueError):
@@ -24,7 +25,7 @@ class UnencodableTensor(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The name of one encoding, equal on sender and receiver; codecs derive shared randomness from
+    """The name of one encoding, equal at sender and receiver; codecs derive shared randomness from
     it. `columns` is the number of values in a row of the tensor, 0 for a vector."""
 
     run_seed: int = 0
@@ -70,7 +71,8 @@ class Codec(Protocol):
         ...
 
     def max_bytes(self, count: int) -> int:
-        """Return the most bytes for `count` values; receivers refuse longer payloads unread."""
+        """Return the largest number of bytes for `count` values; receivers refuse longer payloads
+        unread."""
         ...
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:

@@ -117,7 +117,8 @@ class Ecsq:
         out.numpy()[places] = values
 
     def _step(self, size: NDArray[np.float32]) -> int:
-        """Return, as bf16 bits, the smallest step at which the lists surely fit, or the largest."""
+        """Return, as bf16 bits, the smallest step at which the lists are sure to fit, or the
+        largest step if none is."""
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
@@ -161,7 +162,7 @@ def _gaps(places: rice.Numbers) -> rice.Numbers:
 def _read_codes(
     payload: Buffer, many: int, few: int, count: int
 ) -> tuple[rice.Numbers, rice.Numbers]:
-    """Return the places of nonzero codes, and these codes."""
+    """Return the positions of the nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
             f"{len(payload)} bytes cannot hold {many} codes for {count} values, "

@@ -45,8 +45,8 @@ def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
 
 
 def _sliced(factor: Tensor, bits: int, slices: int) -> list[Tensor]:
-    """Return the factor as a sum of `slices` matrices of multiples of powers of two, `bits`
-    wide."""
+    """Return the factor as a sum of `slices` matrices; the entries of each are multiples of a power
+    of two and at most `bits` wide."""
     rest = factor.detach().double()
     peak = float(rest.abs().amax()) if rest.numel() else 0.0
     if not math.isfinite(peak):

@@ -1,4 +1,5 @@
-"""Blockwise int4: as int8 with codes from -7 to 7, two to a byte; 4 + 32/block bits a value.
+"""Blockwise int4: like int8, but with codes from -7 to 7, two to a byte; 4 + 32/block bits per
+value.
 
 Blocks are short because 15 levels leave little room: one large value makes all others of its block
 coarse.

@@ -1,7 +1,8 @@
 """Blockwise int8: a block's values share a scale, their largest magnitude over 127; 8 + 32/block
-bits a value.
+bits per value.
 
-zstandard does not pay on it (measured in `zstd.py`). It is cheap: a few times a copy of the buffer.
+Compressing it further with zstandard does not pay (measured in `zstd.py`). The codec is cheap: it
+takes a few times as long as copying the buffer.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""A matrix as a few outer products: for updates whose size lies mostly in few directions, as those
-of attention matrices.
+"""A matrix as a few outer products: for updates whose energy lies mostly in a few directions, as in
+those of attention matrices.
 
 The best directions come from subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011,
 algorithm 4.4; PowerSGD, Vogels et al., arXiv:1905.13727, takes one such iteration per step and
 starts it where the last one ended). DiLoCoX (arXiv:2506.21263) sends both factors in four bits.
-Deviations: eight bits, because in four the left factor's error is as large as what many directions
-add; each payload starts anew, because a codec is stateless; the right factor is fitted to the left
-one as it is sent. Error feedback brings what few directions do not hold.
+Deviations: eight bits, because in four the left factor's error is as large as the contribution of
+many directions; each payload starts from scratch, because a codec is stateless; the right factor is
+fitted to the left one as sent. Error feedback delivers later what a few directions do not hold.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class LowRank:
         return _PLAIN.max_bytes(count)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and factors, or bf16."""
+        """Append scales and factors, or plain bf16 where factors would not be smaller."""
         rank, rows, columns = self._shape(x.numel(), ctx)
         if not rank:
             return _PLAIN.encode(x, ctx, out)
@@ -98,7 +98,8 @@ class LowRank:
             values_MN.add_((left_M[:, None] * right_N).mul_(scale))
 
     def _shape(self, count: int, ctx: Context) -> tuple[int, int, int]:
-        """Return the numbers of products (0 if values are sent as they are), rows and columns."""
+        """Return the rank (0 if the values are sent as bf16) and the numbers of rows and
+        columns."""
         rows, rest = divmod(count, max(ctx.columns, 1))
         rank = min(self.rank, rows, ctx.columns)
         smaller = not rest and rank * (rows + ctx.columns + 4) < _PLAIN.max_bytes(count)
@@ -117,14 +118,15 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
 
 
 def fitted(values_MN: Tensor, left_MK: Tensor) -> Tensor:
-    """Return the (N, K) for which left @ right.T is closest to the values in least squares."""
+    """Return `right` (N, K), for which left @ right.T is the least-squares fit to the values."""
     scale = float(values_MN.abs().amax()) or 1.0
     right_KN: Tensor = torch.linalg.lstsq(left_MK.double(), (values_MN / scale).double()).solution
     return (right_KN.T * scale).float()
 
 
 def _quantised(columns_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each column in whole steps of its largest / 127, and the step; 0 if too small."""
+    """Return each column as multiples of its step, and the steps: the column's largest magnitude /
+    127, or 0 if that is too small."""
     steps_K = columns_MK.abs().amax(dim=0) / _LEVELS
     steps_K = torch.where(steps_K >= SMALLEST, steps_K.clamp(max=LARGEST), 0.0)
     safe_K = torch.where(steps_K > 0, steps_K, 1.0)

@@ -1,8 +1,8 @@
 """The optional compiled kernel: the same payloads and values as the torch code, in one pass through
 memory.
 
-A codec asks here first and does the work itself if the answer is no. The torch code stays the only
-place that says what is wrong with a tensor or a payload, and the oracle of the kernel's tests.
+A codec calls the kernel first, and falls back to torch if the kernel declines. Only the torch code
+says what is wrong with a tensor or a payload; it is also the oracle of the kernel's tests.
 """
 
 import importlib
@@ -21,7 +21,7 @@ INTERFACE = 1  # module.c's; a kernel left behind by another version's sources i
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The loops of compression/kernel/ for one instruction set. `codec` is fp32, fp16, bf16, int8,
-    int4 or topk; `block` and `chunk` are its numbers, 0 if it has none."""
+    int4 or topk; `block` and `chunk` are the codec's parameters, 0 where it has none."""
 
     module: ModuleType
     instructions: str
@@ -66,7 +66,8 @@ _ACTIVE: ContextVar[Kernel | None] = ContextVar("kernel", default=[None, *kernel
 
 
 def active() -> Kernel | None:
-    """Return the kernel in use: the fastest, unless `using` set another; None for torch alone."""
+    """Return the kernel in use: the fastest, unless `using` set another; None if torch does
+    everything."""
     return _ACTIVE.get()
 
 

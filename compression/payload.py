@@ -89,7 +89,7 @@ def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 class ExactCodec(Codec):
-    """A codec whose payloads have exactly `max_bytes` bytes; uses a kernel's loop if there is
+    """A codec whose payloads have exactly `max_bytes` bytes. It uses the native kernel if there is
     one."""
 
     __slots__ = ()
@@ -137,7 +137,7 @@ class FloatCodec(ExactCodec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that is sent."""
+        """The dtype of the values in the payload."""
         return FLOATS[self.name]
 
     def granule(self, shape: tuple[int, ...]) -> int:
@@ -145,7 +145,7 @@ class FloatCodec(ExactCodec):
         return 1
 
     def max_bytes(self, count: int) -> int:
-        """Return the exact length."""
+        """Return the exact length of the payload."""
         return self.dtype.itemsize * count
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:

@@ -99,8 +99,8 @@ def unpack(payload: Buffer, start: int, count: int, width: int) -> Numbers:
 
 
 def _best_width(numbers: Numbers) -> int:
-    """Return the width of fewest bits. They fall with the width until they rise: each further bit
-    costs `count` and saves ever less."""
+    """Return the width that needs the fewest bits. The total falls with the width and then rises:
+    each further bit costs `count` bits and saves ever fewer."""
     width, bits = 0, len(numbers) + int(numbers.sum())
     while width < MAX_WIDTH:
         wider = len(numbers) * (width + 2) + int((numbers >> (width + 1)).sum())

@@ -1,8 +1,8 @@
-"""One bit a value: its sign, times the mean magnitude of its block.
+"""One bit per value: its sign, times the mean magnitude of its block.
 
-As in signSGD with error feedback (Karimireddy and others, arXiv:1901.09847, the scaled sign), with
-a scale for each block instead of one for all. The mean magnitude is the scale with the least
-squared error.
+As in signSGD with error feedback (Karimireddy and others, arXiv:1901.09847, the scaled sign), but
+with a scale for each block instead of one for the whole tensor. The mean magnitude is the scale
+with the least squared error.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Chunked top-k in about 9.5 bits per kept value: Rice-coded positions, a sign, and one of two
 magnitudes of the chunk.
 
-SparseLoCo (arXiv:2508.15706) quantises kept values to 2 bits. Deviations from its code: the four
-levels are symmetric and placed where the chunk's squared error is least, not in even steps around
-the tensor's mean; kept values are never small, so a mean near 0 would be close to none of them.
-Positions rise, so the gaps between them suffice.
+SparseLoCo (arXiv:2508.15706) quantises kept values to 2 bits. Deviation from its code: the four
+levels are symmetric and minimise the chunk's squared error, instead of being evenly spaced around
+the tensor's mean. Kept values are never small, so with a mean near 0 the levels next to it would be
+close to none of them. Positions ascend, so only the gaps between them are sent.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,13 @@ class TopK2(ChunkedTopK):
     kind: ClassVar[str] = "topk2"
 
     def max_bytes(self, count: int) -> int:
-        """Return the length for the worst positions; scattered ones take a few bytes less."""
+        """Return the length for the worst case of positions; scattered positions take a few bytes
+        less."""
         kept = self._kept(count)
         return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append levels, codes and gaps."""
+        """Append levels, codes and gaps between positions."""
         before = len(out)
         places = self.places(x, self._kept(x.numel() % self.chunk))
         levels, codes = _quantised(x[places].numpy(), self.k)

@@ -1,16 +1,16 @@
-"""Subspace pipelines: K numbers a token instead of D, without loss, if everything that is written
-into the residual stream lies in one K-dimensional subspace.
+"""Subspace pipelines: send K numbers per token instead of D, without loss, because everything that
+writes into the residual stream stays in one K-dimensional subspace.
 
-In a pre-norm transformer the stream is the embedding plus a sum of projections' outputs. If each of
-these matrices has its outputs in span(U), so has the stream minus the frozen part of the embedding,
-and K coordinates determine it (Protocol Models, Ramasinghe et al., arXiv:2506.01260, as in
-PluralisResearch/node0). All peers know the frozen part and look it up by token ids, which are sent
-beside the payload as integers. A gradient needs only its coordinates too: whatever it reaches
-upstream is projected onto span(U) anyway.
+In a pre-norm transformer the stream is the embedding plus a sum of projections' outputs. If the
+outputs of all these matrices lie in span(U), then so does the stream minus the frozen part of the
+embedding, and K coordinates determine it (Protocol Models, Ramasinghe et al., arXiv:2506.01260, as
+in PluralisResearch/node0). All peers know the frozen part and look it up by token ids, which are
+sent as integers next to the payload. A gradient also needs only its coordinates: whatever it
+reaches upstream is projected onto span(U) anyway.
 
 Deviations: ids are integers (node0 sends them as a float channel, which is wrong above 256 in
-bf16); no optimizer of its own is needed, since `project` is called after every change of a weight;
-the basis moves by projected ascent with a QR retraction, because the paper's own schedule was not
+bf16); no special optimizer is needed, since `project` is called after every change of a weight; the
+basis moves by projected ascent with a QR retraction, because the paper's own schedule was not
 available.
 
 Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (D, K) with
@@ -145,8 +145,8 @@ class Basis:
 
     @classmethod
     def from_bytes(cls, payload: Buffer, digest: bytes) -> "Basis":
-        """Return the basis that `to_bytes` wrote; raise `CorruptPayload` unless it has this digest,
-        known from the run's record."""
+        """Return the basis that `to_bytes` wrote. Raise `CorruptPayload` unless it has this digest,
+        which the run's record states."""
         if hashlib.sha256(payload).digest() != digest:
             raise CorruptPayload(
                 f"a basis with digest {digest.hex()[:8]} was asked for and another came"
@@ -209,10 +209,10 @@ def _sharpened(columns_DK: Tensor) -> Tensor:
 
 
 def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an embedding's trainable part, projected, and the frozen part with the rest; the
-    sum stays. It is for the first split (all of a table against zeros), a change of basis, and
-    after an outer optimizer averaged embeddings (Heterogeneous SparseLoCo, arXiv:2601.02360, eq.
-    3 and 4)."""
+    """Project an embedding's trainable part and move what that removes into the frozen part; return
+    both. Their sum does not change. This is for the first split (all of a table against zeros), for
+    a change of basis, and after an outer optimizer has averaged embeddings (Heterogeneous
+    SparseLoCo, arXiv:2601.02360, eq. 3 and 4)."""
     whole_VD = fixed_VD.double() + inside_VD.double()
     columns = columns_DK.double()
     kept_VD = ((inside_VD.double() @ columns) @ columns.T).to(inside_VD.dtype)
@@ -252,7 +252,8 @@ def project(
 
 
 def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
-    """Return such a tensor projected, in parts: float64 products take many times its memory."""
+    """Return the projection of a tensor in parts, because float64 products take many times its
+    memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
     parts = zip(
@@ -480,7 +481,8 @@ class Subspace:
         return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
 
     def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
-        """Return the frozen tables' rows of this microbatch, (N, D), or one row of zeros."""
+        """Return the sum of the frozen tables' rows for this microbatch, (N, D), or one row of
+        zeros if there are no frozen tables."""
         batch, length, width = ctx.shape
         fixed = torch.zeros(1, 1, width)
         if not len(basis.fixed_VD) + len(basis.fixed_LD):
@@ -521,12 +523,12 @@ def _named(codec: Codec | None) -> str:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of products for a stage of this dtype."""
+    """Return the dtype in which a stage of this dtype computes its products."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rows(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """Return the finite values to send, (N, D), in the precision of products."""
+    """Return the finite values to send, (N, D), in the dtype of the products."""
     narrow = require_finite(flattened(x, ctx, direction))
     wide = x.detach().cpu().reshape(-1) if ctx.dtype == torch.float64 else narrow
     return wide.view(-1, ctx.shape[2])

@@ -24,7 +24,8 @@ from farflock.compression.subspace import STAMP, Basis, Subspace, stamp_of
 
 
 class Superseded(Incompatible):
-    """Raised for a payload of a version that was given up; its holder must start again."""
+    """Raised for a payload of a version that is no longer held; the payload's holder must start
+    again."""
 
 
 @dataclass(slots=True, eq=False)

@@ -22,8 +22,8 @@ from farflock.compression.payload import ExactCodec, append, values_at, within
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK:
-    """The largest `k` of each `chunk` values. Biased: the rest is lost, so a mean needs
-    feedback."""
+    """Base of codecs that keep the largest `k` of each `chunk` values. Biased: the rest is lost, so
+    a mean needs feedback."""
 
     k: int = 64
     chunk: int = 4096
@@ -56,17 +56,17 @@ class ChunkedTopK:
 
 @dataclass(frozen=True, slots=True)
 class TopK(ChunkedTopK, ExactCodec):
-    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Among equal
-    magnitudes the first is kept. A last, shorter chunk keeps min(k, its length). The payload is
-    all positions inside their chunks, rising, each in as few bits as chunk - 1 needs, then the
-    values."""
+    """The `k` largest of each `chunk` values. Kept values are as exact as `Int8` with blocks of k;
+    all others decode to 0. Among equal magnitudes the first is kept. A shorter last chunk keeps
+    min(k, its length). The payload is the positions within their chunks, ascending, each in as few
+    bits as chunk - 1 needs, then the values."""
 
     kind: ClassVar[str] = "topk"
     kernel: ClassVar[bool] = True
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """k and the chunk's length, the numbers in the codec's name."""
+        """k and the chunk's length, as in the codec's name."""
         return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:
@@ -75,13 +75,14 @@ class TopK(ChunkedTopK, ExactCodec):
         return blocks_of(kept * self._bits, 8) + Int8(self.k).max_bytes(kept)
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append positions and values of the largest."""
+        """Append the positions of the largest values, then these values."""
         places = self.places(x, self.k)
         written = append(out, _pack(places % self.chunk, self._bits))
         return written + Int8(self.k).encode(x[places], ctx, out)
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter the values over zeros; refuse positions that do not rise or leave their chunk."""
+        """Scatter the values over zeros; refuse positions that do not ascend or that leave their
+        chunk."""
         count, kept = out.numel(), self._kept(out.numel())
         at = blocks_of(kept * self._bits, 8)
         inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)

@@ -54,7 +54,7 @@ class Zstd:
         return self.inner.granule(shape)
 
     def max_bytes(self, count: int) -> int:
-        """Return the most that zstd makes of incompressible bytes (ZSTD_compressBound)."""
+        """Return the largest size that zstd makes of incompressible bytes (ZSTD_compressBound)."""
         inner = self.inner.max_bytes(count)
         return inner + inner // 256 + 64 if inner else 0
 

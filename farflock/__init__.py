@@ -1,4 +1,5 @@
-"""One model trained on machines far apart. Importing this loads neither torch nor the network."""
+"""Train one model on machines far apart. Importing this package loads neither torch nor the
+network."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version

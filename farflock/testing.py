@@ -1,6 +1,6 @@
-"""The laws of methods and codecs as checks for their authors; names load at first use.
+"""Checks of the laws of methods and codecs, for their authors. Each name loads when first used.
 
-docs/how-to/new-method.md and docs/how-to/new-codec.md show how.
+docs/how-to/new-method.md and docs/how-to/new-codec.md show how to use them.
 """
 
 import importlib

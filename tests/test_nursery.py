@@ -1,4 +1,5 @@
-"""What a nursery forks is, to whoever started it, the process that `subprocess` would have made."""
+"""A process that the nursery forks looks, to its starter, like the one that `subprocess` would have
+made."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What is installed is what is here, and the standard library stays visible."""
+"""The installed package is the code in this checkout, and the standard library stays visible."""
 
 import re
 import subprocess

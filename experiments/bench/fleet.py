@@ -32,7 +32,7 @@ Fields = dict[str, Any]
 
 
 class WorkerFailed(NotMeasured):
-    """A worker ended or fell silent before it answered."""
+    """Raised if a worker ended or fell silent before it answered."""
 
 
 class Worker:
@@ -48,7 +48,8 @@ class Worker:
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 
     async def hear(self, kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Fields:
-        """Return the next message of this kind, keep others; raise `WorkerFailed` without one."""
+        """Return the next message of this kind and keep the others for later. Raise `WorkerFailed`
+        if none comes in time."""
         for index, message in enumerate(self._heard):
             if message["kind"] == kind:
                 return self._heard.pop(index)
@@ -91,7 +92,8 @@ class Worker:
 async def fleet(
     module: str, places: Sequence[Host], settings: Mapping[str, object]
 ) -> AsyncIterator[list[Worker]]:
-    """Run `module` in one worker per place, with number, place and `settings`; then end them."""
+    """Run `module` in one worker per place, pass each its number, its address and `settings`, and
+    end all workers afterwards."""
     workers: list[Worker] = []
     try:
         for number, place in enumerate(places):
@@ -149,7 +151,7 @@ async def together(
 
 
 def _surroundings() -> dict[str, str]:
-    """Return the environment: one compute thread per worker, since they share the cores."""
+    """Return the workers' environment: one compute thread each, since they share the cores."""
     paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
@@ -190,7 +192,7 @@ class Owner:
         return message
 
     async def barrier(self) -> float:
-        """Wait for the common start, a time on the machine's shared clock; return it."""
+        """Wait for the common start time, which is on the machine's shared clock, and return it."""
         self.say("prepared")
         start_s = float((await self.command("go"))["start_s"])
         left_s = start_s - asyncio.get_running_loop().time()

@@ -60,7 +60,7 @@ def plan(settings: Settings) -> RunPlan:
 
 
 class Reductions:
-    """Runs the swarm's computations; once told to hold, the next one waits for its release."""
+    """Runs the swarm's computations. After `hold`, the next one waits until it is released."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -94,7 +94,7 @@ class Books:
     _offered: dict[int, int] = field(default_factory=dict)  # by round: the step of its offer
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """Take a report of the training loop."""
+        """Record an event that the training loop reports."""
         assert self.node is not None
         loop = self.node.loop
         if kind == "step":
@@ -131,7 +131,7 @@ class Books:
 
 
 async def obey(owner: Owner, reductions: Reductions) -> None:
-    """Hold and release as told."""
+    """Hold and release reductions on the owner's command."""
     while True:
         command = await owner.next()
         if command["kind"] == "hold":
@@ -141,7 +141,7 @@ async def obey(owner: Owner, reductions: Reductions) -> None:
 
 
 async def main(settings: Settings) -> None:
-    """Train until the owner hangs up, kills us or something breaks."""
+    """Train until the owner disconnects, kills this process, or something breaks."""
     torch.set_num_threads(1)
     owner, codecs, steps, contributions = (
         await Owner.open(),

@@ -1,4 +1,4 @@
-"""The cost of the node's loop beside a bare PyTorch loop: tokens per processor second, in turns.
+"""The cost of the node's loop against a bare PyTorch loop: tokens per processor second, in turns.
 
 One peer alone, assembled like `node/process/node_process.py`: real links, worker threads for steps
 and codecs, the history on disk; no directory, checkpoints or status file, and a method that
@@ -45,11 +45,12 @@ QUICK = Size("tiny", 2, 16, 5, 1)
 
 
 class Unalike(NotMeasured):
-    """The two loops trained differently, so comparing their speed would mean nothing."""
+    """Raised if the two loops trained differently, so that comparing their speed would mean
+    nothing."""
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `loop`: the node's tokens per processor second over the bare loop's."""
+    """Yield `loop`: the node's tokens per processor second, as a ratio to the bare loop's."""
     size = QUICK if options.quick else Size()
     with one_thread(), ThreadPoolExecutor(1) as thread:
         pairs = asyncio.run(_pairs(size, options.repeats * size.turns, thread))

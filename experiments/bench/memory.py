@@ -86,7 +86,7 @@ async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
 
 
 class NoExchange(NotMeasured):
-    """The peers did not reach one state, so their memory says nothing."""
+    """Raised if the peers did not reach the same state, so that their memory use says nothing."""
 
 
 def require_exchange(answers: list[Fields]) -> None:

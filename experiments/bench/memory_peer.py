@@ -74,7 +74,8 @@ class Rounds:
         self._peak = Peak()
 
     def begin(self, first_round: int) -> None:
-        """Set the state to begin at `first_round`, cloned: untouched zeros take no memory."""
+        """Set the state so that it begins at `first_round`. Tensors are cloned, since untouched
+        zeros take no memory."""
         driver = self._node.loop.driver
         state = {
             name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()
@@ -108,7 +109,7 @@ class Rounds:
 
 
 async def main(settings: Settings) -> None:
-    """Work until the owner hangs up or kills us."""
+    """Work until the owner disconnects or kills this process."""
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
     plan = plan_of(

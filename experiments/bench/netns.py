@@ -25,7 +25,7 @@ COMMAND_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A place to run a process: put `prefix` before its command, and it has `address`."""
+    """A place to run a process: `prefix` goes before its command, and `address` reaches it."""
 
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()

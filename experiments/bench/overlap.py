@@ -13,7 +13,7 @@ The training decides the ratio: 1.2 million parameters in 3 fragments, each sent
 1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises
 at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s.
 The number of parameters hardly matters, since computing and sending both grow with it; the tokens
-between two exchanges do. Large runs have more of them, hence a better ratio. With fewer it gets
+between two exchanges do. Large runs have more of them, so a better ratio. With fewer it gets
 worse, down to where a fragment takes longer than its 5 steps and the loop waits.
 
 `overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits
@@ -76,12 +76,13 @@ QUICK = Size(
 
 
 class NoOverlap(NotMeasured):
-    """A piece without its exchange between both peers: there is nothing to measure."""
+    """Raised if the peers exchanged nothing during a piece: there is nothing to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One arm's piece: seconds until the last worker was done, mean computing seconds of each."""
+    """One arm's piece: seconds until the last worker was done, and the mean computing seconds of a
+    worker."""
 
     took_s: float
     cpu_s: float
@@ -108,7 +109,8 @@ def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[M
 
 
 def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
-    """Return an arm's tokens per second beside those of the loop without exchanges in each turn."""
+    """Return an arm's tokens per second next to those of the loop without exchanges, turn by
+    turn."""
     pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
     value, yardstick, ratio = medians(pairs)
     own, plain = (

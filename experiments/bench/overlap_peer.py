@@ -50,7 +50,8 @@ class Pieces:
         self._owner, self._node, self._results = owner, node, results
 
     def begin(self, first_round: int) -> None:
-        """Set the method's state to begin at `first_round`; equal workers need no download."""
+        """Set the method's state so that it begins at `first_round`. The workers are equal, so none
+        needs a download."""
         driver, rounds = self._node.loop.driver, {}
         state = dict(driver.method.snapshot(driver.replica))
         for template in driver.method.streams(driver.replica):

@@ -100,7 +100,7 @@ def over_optimum(size: Scale) -> Metric:
 
 
 def optimum(costs: Costs, sizes: tuple[int, ...]) -> float:
-    """Return the cheapest layout's seconds."""
+    """Return the seconds of the cheapest layout."""
     return min(costs.layout(stages).seconds for stages in partitions(sizes))
 
 

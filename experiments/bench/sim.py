@@ -80,7 +80,8 @@ def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
 
 
 def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """Measure runs that end at once: join, download, admission, one token, 30 virtual seconds."""
+    """Measure the cost of a peer whose run ends at once: download, admission, one token, 30 virtual
+    seconds."""
     size = replace(size, batch=1, seq=1)
     each_s = []
     for _ in range(1 + repeats):

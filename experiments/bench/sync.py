@@ -1,4 +1,4 @@
-"""The cost of a whole sync: N processes average 10 million parameters, beside their bytes' time.
+"""The cost of a whole sync: N processes average 10 million parameters, against the bytes' time.
 
 It is measured from a common start until the last process has the decoded mean.
 
@@ -55,7 +55,7 @@ QUICK = Size(200_000, (2, 3))
 
 
 class NoSync(NotMeasured):
-    """A round that did not give all workers the same mean of all: there is nothing to measure."""
+    """Raised if the workers did not all get the mean of all: there is nothing to measure."""
 
 
 def run(options: Options) -> Iterator[Metric]:
@@ -126,7 +126,7 @@ async def _rounds(
 
 
 def require_sync(answers: Sequence[Fields]) -> None:
-    """Raise `NoSync` unless all workers report the same whole exchange."""
+    """Raise `NoSync` unless all workers report the same exchange, with every worker in it."""
     results = {(answer["status"], answer["members"], answer["hash"]) for answer in answers}
     if len(results) != 1 or [(status, members) for status, members, _ in results] != [
         ("ok", len(answers))

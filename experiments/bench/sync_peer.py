@@ -1,7 +1,7 @@
 """One worker of the benchmark of a whole sync: the product's own exchange client, peer and links.
 
-Beside it, the same bytes over plain TCP. `python -m farflock.experiments.bench.sync_peer SETTINGS`,
-started by experiments/bench/fleet.py.
+The yardstick is the same bytes over plain TCP. experiments/bench/fleet.py starts it as
+`python -m farflock.experiments.bench.sync_peer SETTINGS`.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def fingerprint(result: Result) -> str:
 
 @dataclass(slots=True)
 class Sync:
-    """The worker's rounds, one after another on command."""
+    """The worker's rounds, which run one after another on command."""
 
     owner: Owner
     settings: Settings

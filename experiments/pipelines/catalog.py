@@ -1,4 +1,4 @@
-"""Computations by name: the only registry, a literal dict, from which recipes choose."""
+"""The computations by name. This literal dict is the only registry from which recipes choose."""
 
 from farflock.experiments.pipelines import (
     checkfree,

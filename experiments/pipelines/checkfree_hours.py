@@ -38,10 +38,10 @@ def probability(rate_per_h: float, iteration_s: float, stages: int = STAGES) -> 
 
 
 def replayed(useful: float, period: float, chance: float) -> float:
-    """Return the expected iterations until `useful` are done with replay of failed ones.
+    """Return the expected iterations until `useful` are done, if failed ones are replayed.
 
-    Each fails with `chance` and sends all stages back to the last multiple of `period`: `period`
-    successes in a row take (1 - qᵏ) / (p qᵏ) trials on average.
+    Each iteration fails with probability `chance`, which sends all stages back to the last multiple
+    of `period`: `period` successes in a row take (1 - qᵏ) / (p qᵏ) trials on average.
     """
     if chance == 0:
         return useful

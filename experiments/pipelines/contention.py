@@ -56,7 +56,7 @@ class Wires:
         self._free_s: defaultdict[tuple[str, ...], float] = defaultdict(float)
 
     def send(self, sender: PeerId, receiver: PeerId, now_s: float) -> float:
-        """Return when a microbatch that is ready now arrives."""
+        """Return the time at which a microbatch that is ready now arrives."""
         i, j = self._index[sender], self._index[receiver]
         used: list[tuple[str, ...]] = [(sender, receiver)]
         if self._shared_lines:
@@ -119,7 +119,7 @@ def effects(made_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def chains_of(paths: released.Paths) -> list[released.Path]:
-    """Return the different paths after the first stop."""
+    """Return the distinct paths without their first stops."""
     return sorted({path[1:] for each in paths.values() for path in each})
 
 

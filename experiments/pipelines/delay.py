@@ -94,7 +94,7 @@ class Late:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters; all `rates` are tried for each arm, `held_out` counts sequences."""
+    """Parameters. Every arm tries all `rates`; `held_out` is a number of sequences."""
 
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 200
     rates: Annotated[list[float], msgspec.Meta(min_length=1, max_length=16)]

@@ -1,7 +1,8 @@
-"""A step's duration by the number of microbatches in flight, where a hop takes longer than a stage.
+"""The duration of a step by the number of microbatches in flight, where a hop takes longer than a
+stage.
 
-1F1B keeps as many in flight as there are stages, too few over a wide area
-(swarm/protocol/depth.py). Stages compute nothing here, so all time is waiting for wires.
+1F1B keeps as many in flight as there are stages, which is too few over a wide area
+(swarm/protocol/depth.py). Stages compute nothing here, so all the time is spent waiting for wires.
 """
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s

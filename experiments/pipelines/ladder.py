@@ -76,7 +76,7 @@ def _forward(codec: ActivationCodec, values: torch.Tensor, epoch: int) -> int:
 
 
 def rate(size: Size, forward_bytes: float, back_bytes: float, mbit: float) -> float:
-    """Return tokens per second."""
+    """Return tokens per second at this bandwidth, for messages of these sizes."""
     forward, back = (
         HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes)
     )

@@ -2,7 +2,7 @@
 
 DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) by its own cost of communication per
 step. The searches are the bench's (experiments/placement/genetic.py) and begin with the same random
-partitions; our planner stands beside them.
+partitions; our planner is added for comparison.
 """
 
 import random
@@ -21,7 +21,8 @@ SEARCHES: dict[str, genetic.Gain] = {"DT-FM": "circular", "Kernighan-Lin": "kern
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Machines in eight cities, stages, children per search, and random partitions to average."""
+    """Parameters: machines in eight cities, stages, children per search (`trials`), and random
+    partitions."""
 
     machines: Annotated[int, msgspec.Meta(ge=8, le=256)] = 64
     stages: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8

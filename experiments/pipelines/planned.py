@@ -1,4 +1,4 @@
-"""Our planner on SkipPipe's released instance, beside their plan in their own simulation.
+"""Our planner on SkipPipe's released instance, compared with their plan in their own simulation.
 
 Both programs get the same problem: 20 nodes in six stages, paths of four, thirty microbatches, room
 for three. Their simulation may forget a microbatch (experiments/pipelines/skippipe.py), which makes

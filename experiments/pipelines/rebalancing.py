@@ -37,7 +37,8 @@ Event = tuple[float, Literal["join", "leave"], PeerId, int]  # time, kind, peer,
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A swarm and its churn; the rule runs as in the product and as published, at each period."""
+    """Parameters: a swarm and its churn. The rule runs as in the product and as published, at each
+    period."""
 
     stages: Count = 32
     servers: Count = 400
@@ -81,7 +82,8 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def trace(size: Size, chance: random.Random) -> Iterator[Event]:
-    """Yield the events of a swarm in order; it begins even, and newcomers' stages are random."""
+    """Yield a swarm's events in order. Servers begin evenly spread; a newcomer's stage is
+    random."""
     lifetime_s, end_s = size.lifetime_h * HOUR_S, size.hours * HOUR_S
     leaving = [
         (chance.expovariate(1 / lifetime_s), PeerId(f"{number:06}"), number % size.stages)
@@ -170,7 +172,7 @@ def played(
 
 
 def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
-    """Return the work done between two moments over that of an even spread."""
+    """Return the work done between two moments as a share of what an even spread would do."""
     done = possible = 0.0
     for at, speed in enumerate(speeds):
         until_s = speeds[at + 1].since_s if at + 1 < len(speeds) else end_s

@@ -81,7 +81,7 @@ class Start:
 
 
 def full_starts() -> Iterator[Start]:
-    """Yield 27 microbatches: each of three data nodes starts three, three times."""
+    """Yield 27 microbatches: each of three data nodes starts three, three times over."""
     for column, (path,) in enumerate(FULL.values()):
         for turn in range(3):
             for k in range(3):
@@ -97,7 +97,8 @@ def drawn_starts(paths: Paths, forward_s: float) -> Iterator[Start]:
 
 
 def planned_starts(paths: Paths) -> Iterator[Start]:
-    """Yield 30 microbatches: five data nodes start three, twice, on one path or six in turn."""
+    """Yield 30 microbatches: each of five data nodes starts three, twice, all on one path or on six
+    in turn."""
     for lane, each in enumerate(paths.values()):
         for turn in range(2):
             for q in range(3):

@@ -1,13 +1,13 @@
 """Compression of activations by all replicas of a pipeline, or only by those with slow links.
 
-Replicas of a small Llama under SparseLoCo, some of which keep the writes into the residual stream
-in a subspace, as a pipeline must that sends coordinates alone (Heterogeneous SparseLoCo,
+Replicas of a small Llama train under SparseLoCo. Some of them keep the writes into the residual
+stream in a subspace, as a pipeline that sends only coordinates must (Heterogeneous SparseLoCo,
 arXiv:2601.02360).
 
 The method, its codec, the projection and the embedding's drift rule are the product's; rounds are
-closed here, without a network, and nothing is late. That a constrained replica's activations are
-coordinates is not simulated again: it is exact (tests/compression/test_subspace.py) and costs the
-projection.
+closed here, without a network, and nothing is late. This experiment does not simulate again that a
+constrained replica's activations are coordinates: that is exact
+(tests/compression/test_subspace.py) and costs the projection.
 """
 
 import math
@@ -47,7 +47,8 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: a round every `period` steps, half of `replicas` weak, `ranks` of MODEL.dim."""
+    """Parameters: a round every `period` steps; half of the `replicas` are weak; each of `ranks` is
+    a number of coordinates out of MODEL.dim."""
 
     replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
@@ -104,7 +105,8 @@ class Replica:
     frozen_VD: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
-        """Begin a round: project the common weights, and freeze the embedding's part outside."""
+        """Begin a round: project the common weights, and freeze the part of the embedding that lies
+        outside the subspace."""
         if self.basis is not None:
             embedding = self.model.get_parameter(EMBEDDING).detach()
             _, self.frozen_VD = settled(

@@ -134,7 +134,7 @@ class _Program:
                 other.start_s = node.free_s
 
     def _pass_on(self, index: int, message: _Message) -> float:
-        """Compute and send the result on; return the seconds that it takes."""
+        """Compute the message's pass and send the result on; return the seconds that this takes."""
         node, last = self.nodes[index], len(message.path) - 1
         match message.phase:
             case "forward":

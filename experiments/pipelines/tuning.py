@@ -1,4 +1,4 @@
-"""Every arm at its best learning rate: an untuned one would flatter any arm beside it."""
+"""Tuning of every arm to its best learning rate: next to an untuned arm, any other looks good."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Interleaved weighted round-robin over unequal servers (SWARM, arXiv:2301.11913, section 3.2).
 
-The product's own balancer in virtual time, which knows only speeds that it measures. Trainers keep
-a number of microbatches out at one stage; a server takes one after the other. The ideal is the sum
-of the servers' speeds; plain round robin gives each server the same number and waits for the
-slowest.
+This runs the product's own balancer in virtual time; it knows only the speeds that it measures.
+Trainers keep a number of microbatches in flight to one stage, and a server computes one at a time.
+The ideal is the sum of the servers' speeds; plain round robin gives each server the same number and
+waits for the slowest.
 """
 
 import heapq
@@ -24,11 +24,11 @@ Done = Callable[[int, PeerId, float, float], None]  # trainer, server, time give
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: servers of these speeds, in microbatches per second, and their microbatches.
+    """Parameters: servers of these speeds, in microbatches per second, and the microbatches to run.
 
-    `out` is how many at once for each server, one run for each. `jitter` is the standard deviation
-    of the logarithm of a microbatch's time. For `told` speeds visits are counted without
-    measurement.
+    `out` lists numbers of microbatches in flight per server; each is a run of its own. `jitter` is
+    the standard deviation of the logarithm of a microbatch's time. `told` are speeds that the
+    balancer is given: visits to them are counted, without any measurement.
     """
 
     speeds: Annotated[list[float], msgspec.Meta(min_length=2, max_length=256)]
@@ -42,7 +42,8 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate visits, and percents of the ideal throughput, by the choice of the next server."""
+    """Tabulate visits and percentages of the ideal throughput, by the rule that chooses the next
+    server."""
     told = Balancer(random.Random(0))
     told.refresh([Announced(peer(at), 1, speed) for at, speed in enumerate(size.told)], 0.0)
     visits = Counter(told.choose(1.0, 0.0) for _ in range(size.told_tasks))

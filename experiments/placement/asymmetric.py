@@ -302,7 +302,8 @@ class _Cast:
 
 
 def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield new divisions of both teams: all if they are small, else one move or one exchange."""
+    """Yield new divisions of both teams: all of them if the teams are small, else those one move or
+    one exchange away."""
     both = [*mine, *theirs]
     if len(both) <= SMALL:
         for chosen in itertools.product((True, False), repeat=len(both)):
@@ -408,7 +409,7 @@ def _even_within_memory(
 
 
 def _holds(model: ModelCosts, stage: int, stages: int, memory_bytes: float) -> int:
-    """Return the number of layers that fit this stage in so much memory."""
+    """Return the number of layers of this stage that fit into this much memory."""
     none, one = (StageShare(model, 0, layers, stage, stages).memory_bytes for layers in (0, 1))
     if one <= none:
         return model.layers if none <= memory_bytes else 0

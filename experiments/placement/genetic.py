@@ -50,7 +50,7 @@ class Stages:
         return cls(list(one), list(other), list(one), list(other))
 
     def exchange(self, a: int, b: int) -> None:
-        """Exchange `a` of the one for `b` of the other; neither moves again."""
+        """Exchange `a` of the one stage for `b` of the other; neither moves again."""
         self.left.remove(a)
         self.right.remove(b)
         self.one[self.one.index(a)], self.other[self.other.index(b)] = b, a
@@ -84,7 +84,7 @@ def stages_of(genome: Genome) -> list[tuple[int, ...]]:
 
 
 def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
-    """Return pieces of both in turn, cut at up to five points."""
+    """Return a child of pieces taken from both parents in turn, cut at up to five points."""
     cuts = sorted(chance.sample(range(1, len(mother)), min(POINTS, len(mother) - 1)))
     child: Genome = []
     for turn, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(mother)))):
@@ -93,7 +93,8 @@ def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
 
 
 def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genome:
-    """Restore every stage's size: random nodes of stages too large move to those too small."""
+    """Restore every stage's size: random nodes move from stages that are too large to those that
+    are too small."""
     genome, lacking, surplus = list(genome), [], []
     for stage, size in enumerate(sizes):
         nodes = [node for node, at in enumerate(genome) if at == stage]
@@ -107,7 +108,7 @@ def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genom
 
 
 class Refine:
-    """Local search over all pairs of stages, until a pass changes nothing."""
+    """Local search over all pairs of stages until a pass improves nothing."""
 
     def __init__(self, costs: Costs, sizes: Sequence[int], gain: Gain) -> None:
         circular = gain == "circular"
@@ -160,10 +161,10 @@ class Refine:
 
 
 def circular_move(stages: Stages, weights: MatrixRows) -> Move:
-    """Return DT-FM's move: an end of each stage's fastest inner link, which leaves the stage.
+    """Return DT-FM's move: from each stage, one end of its fastest inner link leaves.
 
-    For d1 of the link (d1, d2) the gain is the mean of its costs to the other stage, its former
-    links there, less the cost of that link.
+    For end d1 of the link (d1, d2), the gain is the mean cost of its links to the other stage,
+    which are inner links afterwards, less the cost of that link.
     """
     return max(
         (_freed(a, mate_a, stages.other, weights) + _freed(b, mate_b, stages.one, weights), a, b)

@@ -28,7 +28,8 @@ MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal is void."""
+    """One-way latency and bandwidth of each pair of nodes. Both are symmetric; the diagonal is
+    unused."""
 
     latency_s: Matrix
     bandwidth: Matrix  # bytes a second
@@ -99,7 +100,7 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """COMM: the planners' objective."""
+        """The cost of communication, COMM in the paper, which the planners minimise."""
         return self.data_parallel_s + self.pipeline_s
 
 
@@ -150,7 +151,7 @@ class Costs:
 
 
 def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
-    """Return each node of the smaller stage as often as it may be a partner."""
+    """Return the nodes of the smaller stage, each as often as it may be a partner."""
     return (
         smaller
         if len(larger) == len(smaller)

@@ -93,7 +93,8 @@ def partitions(sizes: Sequence[int]) -> Iterator[tuple[StageMembers, ...]]:
 
 
 def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[StageMembers, ...]]:
-    """Put the first free node into a stage of each size, with each choice of others."""
+    """Yield every partition of the free nodes into stages of these sizes. The first free node goes
+    into a stage of each size in turn, with every choice of others."""
     if not sizes:
         yield ()
     for size in sorted(set(sizes)):
@@ -134,11 +135,12 @@ class _Places:
         )
 
     def stages(self, order: Order) -> list[StageMembers]:
-        """Return the stages with these nodes at the places."""
+        """Return the stages that result from putting the nodes into the places in this order."""
         return [tuple(order[self.stage == stage].tolist()) for stage in range(len(self.sizes))]
 
     def same(self, label: Order) -> Matrix:
-        """Return 1 for two places of the same label, stage or replica, else 0."""
+        """Return a matrix of 1 for two different places of the same label (a stage or a replica),
+        else 0."""
         return np.asarray(label[:, None] == label, np.float64) - np.eye(len(label))
 
     def partners(self) -> Matrix:
@@ -204,11 +206,11 @@ class _Search:
         return kept
 
     def _descend(self, flows: Sequence[_Flow], order: Order) -> None:
-        """Exchange, in place, the best two nodes until none gain or no work is left.
+        """Swap the best two nodes, in place, until no swap gains anything or no work is left.
 
         With F a flow's shares and C the costs as the places see them, the sum of F · C changes by 2
-        · (M_rs + M_sr − M_rr − M_ss + 2 F_rs C_rs) when r and s change places, M = F C; M itself by
-        an outer product.
+        · (M_rs + M_sr − M_rr − M_ss + 2 F_rs C_rs) when r and s change places, where M = F C; M
+        itself changes by an outer product.
         """
         seen = [(flow.share, flow.cost_s[np.ix_(order, order)]) for flow in flows]
         mixed: Matrix = sum(
@@ -270,7 +272,8 @@ class _Search:
 
 
 class _Walk:
-    """A layout that changes by one exchange; prices are cached, at most six entries for each."""
+    """A layout that changes by one exchange at a time; prices are cached, at most six entries for
+    each."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0

@@ -1,6 +1,6 @@
 """Real links between data centres, read from regions.toml and checked, for planners and simulators.
 
-They are measurements of others, as in their programs; each table names its source.
+The measurements are other people's, taken from their programs; each table names its source.
 """
 
 import math
@@ -56,7 +56,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return LinkCosts.of(latency[at], rate[at])
 
     def turns(self, machines: int) -> tuple[str, ...]:
-        """Return the regions of this many machines, in turn."""
+        """Return a region for each of this many machines, in turn."""
         return tuple(self.names[machine % len(self.names)] for machine in range(machines))
 
 

@@ -1,7 +1,7 @@
 """The arms of `farflock bench quality`, read from arms.toml and checked before anything runs.
 
 Each method has the same number of trials at each budget, written down beforehand with a reason, so
-that no method is searched longer than another. The two lines beside them have whole grids.
+that no method is tuned longer than another. The two baselines have whole grids.
 """
 
 import itertools
@@ -68,7 +68,8 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A method's trials at each budget; `optimizer` and `clip` if they differ from all others'."""
+    """A method's trials at each budget; `optimizer` and `clip` are set if they differ from the
+    usual ones."""
 
     trials: dict[Budget, list[Trial]]
     optimizer: Literal["adamw", "sgd"] = "adamw"

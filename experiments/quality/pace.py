@@ -39,7 +39,8 @@ def effort(job: AnyJob) -> float:
 
 
 def unit_s(job: Line) -> float:
-    """Return processor seconds per effort by a few steps, loading of libraries excluded."""
+    """Return processor seconds per unit of effort, measured over a few steps without loading
+    libraries."""
     probe = msgspec.structs.replace(job, steps=PROBE_STEPS, points=1, held_out=2)
     run_line(probe, lambda share: None)
     begin_s = time.process_time()

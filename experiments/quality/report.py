@@ -116,7 +116,7 @@ def why_not(run: Run) -> str:
 
 
 def options_text(run: Run) -> str:
-    """Return the options of a trial in one cell."""
+    """Return a trial's options as the text of one table cell."""
     trial = run.contender.trial
     options = (
         dict(trial.options)

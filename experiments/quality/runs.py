@@ -1,4 +1,4 @@
-"""Finished runs as lines of one file, published beside the page and resumable on another machine.
+"""Finished runs as lines of one file, published next to the page and resumable on another machine.
 
 A line is a run: its key (which covers the code that it ran through), the job, the outcome, and its
 end. So a measurement of hours can continue elsewhere, and anyone can check a table's numbers.

@@ -47,12 +47,13 @@ class Run:
 
     @property
     def sent_bytes(self) -> float | None:
-        """Mean bytes sent by a peer: the ring's for DDP, else the transport's; None if diverged."""
+        """Mean bytes sent by a peer: those of the ring for DDP, else the transport's count; None if
+        it diverged."""
         return self.ring_bytes if self.contender.arm == "ddp" else self.outcome.metrics.get("bytes")
 
     @property
     def saving(self) -> float | None:
-        """DDP's bytes over the run's (infinite for none); None if it diverged."""
+        """DDP's bytes over the run's (infinite if it sent none); None if it diverged."""
         sent = self.sent_bytes
         return None if sent is None else self.ring_bytes / sent if sent else math.inf
 
@@ -66,7 +67,7 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """True if the run ended within its budget."""
+        """True if the run did not diverge and stayed within its budget."""
         return math.isfinite(self.loss) and not self.excess
 
 
@@ -84,7 +85,8 @@ class Final:
 
     @property
     def at_edge(self) -> bool:
-        """True if the best rate is at an end of those tried: a better one may lie outside."""
+        """True if the best rate is the lowest or highest one tried: a better one may lie
+        outside."""
         rates = [run.contender.trial.lr for run in self.ladder]
         return len(rates) > 1 and self.rate in (min(rates), max(rates))
 
@@ -146,7 +148,7 @@ def ranked(screen: Mapping[str, Sequence[Run]], names: Iterable[str]) -> list[st
 
 
 def edges(runs: Sequence[Run]) -> list[str]:
-    """Return the settings (`lr`, `warmup`) of a line's grid whose best value is at an end."""
+    """Return the settings (`lr`, `warmup`) whose best value is at an end of the baseline's grid."""
     found, chosen = [], best(runs)
     for setting in ("lr", "warmup"):
         values = {getattr(run.contender.trial, setting) for run in runs}

@@ -1,12 +1,12 @@
-"""The share of communication's gain that a method keeps at 1/100 or 1/500 of the bytes.
+"""The share of communication's gain that a method keeps at 1/100 or 1/500 of DDP's bytes.
 
-Screen: each method's trials and both lines' grids, short, on one seed. Final: the best methods and
-the lines, long, on all seeds. Share of the gain = (none - method) / (none - DDP), of the held-out
-losses of one seed; then mean and standard error.
+The screen runs each method's trials and both baselines' grids briefly, on one seed. The final runs
+the best methods and the baselines for longer, on all seeds. The share of the gain is (none -
+method) / (none - DDP), from the held-out losses of one seed; then come mean and standard error.
 
 Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator,
-with bytes counted at the transport, control messages included; each line is one process. Runs are
-kept, so nothing runs twice.
+with bytes counted at the transport, control messages included; each baseline is one process. Runs
+are stored, so none runs twice.
 """
 
 import functools
@@ -148,7 +148,8 @@ class Bench:
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
-        """Return the screen's jobs, and the whole effort with median methods as finalists."""
+        """Return the screen's jobs, and the effort of the whole comparison, with methods of median
+        effort as finalists."""
         size, screened = self.size, self.screened()
         jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
         longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)
@@ -159,7 +160,8 @@ class Bench:
         return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
 
     def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
-        """Estimate the seconds without jobs on the shelf; earlier finals are not considered."""
+        """Estimate the seconds that the jobs missing from the shelf take; earlier finals are not
+        considered."""
         jobs, total = self.efforts()
         kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
         return (total - kept) * unit_s / workers

@@ -23,10 +23,10 @@ from farflock.node.run.sections import tables
 
 
 class Comparison(Entry, frozen=True, kw_only=True):
-    """Rows of the table against the paper.
+    """A comparison of rows of the table with the paper.
 
     `near`: each row lies within `within` of its number in `paper`. The other kinds are those of
-    `Rule`, for which `paper` is words.
+    `Rule`; for them `paper` is text.
     """
 
     kind: Literal["near", "ordering", "bound", "within", "ratio"]

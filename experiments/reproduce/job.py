@@ -1,6 +1,6 @@
 """One run of one arm as data: everything that its numbers depend on, and its outcome.
 
-Two recipes that ask for the same run get the same job, so it runs once. Its key also covers the
+Two recipes that ask for the same run get the same job, so it runs once. A job's key also covers the
 code that it runs through.
 """
 
@@ -45,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
         return self.steps * self.batch * self.seq
 
     def plan(self, method: str, options: dict[str, Any], sequences: int) -> RunPlan:
-        """Return the plan of a node with `sequences` sequences of each step."""
+        """Return the plan of a node that computes `sequences` sequences of each step."""
         return RunPlan(
             run_seed=self.seed,
             model=self.model,
@@ -121,9 +121,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a job; `metrics` are compared by rules, and empty if the run diverged.
+    """The outcome of a job. Rules compare `metrics`, which is empty if the run diverged.
 
-    `overlaps`: exchanges run beside the training, so their transfer does not add to its time.
+    `overlaps`: exchanges run while the model trains, so their transfer does not add to its time.
     """
 
     metrics: dict[str, float]

@@ -25,8 +25,8 @@ def figure_labels(study: Study, results: Sequence[Result]) -> dict[str, str]:
 
 
 def labels(arms: Mapping[str, Arm | None], sizes: Sizes, own: Mapping[str, str]) -> dict[str, str]:
-    """Return each arm's label by name; `own` has those of the lines. Arms that no setting tells
-    apart, as in tier ci, get their names."""
+    """Return each arm's label by name; `own` has the labels of the baselines. Arms with equal
+    settings, as in tier ci, are labelled with their names."""
     resolved = {name: _resolved(arm, sizes) for name, arm in arms.items() if arm is not None}
     made = {}
     for name, settings in resolved.items():

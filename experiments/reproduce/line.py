@@ -1,4 +1,4 @@
-"""The lines beside the arms, each in one process.
+"""The baselines of the arms, each in one process.
 
 Exact data parallelism is one model on the whole batch of each step; no communication is one model
 on one peer's part of it. Model, batches, schedule and inner optimizer are the swarm's; only the

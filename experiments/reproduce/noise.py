@@ -81,7 +81,8 @@ def _method(job: Noise) -> NoLoCo:
 def _round(
     number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random
 ) -> None:
-    """Take one outer step of each replica with a random partner; one left over steps alone."""
+    """Take one outer step of each replica with a random partner; if one is left over, it steps
+    alone."""
     asked: list[Exchange] = []
     for replica, method in zip(replicas, methods, strict=True):
         method.local_step(replica, Progress(number))

@@ -17,7 +17,8 @@ _HEADING = re.compile(r"^### (\S+) \((ci|cpu|gpu)\)$", re.M)
 
 
 def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
-    """Put sections, by recipe and tier, into the generated part; raise `Usage` if there is none."""
+    """Write sections, keyed by recipe and tier, into the page's generated part; raise `Usage` if it
+    has none."""
 
     def made(inside: str) -> str:
         kept = {

@@ -299,5 +299,5 @@ def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explanation(name: str) -> str:
-    """Return the page beside a recipe: the question, the paper's answer, what would count."""
+    """Return the page next to a recipe: the question, the paper's claim, and what would count."""
     return (_folder() / f"{name}.md").read_text()

@@ -1,8 +1,8 @@
 """The report of a recipe: a table of arms or rows, its rules with the paper's numbers, and JSON.
 
-Simulated time is the time without transfers plus the transfers' at a given rate; where exchanges
-run beside the training (`overlaps`), it is the longer of the two. So it is no measurement, but no
-kinder to a method than a line of that rate.
+Simulated time is the time without transfers plus that of the transfers at a given rate; where
+exchanges run during training (`overlaps`), it is the longer of the two. It is not a measurement,
+but it does not flatter a method more than a real link of that rate would.
 """
 
 import datetime

@@ -1,7 +1,8 @@
-"""The run's data cut for its peers: every step has one batch, however many peers train on it.
+"""The run's data, divided among its peers: every step has one batch, however many peers train on
+it.
 
-So arms with one, four or eight peers see the same sequences in the same steps, and so do the lines
-beside them.
+So arms with one, four or eight peers see the same sequences in the same steps, and so do the
+baselines.
 """
 
 from dataclasses import dataclass

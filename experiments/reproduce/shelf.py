@@ -42,7 +42,7 @@ class Shelf:
             return None
 
     def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Store an outcome, with its job beside it for human readers."""
+        """Store an outcome, together with its job for human readers."""
         folder = self._arm(job)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "job.json", msgspec.json.format(msgspec.json.encode(job), indent=1))
@@ -62,7 +62,7 @@ class Shelf:
             return None
 
     def keep_table(self, key: str, described: dict[str, Any], table: Table) -> None:
-        """Store a table, with its configuration beside it for human readers."""
+        """Store a table, together with its configuration for human readers."""
         folder = self.folder / "tables" / key
         folder.mkdir(parents=True, exist_ok=True)
         write(

@@ -1,7 +1,7 @@
 """A recipe in practice: search of each arm's rate, then all seeds at the best, and the results.
 
-Every arm and both lines get the same search over the same grid, on the first seed: an untuned line
-flatters any arm beside it.
+Every arm and both baselines get the same search over the same grid, on the first seed: next to an
+untuned baseline, any arm looks good.
 """
 
 import itertools
@@ -233,7 +233,7 @@ class Study:
 
 
 def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
-    """Return one run of an arm, or of the line of this name."""
+    """Return one run of an arm, or of the baseline of this name if `arm` is None."""
     common = {field: getattr(sizes, field) for field in _COMMON} | {
         "seed": seed,
         "lr": setting[0],
@@ -265,7 +265,7 @@ def verdict(tier: str, findings: Sequence[Finding]) -> str | None:
 
 
 class _Steps:
-    """The finished share of a study, over stages that may repeat jobs."""
+    """The finished share of a study, over phases that may repeat jobs."""
 
     def __init__(self, search: int, final: int, progress: Callable[[float], None]) -> None:
         self._total, self._done, self._progress = search + final, 0, progress

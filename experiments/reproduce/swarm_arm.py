@@ -139,7 +139,7 @@ class Measured(Simulation):
         )
 
     def final_loss(self) -> float:
-        """Return the mean over peers of their evaluation; equal models are measured once."""
+        """Return the mean over peers of their held-out loss; equal models are evaluated once."""
         models = [_model(node) for node in self.nodes.values()]
         hashes = [state_hash(model) for model in models]
         losses = {
@@ -150,7 +150,7 @@ class Measured(Simulation):
 
 
 class _Rounds:
-    """The number of participants of each round, as reported by the nodes."""
+    """The number of participants of each round, as the nodes report it."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], int] = {}
@@ -206,7 +206,8 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
 
 
 def spread(models: Sequence[Tensors]) -> float:
-    """Return a weight's standard deviation over replicas, as root mean square over all weights."""
+    """Return the standard deviation of a weight over replicas, as root mean square over all
+    weights."""
     total, count = 0.0, 0
     for name in models[0]:
         together = torch.stack([model[name].double() for model in models])

@@ -1,4 +1,4 @@
-"""The data and the function that measure losses."""
+"""The function that measures the held-out loss of an arm's parameters."""
 
 from collections.abc import Callable, Mapping
 

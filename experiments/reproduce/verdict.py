@@ -142,7 +142,7 @@ def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
 
 
 def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
-    """Judge that the value with the lowest metric rises from arm to arm, per seed and grid."""
+    """Judge whether the value with the lowest metric rises from arm to arm, seed by seed."""
     best: dict[str, list[float]] = {}
     for name in rule.arms:
         grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}

@@ -1,7 +1,7 @@
-"""Runs jobs in a few processes and yields their outcomes; however it ends, no process is left.
+"""Runs jobs in a few processes and yields their outcomes; however this ends, no process is left.
 
-One job keeps one core busy, and a simulation cannot share its loop, hence processes. Jobs and
-outcomes are sent as JSON: no process rebuilds objects from another's bytes.
+One job keeps one core busy, and a simulation cannot share its loop, so jobs run in processes. Jobs
+and outcomes are sent as JSON: no process rebuilds objects from another's bytes.
 """
 
 import contextlib
@@ -105,7 +105,8 @@ def outcomes(
 
 
 def _runner(job: AnyJob) -> Callable[..., Outcome]:
-    """Return the job's function; late imports, since a command that only lists needs none."""
+    """Return the job's function. Imports are late because a command that only lists needs none of
+    them."""
     from farflock.experiments.reproduce import line, noise, swarm_arm
 
     if isinstance(job, Swarm):

@@ -1,5 +1,5 @@
-"""What codec tests share: the examples of compression/check.py, and the two versions of what has a
-compiled kernel."""
+"""Fixtures that codec tests share: the examples of compression/check.py, and both versions of each
+codec that has a compiled kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is special about AQ-SGD: whatever is lost, doubled, reordered or restarted,
+"""Tests specific to AQ-SGD: whatever is lost, doubled, reordered or restarted,
 both ends hold the same m or say so."""
 
 import dataclasses

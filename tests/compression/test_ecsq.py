@@ -1,4 +1,4 @@
-"""What is special about ecsq: codes and steps as a slow twin finds them, bits near their entropy,
+"""Tests specific to ecsq: codes and steps as a slow twin finds them, bits near their entropy,
 hostile lists refused."""
 
 import math

@@ -1,4 +1,4 @@
-"""What is special about FP4: levels are powers of two, the nearest on the straight line is taken,
+"""Tests specific to FP4: levels are powers of two, the nearest on the straight line is taken,
 0 has one code."""
 
 import struct

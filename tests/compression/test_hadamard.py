@@ -1,4 +1,4 @@
-"""What is special about Hadamard tiles: the rotation is the dense matrix's, exact there and back,
+"""Tests specific to Hadamard tiles: the rotation is the dense matrix's, exact there and back,
 and tames large channels."""
 
 import functools

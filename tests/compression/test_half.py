@@ -1,4 +1,4 @@
-"""What is special about fp16 and bf16: rounding, the ends of their ranges, and what is refused."""
+"""Tests specific to fp16 and bf16: rounding, the ends of their ranges, and what is refused."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""What is special about int4: two codes a byte, the filler of an odd count,
+"""Tests specific to int4: two codes a byte, the filler of an odd count,
 and the code it never writes."""
 
 import struct

@@ -1,4 +1,4 @@
-"""What is special about int8: how good its stated bound is, no drift of block means,
+"""Tests specific to int8: how good its stated bound is, no drift of block means,
 and the code it never writes."""
 
 import pytest

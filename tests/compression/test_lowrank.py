@@ -1,4 +1,4 @@
-"""What is special about low rank: matrices of few directions arrive, the best directions are found,
+"""Tests specific to low rank: matrices of few directions arrive, the best directions are found,
 the rest is bf16."""
 
 import struct
@@ -54,8 +54,8 @@ def test_a_matrix_of_no_higher_rank_arrives_within_what_eight_bits_round(shape):
 
 @pytest.mark.parametrize("rank", [1, 4, 12])
 def test_the_error_is_near_that_of_the_best_directions(rank):
-    """Eckart and Young: no sum of so many products comes closer than the largest singular values'
-    one."""
+    """Eckart and Young: no sum of `rank` products comes closer than that of the largest singular
+    values."""
     x = normal(80, 120) * torch.arange(1, 121) ** -0.7
     singular = torch.linalg.svdvals(x.double())
     least = float(singular[rank:].norm() / singular.norm())

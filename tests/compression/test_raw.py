@@ -1,4 +1,4 @@
-"""What is special about fp32: every finite bit pattern survives, every other one is refused."""
+"""Tests specific to fp32: every finite bit pattern survives, every other one is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is special about sign: a bit a value, the block's mean magnitude,
+"""Tests specific to sign: a bit a value, the block's mean magnitude,
 and a sum that no machine rounds differently."""
 
 import math

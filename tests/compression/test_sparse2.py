@@ -1,4 +1,4 @@
-"""What is special about top-k in 2 bits: which are kept, the best two levels, the size,
+"""Tests specific to top-k in 2 bits: which are kept, the best two levels, the size,
 hostile positions."""
 
 import itertools

@@ -1,4 +1,4 @@
-"""What is special about top-k: exactly the largest travel, equals are settled by place,
+"""Tests specific to top-k: exactly the largest travel, equals are settled by place,
 hostile positions are refused."""
 
 import pytest

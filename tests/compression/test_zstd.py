@@ -1,4 +1,4 @@
-"""What is special about zstd: where it pays, and the frames that are refused before they cost
+"""Tests specific to zstd: where it pays, and the frames that are refused before they cost
 memory."""
 
 import struct

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "how-to"
 STEP = re.compile(r"(?:`([\w./-]+)`[^`\n]*:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 COPIED = ("optimizers", "compression", "docs", "tests/compression", "tests/golden")
-LINKED = ("node", "swarm", "experiments")
+LINKED = ("node", "swarm", "experiments", "tests/worlds")
 LAWS = {"new-method": method_check.LAWS, "new-codec": codec_check.LAWS}
 
 

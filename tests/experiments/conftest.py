@@ -1,4 +1,5 @@
-"""How the tests of benchmarks run the command, and the least that a benchmark can be asked for."""
+"""Fixtures that run the command for benchmark tests, with the smallest sizes that a benchmark
+accepts."""
 
 import pytest
 

@@ -107,7 +107,7 @@ class Life:
             self.log.write(json.dumps(noted) + "\n")
 
     def chosen(self):
-        """Whether this peer is the victim: the first one that asks is."""
+        """True if this peer is the victim: the first one that asks is."""
         with contextlib.suppress(FileExistsError):
             with (self.folder / "victim").open("x") as file:
                 file.write(str(self.number))

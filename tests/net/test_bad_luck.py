@@ -1,4 +1,4 @@
-"""What goes wrong around a node ends it with one sentence and its exit code; files stay whole."""
+"""A fault around a node ends it with one sentence and its exit code; its files stay intact."""
 
 import json
 import os

@@ -76,7 +76,7 @@ class Traced(PipelineSimulation):
         )
 
     def _are_there(self, node):
-        """Whether all are members and this node hears each; on a busy machine one may seem gone."""
+        """True if all are members and this node hears each; on a busy machine one may seem gone."""
         port = node.peer.context
         there = self._are_members(len(self.world.parts))
         return there and not any(

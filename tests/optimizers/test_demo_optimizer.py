@@ -1,5 +1,5 @@
-"""DeMo with the class itself, beside a slow twin written from the paper's equations with scipy's
-transform."""
+"""DeMo with the class itself, compared with a slow reference written from the paper's equations
+with scipy's transform."""
 
 import numpy as np
 import pytest

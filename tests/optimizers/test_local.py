@@ -1,4 +1,4 @@
-"""Local training alone, and DDP with nobody else: both are the inner optimizer, bit for bit."""
+"""Local training, and DDP with a single peer: both are the inner optimizer, bit for bit."""
 
 import pytest
 import torch

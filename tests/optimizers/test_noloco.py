@@ -99,7 +99,7 @@ def due_after(made, replica, gradient):
 
 
 def test_the_update_is_that_of_the_paper_with_two_vectors(vectors):
-    """d <- a·d - b·mean(D) - g·(phi - mean phi), in float64 beside it."""
+    """d <- a·d - b·mean(D) - g·(phi - mean phi), computed alongside in float64."""
     made, replica = (
         NoLoCo(period=1, alpha=0.5, beta=0.7, gamma=0.6, codec="fp32"),
         vectors(x=torch.tensor([2.0, -1.0])),

@@ -87,7 +87,8 @@ def test_a_method_keeps_no_hold_of_the_state_that_it_took_over(quick, vectors, n
 def test_carrying_puts_local_work_on_the_new_phi_and_the_next_exchange_holds_it(
     quick, vectors, name, asked
 ):
-    """theta <- phi_new + (theta - phi_old), also where an exchange was pending: nobody took it."""
+    """theta <- phi_new + (theta - phi_old), even if an exchange was pending, since no peer took
+    it."""
     teacher, source = trained(quick, vectors, name, steps=4)
     made, replica = trained(quick, vectors, name)
     phi_old = made.eval_params(replica)

@@ -1,5 +1,5 @@
-"""A peer that stopped goes on as if it never had: between any two calls,
-also while an exchange is pending."""
+"""A peer that stopped resumes as if it never had, between any two calls, even while an exchange is
+pending."""
 
 from dataclasses import replace
 

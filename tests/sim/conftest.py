@@ -17,8 +17,8 @@ from farflock.swarm.protocol.exchange import availability, mean
 
 
 def first_acknowledgement(patch):
-    """Whoever hears one acceptance takes the matter for decided; a leader applies before its
-    follower confirms."""
+    """Make a peer take one acceptance for a decision, and a leader apply before its follower
+    confirms."""
     patch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
     patch.setattr(availability, "is_quorum", lambda members, size: len(members) >= 1)
     patch.setattr(pair.Pair, "_confirmed", lambda self: True)

@@ -1,6 +1,6 @@
 """Pipelines that do not wait, on the simulated network: each gradient is that of one function,
-whoever computes its passes; how late it is is measured, agreed upon and bounded;
-and over slow links more gets done."""
+whichever servers compute its passes; its delay is measured, agreed upon and bounded; and over slow
+links more work gets done."""
 
 import asyncio
 import collections

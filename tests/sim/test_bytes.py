@@ -50,7 +50,7 @@ IDLE = 40  # ... and in the rest of the time: pings, and who is there
 
 
 def coded(codec, count):
-    """Bytes of so many values."""
+    """Return the bytes of `count` values in a codec."""
     match codec:
         case "fp32":
             return 4 * count
@@ -64,7 +64,7 @@ def coded(codec, count):
 
 
 def payload(codec, *counts):
-    """Bytes of tensors of so many values each."""
+    """Return the bytes of tensors with these numbers of values."""
     return sum(LENGTH + coded(codec, count) for count in counts)
 
 
@@ -206,8 +206,8 @@ class Counted(Chaos):
         return frame
 
     async def still(self):
-        """From a moment on at which nothing is on its way nobody trains any more;
-        what is said then is said to the end."""
+        """Stop all training at a moment when nothing is in flight, and wait until every message is
+        delivered."""
         lives = self.population.lives
         await until(
             lambda: all(

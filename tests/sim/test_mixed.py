@@ -1,5 +1,5 @@
-"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at
-each stage, and whoever dies, those who are left go on with the state that all had."""
+"""Full replicas, alone or alongside pipelines: they train one model, each microbatch counts once at
+each stage, and whichever peers die, the others continue with the state that all had."""
 
 import asyncio
 import collections
@@ -23,8 +23,8 @@ MANY = 50
 
 
 def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
-    """One to run: so many steps, or as long as the test wants. Of the peers,
-    replicas have the highest numbers."""
+    """Return an audit to run, for a number of steps or for as long as the test wants. Replicas have
+    the highest peer numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
@@ -41,7 +41,7 @@ def counted(one, stage=0):
 
 
 def in_step(one):
-    """Whether all stages have had as many rounds, but for one or two that the end cut off."""
+    """True if all stages have had as many rounds, but for one or two that the end cut off."""
     newest = [max(rounds) for rounds in one.named.values()]
     return max(newest) - min(newest) <= 2
 

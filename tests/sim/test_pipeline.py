@@ -1,6 +1,6 @@
-"""Pipelines on the simulated network: whatever dies and whatever gets lost,
-each microbatch counts once at each stage, with the gradient that the unsplit model has for it;
-nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
+"""Pipelines on the simulated network: whatever dies or gets lost, each microbatch counts once at
+each stage, with the gradient that the unsplit model has for it; nothing hangs, no peer's memory
+grows, and unequal servers are all kept busy."""
 
 import asyncio
 import collections
@@ -36,7 +36,7 @@ MANY = 200
 
 
 def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
-    """One to run: so many steps, or as long as the test wants."""
+    """Return an audit to run, for a number of steps or for as long as the test wants."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)

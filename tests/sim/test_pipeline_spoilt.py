@@ -1,5 +1,5 @@
-"""Pipelines one of whose servers makes what nobody can read, for as long as it lives:
-the others go on without it."""
+"""Pipelines in which one server makes payloads that no peer can read, for as long as it lives: the
+others carry on without it."""
 
 from dataclasses import replace
 

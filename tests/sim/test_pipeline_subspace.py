@@ -159,7 +159,7 @@ def audit(
     world=None,
     **options,
 ):
-    """One to run: so many steps, or as long as the test wants."""
+    """Return an audit to run, for a number of steps or for as long as the test wants."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     made = dataclasses.replace(plan(seed, total, rate), **options)

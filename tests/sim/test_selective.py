@@ -1,10 +1,10 @@
-"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo),
-on the simulated network.
+"""Full replicas that are unconstrained, alongside pipelines that keep to a subspace (Heterogeneous
+SparseLoCo), on the simulated network.
 
 All share an average. Pipelines begin each round with its projection, around the frozen embedding of
 the version that is in effect; replicas begin with the average itself. Each gradient that counts is
-that of the model which its passes had: constrained weights as they were along its way,
-or the free ones of a replica.
+that of the model that its passes used: the constrained weights as they were along the way, or the
+unconstrained ones of a replica.
 """
 
 import dataclasses
@@ -158,7 +158,7 @@ class Selective(Audit):
         return self
 
     def check_tables(self):
-        """Whoever holds a version has the average that it is named after, to the bit."""
+        """Check that a peer that holds a version has, bit for bit, the average that names it."""
         seen = 0
         for node in self.nodes:
             held = node.edges.codec.held
@@ -190,8 +190,8 @@ def audit(
     method=DILOCO,
     **given,
 ):
-    """One to run: so many steps, or as long as the test wants. Of the peers,
-    replicas have the highest numbers."""
+    """Return an audit to run, for a number of steps or for as long as the test wants. Replicas have
+    the highest peer numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
     name, options = method

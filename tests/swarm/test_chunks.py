@@ -1,5 +1,5 @@
-"""Chunks come whole and true from whoever holds them, whatever holders do,
-and take no more memory than was agreed."""
+"""Chunks arrive complete and correct from any peer that holds them, whatever the holders do, and
+take no more memory than was agreed."""
 
 import asyncio
 import collections
@@ -341,7 +341,8 @@ async def test_a_liar_is_found_out_and_not_asked_again(net):
 async def test_a_liar_that_spoils_one_piece_does_not_stop_the_chunk(
     net,
 ):
-    """A mixed copy convicts nobody: from then on each copy comes from one holder alone."""
+    """A mixed copy does not show which holder lied: from then on each copy comes from a single
+    holder."""
     data = data_of(4 * PIECE_BYTES)
     net.peer("liar", data)
     net.peer("holder", data)
@@ -426,8 +427,8 @@ def contributions(count):
 
 @in_virtual_time
 async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(net):
-    """What is begun ends first: else all would be whole at the end, and whoever computes with them
-    would wait till then."""
+    """Transfers that have begun finish first; otherwise all would complete only at the end, and the
+    reader would wait until then."""
     parts = contributions(8)
     net.peer("holder", *parts)
     reader = net.peer("reader")

@@ -1,5 +1,5 @@
-"""What every directory promises its callers, and no more: the real one on loopback,
-and the one in memory at its worst."""
+"""The promises of every directory to its callers: the real one on loopback, and the in-memory one
+at its worst."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,4 @@
-"""What all links promise, whatever they run on: the simulator's in virtual time,
-and real ones over loopback."""
+"""The promises of all links: the simulator's in virtual time, and real ones over loopback."""
 
 import asyncio
 import collections

@@ -261,8 +261,8 @@ class ExchangeWorld:
         return self
 
     def check_witnesses(self):
-        """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum
-        lives."""
+        """Check that a member that only votes has what it accepted, and that the decided content is
+        somewhere as long as a quorum lives."""
         for machine in self.machines:
             if machine.closing.decision.accepted and not machine.roster.contributes:
                 close = decode_close_list(
@@ -280,8 +280,8 @@ class ExchangeWorld:
 
     @property
     def orphaned(self):
-        """Whether nothing is left of some of the decided content, or nobody is left to have brought
-        any before the deadline."""
+        """True if some of the decided content is gone, or no peer is left that could have
+        contributed before the deadline."""
         if len(self.contributors) == self.n:
             return False
         closes = [machine.close for machine in self.machines if machine.close is not None]
@@ -293,7 +293,7 @@ class ExchangeWorld:
         return not all(holders)
 
     def is_in(self, close, member, shard):
-        """Whether a member's contribution is in the content (not the mask) of a shard."""
+        """True if a member's contribution is in the content (not the mask) of a shard."""
         for item in close.items:
             parts = json.loads(self.content[item.digest])
             if parts["shard"] == shard and member in parts.get("members", [parts.get("of")]):

@@ -19,8 +19,8 @@ class Ruled(AcceptanceRules):
 
 
 class Schedule:
-    """Members and a bag of messages; chance decides what is delivered, doubled, lost,
-    and who crashes."""
+    """Members and a bag of messages; chance decides which messages are delivered, doubled or lost,
+    and which members crash."""
 
     def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
         self.chance = random.Random(seed)
@@ -83,7 +83,8 @@ class Schedule:
             self.refused[me].add(value)
 
     def is_open(self, value, live):
-        """Whether nobody can tell any more if a value was chosen: those who could know are gone."""
+        """True if it can no longer be known that a value was chosen: the members that could know
+        are gone."""
         members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
         return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
 
@@ -111,8 +112,8 @@ class Schedule:
             self.step()
 
     def calm_down(self, tries=2):
-        """From now on nothing is lost or refused anew and each live member tries some times,
-        one after the other."""
+        """Stop losing messages and refusing values, and let each live member try some times, one
+        after the other."""
         self.loss = self.refusals = 0.0
         live = [me for me in range(self.size) if me not in self.crashed]
         for me in live * tries:

@@ -98,8 +98,8 @@ class Node:
                 self.peer.open(stream(stage, self.wants, self.flock.witnessed))
 
     async def join(self):
-        """With the state of a mate, or where there is none, after the last round that anybody knows
-        of."""
+        """Join with the state of a mate, or, if there is none, after the last round that any peer
+        knows of."""
         port, view = self.peer.context, self.view
         mates = (
             [view.peers[index] for index in view.serving(self.stage)]
@@ -223,7 +223,7 @@ class Flock:
                 )
 
     async def go_on(self, stage, rounds=3, within_s=15.0):
-        """Until so many more rounds of a stage are applied; how long that took."""
+        """Wait until `rounds` more rounds of a stage are applied; return how long that took."""
         goal = self.newest(stage) + rounds
         return await until(
             lambda: self.newest(stage) >= goal, within_s, f"round {goal} of stage {stage}"

@@ -251,7 +251,7 @@ class Herd:
 
 
 async def grown(herd, count):
-    """Found a run and let so many nodes in."""
+    """Start a run and let `count` nodes in."""
     for number in range(count):
         herd.start(number)
     await until(
@@ -266,8 +266,8 @@ async def grown(herd, count):
 
 
 def in_virtual_time(count=0, **options):
-    """Run a test `main(herd)` of so many nodes in virtual time; end them,
-    and check that all laws held."""
+    """Run a test `main(herd)` of `count` nodes in virtual time; end them, and check that all laws
+    held."""
 
     def decorate(main):
         def test():

@@ -7,9 +7,9 @@ from worlds.waiting import now, until
 
 
 class ScheduledKills:
-    """Kills the server that comes to a point, so many seconds later; then waits until everybody is
-    back for the next one, with the state of its stage: whose last round one server alone has,
-    dies with that one."""
+    """Kills the server that reaches a point, after that point's delay. Before the next kill it
+    waits until every peer is back with the state of its stage: if only one server has a stage's
+    last round, that round dies with it."""
 
     def __init__(self, audit, points, rest_s=2.0):
         self.audit, self.points, self.rest_s = audit, list(points), rest_s
@@ -34,7 +34,7 @@ class ScheduledKills:
         return now() > self.calm_s and self.audit.sim.settled and self.are_level()
 
     def are_level(self):
-        """Whether no server lacks a round that another one of its stage has applied."""
+        """True if no server lacks a round that another one of its stage has applied."""
         applied = collections.defaultdict(set)
         for node in self.audit.sim.nodes.values():
             for serving in node.servings:

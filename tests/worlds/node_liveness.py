@@ -1,4 +1,4 @@
-"""Whether a process of a test still runs."""
+"""A check that a process of a test still runs."""
 
 import contextlib
 

@@ -580,5 +580,6 @@ def begun_of(trainer):
 
 
 def tasks_of(trainer):
-    """How many tasks of its own it has; a full replica asks nobody for anything."""
+    """Return the number of tasks of the trainer's own; a full replica makes no requests, so it has
+    none."""
     return 0 if isinstance(trainer, FullTrainer) else trainer.tasks

@@ -58,8 +58,8 @@ class Echo:
 
 
 class Life(Spawner):
-    """One life of one peer: its calls on the network, with the loops that feed them;
-    keeps no chunk that nobody pins."""
+    """One incarnation of one peer: its calls on the network, with the loops that feed them. It
+    keeps only pinned chunks."""
 
     def __init__(self, world, name, incarnation, handler, options):
         super().__init__(world.failures)
@@ -141,7 +141,7 @@ class Switchboard:
         return None if any(tap(sender, message) for tap in self.taps) else packed
 
     def lose(self, kind, times=1):
-        """Lose the next so many messages of a kind."""
+        """Lose the next `times` messages of a kind."""
         left = [times]
 
         def tap(sender, message):

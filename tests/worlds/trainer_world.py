@@ -183,7 +183,7 @@ class World:
         ]
 
     async def merged(self, count=STAGES):
-        """Until so many confirmations were answered."""
+        """Wait until `count` confirmations were answered."""
         await self.until(lambda: len(self.asked(Confirm)) >= count)
         await asyncio.sleep(2 * CALL_S)
 
@@ -216,7 +216,7 @@ def silence(request):
 
 
 def trained(**terms):
-    """Run a test `main(world)` beside its trainer in virtual time."""
+    """Run a test `main(world)` in virtual time while its trainer runs."""
 
     def decorate(main):
         def test():

@@ -1,7 +1,7 @@
-"""One method's trial: a swarm of the product's own nodes, hit by one misfortune after the other,
-each until it shows.
+"""One method's trial: a swarm of the product's own nodes, hit by one fault after another, each
+until it takes effect.
 
-Played on the rig of the disasters, hence watched by all that watches them.
+It runs on the disaster simulator's rig, so everything that watches disasters watches this, too.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Trial(Chaos):
         return bool(self.shown[kind])
 
     async def until(self, shown):
-        """Whether something comes to pass in time."""
+        """True if something comes to pass in time."""
         end_s = now() + MOST_S
         while not (there := shown()) and now() < end_s:  # noqa: ASYNC110 - anything may show
             await asyncio.sleep(0.1)

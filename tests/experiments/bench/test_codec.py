@@ -1,4 +1,4 @@
-"""Every codec is measured through the product's shards, beside a copy of the same buffer."""
+"""Every codec is measured through the product's shards, next to a copy of the same buffer."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""`farflock bench`: JSON lines on standard output, everything else beside it,
-and usage errors that name the remedy."""
+"""`farflock bench`: JSON lines on standard output, everything else on standard error, and usage
+errors that name the remedy."""
 
 import json
 from types import SimpleNamespace

@@ -14,7 +14,7 @@ from farflock.node.cli.output import one_line
 
 @pytest.fixture
 def clock():
-    """A clock, and a function that makes work of so many of its seconds."""
+    """Return a clock, and a function that makes work that takes the given seconds of it."""
     now = [0.0]
 
     def work(*durations):

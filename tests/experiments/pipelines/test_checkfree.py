@@ -1,5 +1,5 @@
-"""The experiment's own machinery: equal arms without failures, the same run from the same seed,
-and nobody else's loss."""
+"""The experiment's own machinery: arms without failures are equal, the same seed gives the same
+run, and the loss is that of the experiment's own model."""
 
 import dataclasses
 

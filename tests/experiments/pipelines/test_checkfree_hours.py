@@ -9,7 +9,7 @@ from farflock.experiments.pipelines import checkfree_hours as hours
 
 
 def simulated(useful, period, chance, draws):
-    """Iterations spent until so many are done."""
+    """Return the iterations spent until `useful` of them are done."""
     done = spent = 0
     while done < useful:
         spent += 1

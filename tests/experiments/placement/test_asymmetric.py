@@ -28,8 +28,8 @@ def machine(rate=1.0, memory=100 * GB, up=FAST, down=FAST):
 
 
 def by_hand(model, layers, machines, teams):
-    """Samples a second of the slowest stage, written from the formula anew;
-    None if somebody lacks memory."""
+    """Return the samples per second of the slowest stage, computed independently from the formula;
+    None if a machine lacks memory."""
     speeds = []
     for stage, (count, members) in enumerate(zip(layers, teams, strict=True)):
         first, last = stage == 0, stage == len(layers) - 1

@@ -1,4 +1,4 @@
-"""What is kept is found again for exactly the same job and the same code."""
+"""A stored run is found again for exactly the same job and the same code."""
 
 import pytest
 

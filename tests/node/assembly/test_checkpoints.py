@@ -1,4 +1,5 @@
-"""When a node's checkpoints are written, which are kept, and which one a new start goes on from."""
+"""A node's checkpoints: the times at which they are written, which are kept, and which one a
+restart continues from."""
 
 import asyncio
 import logging

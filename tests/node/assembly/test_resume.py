@@ -1,4 +1,4 @@
-"""What a checkpoint remembers is all that a node needs: going on from it changes no bit."""
+"""A checkpoint holds everything that a node needs: resuming from it changes no bit."""
 
 from dataclasses import replace
 

@@ -50,7 +50,7 @@ class Process:
 
 
 class Watched(PipelineDemo):
-    """A demo whose processes are none."""
+    """A demo that starts no real processes."""
 
     def start(self, name, command):
         self.children.append(Child(name, self.folder / name, Process()))

@@ -1,4 +1,5 @@
-"""What cannot run is refused before anything starts: no file, process or port, and a reason."""
+"""A setting that cannot run is refused, with a reason, before any file, process or port is
+opened."""
 
 import inspect
 import tempfile

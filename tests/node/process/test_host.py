@@ -1,4 +1,4 @@
-"""A host that nobody could dial is refused in words, before anything is opened."""
+"""A host that no peer could dial is refused with a clear message before any socket is opened."""
 
 import pytest
 

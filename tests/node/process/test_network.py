@@ -1,4 +1,4 @@
-"""How a process comes into a swarm: what is prepared before anything is opened."""
+"""The way of a process into a swarm: everything that is prepared before a socket is opened."""
 
 import resource
 

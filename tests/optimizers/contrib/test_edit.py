@@ -71,7 +71,8 @@ def replica(vectors):
 
 
 def work(made, replica, a=1.0, b=1.0, steps=1, at=0):
-    """Local steps that move a and b by so much altogether, and what is due then."""
+    """Take local steps that move a and b by these amounts in total; return the exchange that is
+    then due."""
     for step in range(steps):
         replica.add_gradient(a=torch.full((4,), a / steps), b=torch.full((3,), b / steps))
         made.local_step(replica, Progress(at + step, run_time_s=float(at + step)))

@@ -1,4 +1,5 @@
-"""The chunked transform beside scipy's dense one, and how tensors of all shapes are cut."""
+"""The chunked transform compared with scipy's dense one, and the chunks of tensors of all
+shapes."""
 
 import math
 

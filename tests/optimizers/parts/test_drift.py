@@ -1,5 +1,5 @@
-"""Sketches of parameters: what they estimate, that signs come from the round,
-and who is found to have parted."""
+"""Sketches of parameters: the distances that they estimate, that their signs come from the round,
+and which peers are found to have drifted."""
 
 import numpy as np
 import pytest

@@ -161,7 +161,7 @@ def settle(arm, steps=400):
 
 
 def largest(trainer, steps):
-    """|w| at its largest in so many steps: what oscillates is seen at its crest."""
+    """Return the largest |w| over `steps` steps, so that an oscillation is measured at its peak."""
     found = torch.zeros_like(trainer.module.w)
     for _ in range(steps):
         trainer.step(lambda module: module())
@@ -179,7 +179,8 @@ def half_life(factors, width):
 
 
 def read(arm, rate=1.0, steps=16):
-    """The held-out loss of a small Llama after so many steps; infinite if a loss was no number."""
+    """Return the held-out loss of a small Llama after `steps` steps; infinite if a loss is not
+    finite."""
     text, rest, _ = texts()
     model, batches = build(PRESETS["tiny"], 1), Batches(text, 1, "delay", 1, 16)
     trainer = Corrected(model, arm, rate, steps)

@@ -1,5 +1,5 @@
-"""Muon against the equations in NumPy, its choice of parameters, and that it is one optimizer to
-whoever looks."""
+"""Muon compared with the equations in NumPy, its choice of parameters, and that it looks like one
+optimizer from outside."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Who left a coordinate out does not pull the mean towards zero."""
+"""A peer that left a coordinate out does not pull the mean towards zero."""
 
 import hashlib
 

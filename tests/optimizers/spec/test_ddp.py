@@ -1,4 +1,4 @@
-"""DDP, and local SGD beside it: what is equal, what is not, and what a missed step does."""
+"""DDP compared with local SGD: where they are equal, where not, and the effect of a missed step."""
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ def test_local_takes_over_a_snapshot(loopback):
 
 
 def of_microbatches(world, peer, *values):
-    """One step of a peer that is the sum of so many microbatches' gradients."""
+    """Take one step of a peer with the sum of the gradients of these microbatches."""
     world.step(peer, sum(map(ones, values), ones(0.0)), weight=float(len(values)))
 
 

@@ -34,6 +34,6 @@ def values():
 
 @pytest.fixture(scope="session")
 def same():
-    """Whether two dictionaries of tensors have equal names and equal bits (0 is not -0)."""
+    """True if two dictionaries of tensors have equal names and equal bits (0 is not -0)."""
 
     return swarms.same

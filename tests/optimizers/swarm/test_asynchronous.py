@@ -30,7 +30,7 @@ def work(swarm, name, steps, what):
 
 
 def speeds(swarm, **every):
-    """Each peer steps in one of so many ticks."""
+    """Make each peer step only in every n-th tick, with n by its name."""
     swarm.rests = lambda peer, tick: tick % every[peer] != 0
 
 

@@ -180,8 +180,8 @@ def test_alone_the_eager_form_is_diloco(loopback):
 
 @pytest.mark.parametrize("mix", [None, 0.25])
 def test_it_is_the_eager_update_of_the_paper_written_down_slowly(loopback, gradients, values, mix):
-    """Each replica has its own phi_m and u_m there; the M of the first round,
-    when nobody knows of another, is 1."""
+    """Each replica has its own phi_m and u_m there. M of the first round is 1, since no replica
+    knows of another yet."""
     period, rounds, peers = 3, 12, "abc"
     swarm = loopback(
         delayed("eager", period, eager_mix=mix, refresh=1000),

@@ -1,5 +1,5 @@
-"""Swarms of EDiT: the invariants of its specification (section 11.7), a slow twin,
-and who misses one of the two phases."""
+"""Swarms of EDiT: the invariants of its specification (section 11.7), a slow reference
+implementation, and peers that miss one of the two phases."""
 
 import math
 
@@ -30,7 +30,7 @@ def outer_of(peer):
 
 
 def spikes(at, of="a", size=64.0):
-    """Noise that is so much larger in one peer's steps `at`."""
+    """Make the noise `size` times as large in the steps `at` of one peer."""
 
     def gradient(peer, step, name, theta, noise):
         made = noise(peer, step, name, theta)

@@ -1,4 +1,5 @@
-"""The sparse methods in whole swarms: beside slow twins, and under misfortune."""
+"""The sparse methods in whole swarms: compared with slow reference implementations, and under
+faults."""
 
 import hashlib
 

@@ -233,8 +233,8 @@ def test_a_joiner_is_in_the_very_next_round_of_each_fragment_and_holds_the_same_
 
 
 def test_peers_out_of_step_ask_for_rounds_in_the_same_order(loopback):
-    """Who waits for fragment 0 must not keep waiting a peer that asks for it only after another
-    one."""
+    """A peer that waits for fragment 0 must not block another peer that asks for it only after a
+    different fragment."""
     swarm = loopback(streaming(4, 2, 1), "abc")
     swarm.rests = lambda peer, tick: peer == "b" and tick in (1, 2, 9)
     swarm.late = lambda peer, number: number % 5 if peer == "c" else 0

@@ -68,7 +68,8 @@ def test_one_lane_gets_the_best_of_all_paths(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_lanes_get_the_best_pair_of_paths(seed):
-    """Room for one and one microbatch each: whoever shares a server waits."""
+    """Each server has room for one microbatch and each lane has one: on a shared server, one
+    waits."""
     case = instance((2, 2, 2), 3, seed, memory=1, turns=1)
     tails = [
         [Stop(*stop) for stop in zip(order, peers, strict=True)]

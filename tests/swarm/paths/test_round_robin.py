@@ -1,5 +1,5 @@
-"""Interleaved weighted round-robin: visits follow speed, bans end when they should,
-and nobody is forgotten or chosen twice over."""
+"""Interleaved weighted round-robin: visits follow speed, bans end when they should, and no server
+is forgotten or chosen twice."""
 
 import collections
 import heapq
@@ -82,8 +82,8 @@ def test_ties_are_broken_by_the_chance_that_was_given_and_by_nothing_else():
 
 
 def test_measured_speed_overrules_what_was_announced():
-    """A window of eight calls over servers that work one call after the other,
-    at speeds that nobody announced."""
+    """A window of eight calls over servers that work on one call at a time, at speeds that they do
+    not announce."""
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
     balancer, free_s, counts = (
         stage(dict.fromkeys(speeds, 2.0)),

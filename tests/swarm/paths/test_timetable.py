@@ -1,5 +1,5 @@
-"""Timetables: closed forms where there are any, and on any paths nobody works twice at a time or
-holds too much."""
+"""Timetables: closed forms where there are any; and on any paths, no server works on two passes at
+a time or holds too much."""
 
 import math
 import random

@@ -1,5 +1,5 @@
-"""A newcomer gets its first chunk from whoever has it, whole or not at all,
-and leaves nothing running."""
+"""A newcomer gets its first chunk from any peer that has it, whole or not at all, and leaves
+nothing running."""
 
 import asyncio
 

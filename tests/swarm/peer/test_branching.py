@@ -1,5 +1,5 @@
-"""Whose majority is gone for good goes on as a branch; when two lines of views meet, one stays,
-and nothing counts twice."""
+"""A peer whose majority is gone for good continues as a branch. When two lines of views meet, one
+stays, and nothing counts twice."""
 
 import asyncio
 import collections
@@ -102,7 +102,7 @@ def names_of(herd, *numbers):
 
 
 def is_one(herd, *numbers):
-    """Whether these nodes are all members of one newest view."""
+    """True if these nodes are all members of one newest view."""
     nodes = [herd.nodes[number] for number in numbers]
     if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
         return False
@@ -157,8 +157,7 @@ async def test_the_remaining_peers_start_one_branch_together_and_newcomers_join_
 
 @lines(5)
 async def test_a_majority_that_restarts_at_once_comes_back_although_its_old_lives_are_gone(herd):
-    """The peers are there again, but with other incarnations: nobody of them may act in the old
-    view."""
+    """The peers are back, but with other incarnations: none of them may act in the old view."""
     for number in (0, 1, 2):
         herd.kill(number)
     await asyncio.sleep(1)
@@ -465,8 +464,8 @@ async def misfortune(herd, draw):
 
 
 def revived(herd):
-    """Start again whoever was killed, or has found nobody to adopt from in time;
-    whether nobody had to be."""
+    """Restart every node that was killed or found no peer to adopt from in time; return True if
+    there was none."""
     ended = [number for number, node in herd.nodes.items() if node.task.done()]
     for number in ended:
         with contextlib.suppress(asyncio.CancelledError, TimeoutError, SnapshotUnavailable):

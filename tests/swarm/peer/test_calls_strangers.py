@@ -1,5 +1,5 @@
-"""Whoever lies about calls ends none of others, and whoever asks for too much waits,
-so that what is kept stays bounded."""
+"""A peer that lies about calls ends none of the others' calls, and one that asks for too much has
+to wait, so that memory stays bounded."""
 
 import asyncio
 

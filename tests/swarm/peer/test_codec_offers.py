@@ -1,4 +1,5 @@
-"""What servers tell of the codecs that they read: to whom, how often, and of which life."""
+"""Servers' announcements of the codecs that they read: their receivers, their frequency, and the
+incarnation that they belong to."""
 
 from types import SimpleNamespace
 

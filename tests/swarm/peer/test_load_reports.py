@@ -1,4 +1,5 @@
-"""What servers tell of their work: a snapshot is whole or is none, and of one period."""
+"""Servers' reports of their load: a snapshot is complete or does not exist, and covers one
+period."""
 
 from types import SimpleNamespace
 

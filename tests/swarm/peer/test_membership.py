@@ -1,4 +1,4 @@
-"""Who is in the run: joins, deaths, restarts and partitions become views that all members share."""
+"""Membership: joins, deaths, restarts and partitions become views that all members share."""
 
 import asyncio
 from itertools import pairwise
@@ -241,8 +241,8 @@ async def test_the_same_in_a_run_of_pairs_alone(herd):
 
 @in_virtual_time(3)
 async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
-    """It brings nothing to rounds, so nobody can tell it that it is behind:
-    it has to notice itself."""
+    """It contributes nothing to rounds, so no peer can tell it that it is behind: it has to notice
+    by itself."""
     herd.nodes[1].quiet = True
     await asyncio.sleep(2)
     deaf(herd, 1, Propose, Decided, Views)

@@ -1,4 +1,4 @@
-"""What rounds were about is kept long after their content: who only looks on misses none,
+"""The notes of rounds are kept long after their content: a peer that only watches misses none,
 however far behind it is."""
 
 import asyncio
@@ -40,7 +40,7 @@ class Ears:
 
 
 async def away(made, looker, rounds):
-    """Cut it off from all the others for so many rounds of stage 0."""
+    """Cut the looker off from all the others for a number of rounds of stage 0."""
     made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
     await asyncio.sleep(1.0)
     await made.go_on(0, rounds, 10.0 * rounds)
@@ -213,8 +213,8 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
     witnessed, number, beyond
 ):
-    """Whoever knows decisions and has not their content may have to give up all rounds of its log,
-    and noted ones."""
+    """A peer that knows decisions but lacks their content may have to give up all rounds of its
+    log, noted ones included."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
     async def main(made):
@@ -240,8 +240,8 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
-    """As who takes a stage up anew does, once it has looked on for long enough to know where the
-    stage is."""
+    """As a peer does that takes over an abandoned stage, once it has watched for long enough to
+    know where the stage is."""
 
     @flock(0, 0, 1, NOTHING, witnessed=True)
     async def main(made):

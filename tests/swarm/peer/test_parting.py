@@ -1,5 +1,5 @@
-"""Who leaves stays until the others can decide without it: where two of two,
-or the last that a quorum needs, would be gone."""
+"""A leaving member stays until the others can decide without it: one of two members, or the last
+one that a quorum needs."""
 
 import asyncio
 

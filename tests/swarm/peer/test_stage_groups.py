@@ -1,6 +1,6 @@
-"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute,
-everybody votes, and whoever comes, goes or dies, each contribution counts once and each stage goes
-on."""
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, all
+members vote, and whichever peers come, leave or die, each contribution counts once and each stage
+continues."""
 
 import asyncio
 import json
@@ -116,7 +116,7 @@ async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(m
 
 
 def starved(node):
-    """A tap: nobody's pieces reach this node."""
+    """Return a tap that lets no pieces reach this node."""
     return lambda when_s, sender, to, packed: (
         None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
     )
@@ -306,8 +306,8 @@ async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_o
 
 @flock(0, 0, 1, NOTHING)
 async def test_a_member_that_wants_a_view_and_falls_silent_delays_the_stages_only_for_a_while(made):
-    """Who has told it where a view may begin votes in no round from there on;
-    else neither could ever be decided."""
+    """A member that has told a peer where a view may begin votes in no round from there on;
+    otherwise neither could ever be decided."""
     silent, before = made.nodes[3], made.nodes[0].view
     me = before.index(silent.id, silent.life)
     ask = Prepare(view_key(before.number + 1), before.hash, (1, me))

@@ -1,5 +1,5 @@
-"""Peers that have a part in each stage of a model: their rounds of each,
-and views of nobody else."""
+"""Peers that serve a part of every stage of a model: their rounds of each stage, and their
+views."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ def peer_of(network, number):
 
 
 def among(count):
-    """Run a test `main(peers)` among so many replicas of two stages, all members."""
+    """Run a test `main(peers)` with `count` replicas of two stages, all of them members."""
 
     def decorate(main):
         def test():

@@ -1,5 +1,5 @@
-"""How much a stage has taken in: everybody adds up what it hears of the living,
-for the round that is next."""
+"""The tally of a stage: every peer adds up the reports of the living members, for the next
+round."""
 
 import collections
 

@@ -1,5 +1,5 @@
-"""What liars put forward to a group: close lists that could not be applied,
-and announcements of what cannot be."""
+"""Lies that are proposed to a group: close lists that could not be applied, and announcements of
+content that cannot exist."""
 
 import hashlib
 

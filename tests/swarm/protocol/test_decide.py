@@ -70,8 +70,8 @@ def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
 
 
 def refusing_group(size, refusers):
-    """Members of which some refuse the value `old`; member 1 has accepted it of member 0,
-    and nobody else."""
+    """Return members, some of which refuse the value `old`; only member 1 has accepted it, from
+    member 0."""
     members = [
         Decision(
             KEY,

@@ -1,5 +1,5 @@
-"""How deep a pipeline over slow links must be filled: the rule, the closed forms,
-and an event simulation beside them."""
+"""The depth to which a pipeline over slow links must be filled: the rule and the closed forms,
+compared with an event simulation."""
 
 import heapq
 import math

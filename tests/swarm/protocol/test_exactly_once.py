@@ -145,7 +145,8 @@ class LedgerWorld:
     # the group
 
     def close(self, stage):
-        """A round of a stage: whoever offered may be in, as a whole or not at all."""
+        """Close a round of a stage: each contribution that was offered may be in it, as a whole or
+        not at all."""
         number = len(self.named[stage])
         for server in self.living(stage):
             if self.random.random() < 0.8:  # the rest are behind, or cut off

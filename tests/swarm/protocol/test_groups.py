@@ -1,4 +1,4 @@
-"""Who meets whom is a pure function that all members compute alike."""
+"""The members of a group are a pure function that all peers compute alike."""
 
 import collections
 import hashlib

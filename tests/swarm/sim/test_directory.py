@@ -28,7 +28,7 @@ def record(number, sequence=1, **fields):
 
 
 class TableWorld:
-    """A table with a clock that is moved by hand, and so many directories on it."""
+    """A table with a clock that is moved by hand, and `count` directories on it."""
 
     def __init__(self, count, seed=1, **faults):
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""Queues never hold more than their limits, whoever fills them and whoever waits."""
+"""Queues never hold more than their limits, whichever senders fill them and whichever wait."""
 
 import asyncio
 

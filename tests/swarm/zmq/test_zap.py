@@ -1,4 +1,4 @@
-"""Who gets in: the gate's table, and libzmq's own handshake against the handler."""
+"""Admission of connections: the gate's table, and libzmq's own handshake against the handler."""
 
 import asyncio
 

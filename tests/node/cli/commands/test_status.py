@@ -1,4 +1,4 @@
-"""`farflock status` shows what a node wrote of itself, and says so where there is none."""
+"""`farflock status` shows the status that a node wrote, and says so if there is none."""
 
 import json
 

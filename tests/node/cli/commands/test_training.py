@@ -1,4 +1,4 @@
-"""How `run` and `join` end: the exit code says what ended them, the last line what is left."""
+"""The ends of `run` and `join`: the exit code states the reason, and the last line what is left."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What goes over the edges between stages: both ends read the same, whatever the codec."""
+"""Payloads on the edges between stages: both ends read the same values, whatever the codec."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Whether a trainer's microbatches count: rounds name them, name them twice, or leave them out."""
+"""The state of a trainer's microbatches: rounds name them, name them twice, or leave them out."""
 
 from farflock.node.pipeline.trainer.commits import REMEMBERED, CommitTracker, DuplicateDetector
 

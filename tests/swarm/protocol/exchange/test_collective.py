@@ -316,7 +316,7 @@ def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
 
 
 def test_a_result_with_an_offer_that_no_survivor_knows_fails_at_the_deadline():
-    """The reducer alone heard of member 2, then both died: nobody left knows that member's
+    """Only the reducer heard of member 2, then both died: no remaining member knows that member's
     weight."""
     world = ExchangeWorld(12, n=5, shards=1)
     reducer = world.machines[0].roster.ordered[0]
@@ -404,7 +404,7 @@ def test_everything_is_asked_for_once_at_a_time():
 
 
 def test_a_result_is_fetched_from_its_known_holders_and_from_any_peer_once_they_are_gone():
-    """Whoever cannot have it yet would only answer that it does not, a round trip later."""
+    """A member that cannot have it yet would only answer so, a round trip later."""
     machine = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), TERMS, 0.0)
     digest = digest_of(b"reduced")
     machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))

@@ -1,5 +1,5 @@
-"""Who is in an exchange: contributors and voters, the living and the suspect,
-and the turns of both."""
+"""The members of an exchange: contributors and voters, the living and the suspect, and their
+turns."""
 
 from farflock.swarm.protocol.exchange.roster import Roster
 
