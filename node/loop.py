@@ -22,10 +22,8 @@ from farflock.swarm.compute import Compute
 
 @dataclass(slots=True)
 class Loop:
-    """A peer's training loop from its current step on.
-
-    `train` is `compute` for the local step: in it simulations charge time and stages wait until
-    the step is due. If it returns None, training ends."""
+    """A peer's training loop from its current step on. `train` is `compute` for the local step: in
+    it simulations charge time and stages wait until the step is due; None ends training."""
 
     driver: Driver
     client: ExchangeClient
@@ -70,8 +68,7 @@ class Loop:
         return self.progress
 
     def train_one(self, progress: Progress) -> float:
-        """Take one local step and return its loss. This runs in the worker, so it reads no
-        clock."""
+        """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
         progress = replace(progress, weight=self.training_task.weight)
         self.driver.method.local_step(self.driver.replica, progress)
@@ -98,8 +95,7 @@ class Loop:
         return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
 
     async def settle(self, *, last: bool = False) -> None:
-        """Apply the results that are due and, unless it is the `last` time, wait for those
-        needed next."""
+        """Apply the results that are due; but for the `last` time, wait for those needed next."""
         try:
             self._collect()
             while (action := self.driver.next(self.progress, last=last)) is not None:
@@ -117,8 +113,7 @@ class Loop:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
     async def _apply(self, action: Apply) -> None:
-        """Let the method apply a result; if it takes inner steps (DDP), they use that round's
-        rate."""
+        """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         set_rate = self.training_task.set_rate
         self._start(await self.compute(partial(self.driver.apply, action, self.progress, set_rate)))
         self.report("round", action.summary)

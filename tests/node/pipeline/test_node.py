@@ -291,7 +291,7 @@ def driver_of(node, stage):
     return node.servings[stage].loop.driver
 
 
-@pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "streaming"))
+@pytest.mark.parametrize("name", often(["ddp", *METHODS], "streaming"))
 def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
     made = plan(
