@@ -67,12 +67,12 @@ class Child:
     killed: bool = False
     stopped: bool = False
     admitted: bool = False
-    contributed: bool = False  # a round with another peer included it
+    contributed: bool = False  # a round with enough contributors included it
     track: list[tuple[int, int]] = field(default_factory=list)  # (its step, the run's tokens)
 
-    def look(self, exchanges: bool = True) -> None:
-        """Note the peer's progress. Without exchanges, a member that has trained counts as
-        having contributed."""
+    def look(self, contributors: int = 2) -> None:
+        """Note the peer's progress. It has contributed once a round of this many included it, or
+        without contributors once it has trained as a member."""
         if (status := self.status()) is None:
             return
         if not self.track or self.track[-1][0] < status.step:
@@ -82,9 +82,10 @@ class Child:
         self.admitted |= status.is_member
         if not self.contributed:
             trained = self.admitted and status.step > 0
-            self.contributed = self._in_a_round(status.peer) if exchanges else trained
+            shared = contributors > 0 and self._in_a_round(status.peer, contributors)
+            self.contributed = shared if contributors else trained
 
-    def _in_a_round(self, peer: str) -> bool:
+    def _in_a_round(self, peer: str, contributors: int) -> bool:
         try:
             lines = (self.folder / RECEIPTS).read_bytes().splitlines()
         except OSError:
@@ -92,8 +93,8 @@ class Child:
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):  # a line that is being written
                 receipt = msgspec.json.decode(line, type=_Receipt)
-                others = len(receipt.participants) > 1 and receipt.status != "failed"
-                if others and peer in receipt.participants:
+                enough = len(receipt.participants) >= contributors and receipt.status != "failed"
+                if enough and peer in receipt.participants:
                     return True
         return False
 
@@ -121,15 +122,17 @@ class Moment:
 @dataclass(slots=True)
 class Demo:
     """The processes of one demo, and its events. `show` is called a few times a second. `steps` is
-    the expected number of steps per peer, or 0 if the run is not to be slowed down; `exchanges` is
-    False for a method that never communicates."""
+    the expected number of steps per peer, or 0 if the run is not to be slowed down.
+
+    A newcomer counts once a round of `contributors` peers included it: 2 as a rule, 1 where a round
+    may close with one contribution, 0 for a method that never communicates."""
 
     folder: Path
     manifest: Path
     peers: int
     show: Callable[[Moment], None]
     steps: int = 0
-    exchanges: bool = True
+    contributors: int = 2
     children: list[Child] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -163,7 +166,7 @@ class Demo:
             if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
                 break  # a peer that is still joining is too late
             for child in self.survivors():
-                child.look(self.exchanges)
+                child.look(self.contributors)
             self.let_happen(share, invite)
             self.attend(share)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
@@ -175,7 +178,7 @@ class Demo:
                 )
             time.sleep(POLL_S)
         for child in self.survivors():
-            child.look(self.exchanges)
+            child.look(self.contributors)
         self.require_success()
 
     def survivors(self) -> list[Child]:

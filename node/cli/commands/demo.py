@@ -5,11 +5,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from farflock.node.cli.output import Output
 from farflock.node.errors import Terminated, Usage
+
+if TYPE_CHECKING:
+    from farflock.node.run.terms import RunPlan
 
 METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/quality.md)
 
@@ -80,10 +84,10 @@ def command(
             f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; "
             f"files in {place}"
         )
-        exchanges = described.method.name != "local"
+        contributors = _contributors(described.plan())
         with (
             live("farflock demo") as show,
-            Demo(place, file, peers, show, steps, exchanges).running() as demo,
+            Demo(place, file, peers, show, steps, contributors).running() as demo,
         ):
             demo.run()
         from farflock.node.demo.report import report
@@ -103,6 +107,13 @@ def command(
         out.result(facts, _text(facts, demo.missing()))
 
 
+def _contributors(plan: "RunPlan") -> int:
+    """Return the least number of contributors of a round that counts for a newcomer."""
+    if plan.method == "local":
+        return 0
+    return 1 if plan.options.get("enough") else 2  # `async` closes a round with one arrival
+
+
 def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
     from farflock.node.cli.live import live
     from farflock.node.demo.pipeline import SERVERS, STAGES, PipelineDemo, pipeline_manifest, report
@@ -117,7 +128,7 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
         )
         with (
             live("farflock demo") as show,
-            PipelineDemo(place, file, processes, show, steps, exchanges=False).running() as demo,
+            PipelineDemo(place, file, processes, show, steps, contributors=0).running() as demo,
         ):
             demo.run()
         with out.progress("comparing") as progress:

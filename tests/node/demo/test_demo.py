@@ -28,8 +28,8 @@ STATUS = Status(
 def demo(tmp_path):
     """A function that makes a demo of one peer and a newcomer with these exit codes and tokens."""
 
-    def made(newcomer_code, *, tokens=100, came_in, steps=0, exchanges=True):
-        demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None, steps, exchanges)
+    def made(newcomer_code, *, tokens=100, came_in, steps=0, contributors=2):
+        demo = Demo(tmp_path, Path("run.toml"), 1, lambda moment: None, steps, contributors)
         for name, code in (("founder", 0), ("newcomer", newcomer_code)):
             (tmp_path / name).mkdir()
             process = SimpleNamespace(returncode=code, poll=lambda code=code: code)
@@ -52,7 +52,7 @@ def receipt(demo, *participants, status="ok"):
 
 def look(demo):
     for child in demo.children:
-        child.look(demo.exchanges)
+        child.look(demo.contributors)
 
 
 def test_a_newcomer_is_counted_once_a_round_with_another_peer_included_it(demo):
@@ -82,7 +82,17 @@ def test_a_receipt_that_is_being_written_is_passed_over(demo):
 
 
 def test_without_exchanges_a_member_that_trained_is_counted(demo):
-    swarm = demo(0, came_in=True, exchanges=False)
+    swarm = demo(0, came_in=True, contributors=0)
+    look(swarm)
+    assert swarm.joined == 1
+
+
+def test_where_a_round_may_close_with_one_contribution_the_newcomers_own_counts(demo):
+    swarm = demo(0, came_in=True, contributors=1)
+    receipt(swarm, "a")
+    look(swarm)
+    assert swarm.joined == 0
+    receipt(swarm, "peer", status="alone")
     look(swarm)
     assert swarm.joined == 1
 
