@@ -13,6 +13,7 @@ from pathlib import Path
 
 BRAKE = "FARFLOCK_BRAKE"  # the file's path
 LOOK_EVERY_S = 0.1
+MAX_STEP_S = 120.0  # above what a demo waits for its newcomer; then a held node goes on
 
 Pause = Callable[[], Awaitable[None]]
 
@@ -50,11 +51,13 @@ class Brake:
         self._stepped_s = time.monotonic()
 
     def _holds(self) -> bool:
-        return not self._stopping() and time.monotonic() - self._stepped_s < self._seconds()
+        return not self._stopping() and time.monotonic() - self._stepped_s < min(
+            self._seconds(), MAX_STEP_S
+        )
 
     def may_begin(self, parts: int) -> bool:
         """Return whether one of the `parts` of a step may begin now, and count it if so."""
-        if time.monotonic() - self._stepped_s < self._seconds() / parts:
+        if time.monotonic() - self._stepped_s < min(self._seconds() / parts, MAX_STEP_S):
             return False
         self._stepped_s = time.monotonic()
         return True

@@ -20,6 +20,7 @@ from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5  # half of `TAKEOVER_S`, so that a lost message rarely costs a turn
 HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
+MAX_REFUSED = 1024  # removals that a member refused in one decision and remembers
 # Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
 # the decision.
 ROUNDS_AHEAD = 2
@@ -219,28 +220,34 @@ class ViewRules(AcceptanceRules):
         self._context, self._identity = context, identity
         self._begins, self._leaves = begins, leaves
         self._checker = views.checker(context.run, view)
-        # Above the first round of every removal that was refused: it must stay refused when this
-        # member leaves (see `AcceptanceRules`).
-        self._removable: Floor = NO_FLOOR
+        # Views without this member that it refused: they stay refused when it leaves (see
+        # `AcceptanceRules`). Once they are too many to remember, it refuses every such view.
+        self._refused: set[bytes] = set()
 
     def floor(self, value: bytes) -> Floor:
         """Return an empty floor for an acceptable view, else the lowest acceptable one."""
-        if floor := self._context.views.floor(value, self.min_floor()):
+        if floor := self._context.views.floor(value, self._context.floor):
             return floor
         view = views.decode_view(value)
-        if self._context.me in view.peers or self._leaves():
+        is_full = len(self._refused) >= MAX_REFUSED
+        may_go = self._leaves() and not is_full and view.hash not in self._refused
+        if self._context.me in view.peers or may_go:
             return NO_FLOOR
-        self._removable = highest(self._removable, (view.first_round + 1,))
-        return highest(self._context.floor, self._removable)
+        if not is_full:
+            self._refused.add(view.hash)
+        return highest(self._context.floor, (view.first_round + 1,))
 
     def min_floor(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
-        floor = self._context.floor
-        return highest(floor, self._removable) if self._leaves() else floor
+        return self._context.floor
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """Return the view, beginning late enough for all members that answered."""
-        return views.lifted(value, self._begins(floor))
+        """Return the view, beginning late enough for all members that answered, and as none that
+        this member has refused."""
+        raw = views.lifted(value, self._begins(floor))
+        while (view := views.decode_view(raw)).hash in self._refused:
+            raw = views.lifted(raw, (view.first_round + 1,))
+        return raw
 
     def sign(self, text: bytes) -> bytes:
         """Return this peer's signature."""

@@ -21,6 +21,7 @@ from farflock.swarm.messages import (
     ViewQuery,
     Views,
 )
+from farflock.swarm.peer.next_view import MAX_REFUSED
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import Member, View, view_key
@@ -295,11 +296,15 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     await task
 
 
+def rules_of(node):
+    return node.peer.membership.next_view._ensure_decision().rules
+
+
 @in_virtual_time(2)
 async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_leaves(herd):
     node = herd.nodes[0]
     newest = node.peer.context.views.newest
-    rules = node.peer.membership.next_view._ensure_decision().rules
+    rules = rules_of(node)
     last = newest.first_round + 1000
 
     def without_it(first_round):
@@ -310,10 +315,26 @@ async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_lea
     )
     assert rules.floor(without_it(last)) == (last + 1,)
     node.peer.leave()
-    assert rules.floor(without_it(last)) == rules.min_floor() == (last + 1,), (
-        "what was refused stays refused"
-    )
+    assert rules.floor(without_it(last)) == (last + 1,), "what was refused stays refused"
+    assert rules.min_floor() < (last,), "no proposal moves where the next view may begin"
     assert rules.floor(rules.lifted(without_it(last), rules.min_floor())) == ()
+
+
+@in_virtual_time(2)
+async def test_a_member_that_refused_too_many_removals_to_remember_accepts_none(herd):
+    node = herd.nodes[0]
+    newest = node.peer.context.views.newest
+    rules = rules_of(node)
+
+    def without_it(number):
+        rounds = newest.first_round + 1000 + number
+        return views.encode(View(newest.number + 1, newest.hash, rounds, newest.members[1:]))
+
+    for number in range(MAX_REFUSED):
+        assert rules.floor(without_it(number))
+    node.peer.leave()
+    assert rules.floor(without_it(0))
+    assert rules.floor(without_it(MAX_REFUSED)), "it may have refused this one as well"
 
 
 @in_virtual_time(2)
