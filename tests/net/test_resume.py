@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from farflock.node.process.brake import BRAKE
+
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
 RUN = """
@@ -50,8 +52,16 @@ class Nodes:
                 [sys.executable, "-m", "farflock.node.cli", *arguments],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    BRAKE: str(self.folder / f"{name}.brake"),
+                },
             )
+
+    def brake(self, name: str, step_s: float):
+        """Let each step of `name` take at least this long, from now on."""
+        (self.folder / f"{name}.brake").write_text(str(step_s))
 
     def found(self, name: str):
         self.start(name, "run", str(self.manifest))
@@ -146,7 +156,13 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     swarm.wait("b", lambda status: status["step"] >= 170)
     saved = {path.name for path in (swarm.folder / "founder" / "checkpoints").glob("step-*")}
     assert saved, "there was no checkpoint to go on from"
+    # The two must not have ended the run before the founder is back, however fast they are.
+    for name in ("b", "c"):
+        swarm.brake(name, 0.2)
     swarm.found("founder")
+    swarm.wait("founder", lambda status: status["step"] > 0)
+    for name in ("b", "c"):
+        swarm.brake(name, 0.0)
     for name in swarm.processes:
         swarm.ended(name)
     assert swarm.kinds("founder")[0] == "joined"
