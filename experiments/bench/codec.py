@@ -52,7 +52,7 @@ def _codec(name: str) -> Codec:
     try:
         return catalog.codec(name)
     except ValueError as error:
-        raise Usage(f"codec.{name}", str(error), "or take codec.sparse_bits") from None
+        raise Usage(f"codec.{name}", str(error), "or name codec.sparse_bits") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     error = float((out - values).norm() / values.norm())
     bits = 8 * shards.alone() / values.numel()
     note = (
-        f"{bits:.4g} bits a value; {whole:.3g}x with shards around it; "
+        f"{bits:.4g} bits per value; {whole:.3g}x with cutting into shards; "
         f"relative error {error:.2g} on normal values"
     )
     if native.active() is None:
-        note += "; no compiled kernel here: `pip install -e .` builds it where a C compiler is"
+        note += "; without the compiled kernel: `pip install -e .` builds it with a C compiler"
     return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)
 
 
@@ -112,8 +112,8 @@ def _sparse_bits(values: Tensor) -> Metric:
     positions = math.log2(math.comb(CHUNK, K))
     limit = (positions + K * SPARSE_BITS) / CHUNK
     note = (
-        f"{SPARSE}: Rice-coded positions, two bits a kept value, two bf16 levels a chunk, "
-        "which the limit does not count"
+        f"{SPARSE}: Rice-coded positions, two bits per kept value, and two bf16 levels per chunk; "
+        "the limit does not count the levels"
     )
     return Metric(
         "codec.sparse_bits",

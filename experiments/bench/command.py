@@ -91,7 +91,7 @@ class _Scoreboard(click.Command):
     type=click.IntRange(1, 1000),
     default=5,
     show_default=True,
-    help="Runs of each metric, in turns with its baseline.",
+    help="Runs of each metric, each next to a run of its baseline.",
 )
 @click.option(
     "--rate",
@@ -101,25 +101,28 @@ class _Scoreboard(click.Command):
     help="Bandwidth of each link in sync and overlap, such as 100mbit.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Use small sizes, to check that it runs; the numbers mean little."
+    "--quick",
+    is_flag=True,
+    help="Use small sizes, to check that the benchmarks run; the numbers mean little.",
 )
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print no table at the end; the JSON lines are printed in any case.",
+    help="Leave out the table at the end; the JSON lines are always printed.",
 )
 def command(
     names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool
 ) -> None:
-    """Measure speed, memory and bytes, each next to a baseline; without NAME, all of them.
+    """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
     NAME is codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as
     codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
-    Each line is one JSON object: metric, value, yardstick (the baseline, measured in the same call,
-    in turns), ratio, n, load (of the machine, per core; above 1 the numbers are noisy), unit, note.
+    Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
+    those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),
+    unit, note.
     """
     from farflock.experiments.measure.metric import NotMeasured, Options
 
@@ -138,7 +141,9 @@ def command(
         out.table(SHOWN, rows)
     if failed:
         raise Failure(
-            f"{', '.join(failed)} could not be measured", "see above", "the other results are valid"
+            f"{', '.join(failed)} could not be measured",
+            "the reasons are printed above",
+            "remove them and measure these again; the other results are valid",
         )
 
 
@@ -156,7 +161,7 @@ def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
             if seen
             else f"`farflock bench {benchmark}` measures all of them"
         )
-        raise Usage(f"bench {options.only}", f"{benchmark} has no metric of this name", remedy)
+        raise Usage(f"bench {options.only}", f"{benchmark} has no metric with this name", remedy)
 
 
 def _short(value: object) -> object:

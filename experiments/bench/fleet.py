@@ -59,7 +59,8 @@ class Worker:
                     self._heard.append(message)
         except TimeoutError:
             raise WorkerFailed(
-                f"{self.name} did not say {kind!r} within {timeout_s:.0f} s"
+                f"{self.name} did not send {kind!r} within {timeout_s:.0f} s; "
+                "stop other programs on this machine and measure again"
             ) from None
         return message
 
@@ -73,7 +74,7 @@ class Worker:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise WorkerFailed(f"{self.name} ended; what it said last is on standard error")
+            raise WorkerFailed(f"{self.name} ended early; see its last lines on standard error")
         message: Fields = msgspec.json.decode(line)
         return message
 
@@ -188,7 +189,7 @@ class Owner:
     async def command(self, kind: str) -> Fields:
         """Return the next command, which must be of this kind."""
         message = await self.next()
-        assert message["kind"] == kind, f"expected {kind}, got {message}"
+        assert message["kind"] == kind, f"expected {kind!r} from the owner, got {message}"
         return message
 
     async def barrier(self) -> float:
@@ -196,7 +197,7 @@ class Owner:
         self.say("prepared")
         start_s = float((await self.command("go"))["start_s"])
         left_s = start_s - asyncio.get_running_loop().time()
-        assert left_s > 0, f"the start was {-left_s:.3f} s ago; choose a later one"
+        assert left_s > 0, f"the start time passed {-left_s:.3f} s ago; raise BARRIER_S"
         await asyncio.sleep(left_s)
         return start_s
 

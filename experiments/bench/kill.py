@@ -71,7 +71,7 @@ class Watch:
         self.latest[worker.name] = said
         if self.states.setdefault(said["number"], said["state"]) != said["state"]:
             raise Diverged(
-                f"{worker.name} has another state than others after round {said['number']}"
+                f"after round {said['number']}, the state of {worker.name} differs from the others'"
             )
 
     async def together(self, members: int) -> None:
@@ -96,15 +96,21 @@ def run(options: Options) -> Iterator[Metric]:
     size, repeats = (QUICK, 1) if options.quick else (Size(), options.repeats)
     blows = [asyncio.run(blows_of(size)) for _ in range(repeats)]
     stops, kills = zip(*blows, strict=True)
-    yield from death_metrics("kill.", kills, f"SIGKILL to 1 of {size.peers} in mid-exchange")
-    yield from death_metrics("kill.stop_", stops, f"SIGSTOP to 1 of {size.peers} in mid-exchange")
+    yield from death_metrics(
+        "kill.", kills, f"SIGKILL to 1 of {size.peers} peers during an exchange"
+    )
+    yield from death_metrics(
+        "kill.stop_", stops, f"SIGSTOP to 1 of {size.peers} peers during an exchange"
+    )
 
 
 def death_metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
     """Yield how soon the others noticed a death, and how many steps they lost by it."""
     notice_s = statistics.median(blow.notice_s for blow in blows)
     worst_s = max(blow.notice_s for blow in blows)
-    note = f"{what}; worst of {len(blows)}: {worst_s:.2f} s; the goal is below the yardstick"
+    note = (
+        f"{what}; the worst of {len(blows)} took {worst_s:.2f} s; the goal is the yardstick or less"
+    )
     yield Metric(
         f"{prefix}notice_s",
         notice_s,
@@ -115,7 +121,7 @@ def death_metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Met
         note=note,
     )
     lost = max(blow.steps_lost for blow in blows)
-    note = f"{what}; the most of {len(blows)}, all survivors together; the goal is none"
+    note = f"{what}; the worst of {len(blows)}, summed over all survivors; the goal is 0"
     yield Metric(f"{prefix}steps_lost", lost, 0.0, None, len(blows), load(), "steps", note)
 
 
@@ -174,6 +180,6 @@ def require_books(watch: Watch, victim: Worker) -> None:
     surplus = agreed + PERIOD * rounds_apart - counted
     if surplus not in (0, PERIOD):
         raise Diverged(
-            f"{agreed} steps are agreed after round {last}, but the workers count {counted}: "
-            f"{watch.latest}"
+            f"after round {last}, the run agrees on {agreed} steps, "
+            f"but the workers count {counted}: {watch.latest}"
         )

@@ -112,7 +112,7 @@ class Books:
             number, part.loop.step
         )  # by default it was applied before another step
         outcome = part.peer.decided(STREAM, number)
-        assert outcome is not None, f"round {number} was applied and is not in the log"
+        assert outcome is not None, f"round {number} was applied but is not in the log"
         if any(outcome.taken):
             self.counted += offered - self._settled
             self._settled = offered

@@ -57,7 +57,7 @@ def run(options: Options) -> Iterator[Metric]:
     value, yardstick, ratio = medians(pairs)
     unit = "tokens a processor second"
     note = (
-        f"{size.preset} model, batch {size.batch} x {size.seq}, {size.steps} steps a turn, "
+        f"{size.preset} model, batch {size.batch} x {size.seq}, {size.steps} steps per turn, "
         "one thread"
     )
     yield Metric("loop", value, yardstick, ratio, len(pairs), load(), unit, note)
@@ -113,5 +113,5 @@ def require_alike(ours: float | None, theirs: float) -> None:
     """Raise `Unalike` unless both loops ended with the same loss."""
     if ours is None or not math.isclose(ours, theirs, rel_tol=SAME_LOSS):
         raise Unalike(
-            f"the node's loop ended a turn with a loss of {ours}, the bare loop with {theirs}"
+            f"the losses at the end of a turn differ: node's loop {ours}, bare loop {theirs}"
         )

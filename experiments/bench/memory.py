@@ -47,11 +47,11 @@ def run(options: Options) -> Iterator[Metric]:
     allowed = codec(CODEC).max_bytes(parameters) + ALLOWED_BYTES
     note = (
         f"{PEERS} processes on loopback, {preset} model of {parameters / 1e6:.1f}M parameters, "
-        f"DiLoCo, {CODEC} out and {RETURN_CODEC} back, the worse of the two"
+        f"DiLoCo, {CODEC} out and {RETURN_CODEC} back; the higher of the two peaks"
     )
     for name, extra, what in (
         ("memory", one_exchange(rounds), "one exchange"),
-        ("memory.run", whole_run(rounds), "all of them"),
+        ("memory.run", whole_run(rounds), "all exchanges of a run"),
     ):
         ratio = round(extra / allowed, 4)
         yield Metric(name, extra, allowed, ratio, len(rounds), load(), "bytes", f"{what}; {note}")
@@ -93,5 +93,6 @@ def require_exchange(answers: list[Fields]) -> None:
     """Raise `NoExchange` unless all peers took part in a whole exchange."""
     if {(answer["status"], answer["peers"]) for answer in answers} != {("ok", PEERS)}:
         raise NoExchange(
-            f"an exchange ended with {[(answer['status'], answer['peers']) for answer in answers]}"
+            f"an exchange of {PEERS} peers ended with these (status, peers): "
+            f"{[(answer['status'], answer['peers']) for answer in answers]}"
         )

@@ -101,7 +101,7 @@ class Rounds:
         loop.driver.method.local_step(loop.driver.replica, progress)
         await loop.end_step(0.0)
         peak = self._peak.highest_bytes()
-        assert self._results, "the exchange's deadline has passed without a result"
+        assert self._results, "the exchange passed its deadline without a result"
         result = self._results.pop()
         self._owner.say(
             "done", before=before, peak=peak, status=result["status"], peers=result["peers"]

@@ -40,7 +40,7 @@ def obstacle() -> str:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    return f"{', '.join(missing)} not installed (iproute2, util-linux)" if missing else ""
+    return f"{', '.join(missing)} not found (install iproute2 and util-linux)" if missing else ""
 
 
 @contextlib.contextmanager
@@ -66,8 +66,8 @@ def _namespace() -> Iterator[int]:
         while _space_of(keeper.pid) == _space_of(os.getpid()):
             if keeper.poll() is not None or time.monotonic() > until_s:
                 raise NoHosts(
-                    "a network namespace could not be made (unshare --net); "
-                    "in a container, give it CAP_SYS_ADMIN"
+                    "could not create a network namespace (unshare --net); "
+                    "in a container, add the capability CAP_SYS_ADMIN"
                 )
             time.sleep(0.001)
         _inside(keeper.pid, "ip", "link", "set", "lo", "up")
@@ -120,4 +120,4 @@ def _inside(pid: int, *command: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise NoHosts(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -121,7 +121,7 @@ def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
         f"{size.model.parameters() / 1e6:.1f}M parameters, {size.fragments} fragments, "
         f"one every {size.steps} steps of {size.batch * size.seq} tokens, "
         f"{CODEC} out and {RETURN_CODEC} back, merged {merged} steps later; "
-        f"a piece takes a worker {own:.2f} s of computing, {plain:.2f} s without exchanges"
+        f"{own:.2f} s of computing per piece and worker, {plain:.2f} s without exchanges"
     )
     return Metric(name, value, yardstick, ratio, len(turns), load(), "tokens/s", note)
 
@@ -156,6 +156,6 @@ def require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
     seen = [[tuple(result) for result in answer["rounds"]] for answer in answers]
     if seen != [[("ok", len(answers))] * wanted] * len(answers):
         raise NoOverlap(
-            f"a piece of {arm} should have had {wanted} exchanges of all {len(answers)} workers, "
-            f"and had {seen}"
+            f"a piece of {arm} needs {wanted} exchanges of all {len(answers)} workers, "
+            f"but had {seen}"
         )

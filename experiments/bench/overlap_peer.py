@@ -70,7 +70,7 @@ class Pieces:
         for _ in range(steps):
             progress = await loop.begin_step()
             loss = await loop.train(partial(loop.train_one, progress))
-            assert loss is not None, "a replica's steps do not run out"
+            assert loss is not None, "a replica stopped before its last step"
             await loop.end_step(loss)
         rounds = [(result["status"], result["peers"]) for result in self._results]
         took_s, cpu_s = asyncio.get_running_loop().time() - start_s, time.process_time() - begun_s

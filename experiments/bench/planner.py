@@ -85,7 +85,8 @@ def over_optimum(size: Scale) -> Metric:
     missed = sum(ratio > 1 + 1e-9 for ratio in searched)
     note = (
         f"{SMALL_NODES} nodes in {' and '.join(map(str, SMALL_STAGES))} stages, worst case; "
-        f"with too little work to try all, {missed} are missed, at worst {max(searched):.4f}"
+        f"with too little work to try all layouts, the search misses {missed} optima, "
+        f"at worst {max(searched):.4f}"
     )
     return Metric(
         "planner.over_optimum",
@@ -116,7 +117,7 @@ def over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
         times = (time.process_time() - between_s) / (between_s - begin_s)
         pairs.append((ours, theirs))
         notes.append(
-            f"{case.name} {ours:.4g} s to {theirs:.4g} s, which takes {times:.0f} times as long"
+            f"{case.name} {ours:.4g} s against {theirs:.4g} s, found in {times:.0f} times our time"
         )
     value, yardstick, _ = medians(pairs)
     worst = max(ours / theirs for ours, theirs in pairs)

@@ -56,7 +56,7 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     value, yardstick, ratio = medians(pairs)
     note = (
         f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, "
-        f"DiLoCo with rounds of {size.period} steps, about {size.steps} steps a replica, "
+        f"DiLoCo with rounds of {size.period} steps, about {size.steps} steps per replica, "
         "start and end of the run included"
     )
     return Metric(
@@ -92,7 +92,7 @@ def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
         each_s.append((many_s - few_s) / (size.many - size.few))
     value, _, _ = medians([(each, 1.0) for each in each_s[1:]])
     note = (
-        f"a run of {size.many} peers less one of {size.few}, {size.preset} model: "
+        f"a run of {size.many} peers minus one of {size.few}, {size.preset} model: "
         "download of the state, admission, one step of one token, 30 virtual seconds of life"
     )
     return Metric("sim.peer_s", value, None, None, repeats, load(), "processor seconds", note)

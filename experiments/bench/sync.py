@@ -81,7 +81,7 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
         f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes",
     )
     if why:
-        note = f"NOT at the rate that was asked for ({why}): {note}"
+        note = f"NOT at the requested rate ({why}): {note}"
     if rate_bits is not None:
         ideal_s = each_way_bytes(size, peers) * 8 / rate_bits
         note = (
@@ -90,8 +90,8 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
         )
     cores = os.cpu_count() or 1
     note += (
-        f"; the workers computed {statistics.median(cpu_s):.2f} s, "
-        f"and {cores} cores have {cores * measured_s:.2f} s"
+        f"; the workers computed {statistics.median(cpu_s):.2f} s "
+        f"of the {cores * measured_s:.2f} s that {cores} cores have"
     )
     ratio = round(ideal_s / measured_s, 4)
     return Metric(f"sync.{peers}", measured_s, ideal_s, ratio, options.repeats, load(), note=note)
@@ -131,4 +131,7 @@ def require_sync(answers: Sequence[Fields]) -> None:
     if len(results) != 1 or [(status, members) for status, members, _ in results] != [
         ("ok", len(answers))
     ]:
-        raise NoSync(f"{len(answers)} workers ended a round with {sorted(results)}")
+        raise NoSync(
+            f"{len(answers)} workers did not end a round with one mean of all; "
+            f"their (status, members, hash) are {sorted(results)}"
+        )

@@ -65,7 +65,7 @@ def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> 
 
 def fingerprint(result: Result) -> str:
     """Return a hash of the mean, which must be equal at all workers."""
-    assert result.mean is not None, f"{result.status} without a mean"
+    assert result.mean is not None, f"the exchange has status {result.status!r} and no mean"
     whole = hashlib.sha256()
     for name in sorted(result.mean):
         whole.update(result.mean[name].numpy().tobytes())
@@ -143,7 +143,7 @@ class Plain:
             buffer, left = memoryview(bytearray(PIECE_BYTES)), size_bytes
             while left:
                 got = await loop.sock_recv_into(plain, buffer[: min(left, PIECE_BYTES)])
-                assert got, "the other end closed"
+                assert got, "the other worker closed the connection"
                 left -= got
 
         await asyncio.gather(*map(send, self._out), *map(receive, self._in))

@@ -261,7 +261,7 @@ class Pipeline:
             x = x if stage == order[-1] else self.stages[stage].stage.forward(x)
         gradient: Tensor | None = targets
         for stage, inside in zip(reversed(order), reversed(inputs), strict=True):
-            assert gradient is not None, "only the first stage has no gradient of its input"
+            assert gradient is not None, "a stage after the first returned no gradient of its input"
             done = self.stages[stage].stage.backward(inside, gradient)
             sums[stage].add(done.staged)
             gradient = done.input_gradient
@@ -333,4 +333,4 @@ class Recovery:
 
     def _from_checkpoint(self, stage: int) -> str:
         self._pipeline.go_back()
-        return f"all from step {self._pipeline.step}"
+        return f"all stages from step {self._pipeline.step}"

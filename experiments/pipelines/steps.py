@@ -58,7 +58,7 @@ class _Step:
                 self.finish(stage, kind, now_s)
             self.begin(stage, now_s)
         assert all(stage.finished == self.microbatches for stage in self.stages), (
-            "a stage waits for ever"
+            "a stage waits forever"
         )
         return now_s
 
@@ -132,18 +132,20 @@ def step_s(
     forward in turn; depths of p - s are 1F1B's own, depths of all microbatches are GPipe's.
     `backward_first` takes a gradient whenever one is there. Gradients take the pipeline's hops, or
     `back` if they are not as large as activations. Raise `ValueError` for depths that are not one
-    of at least 1 for each stage, or with which a fixed order would wait for ever.
+    of at least 1 for each stage, or with which a fixed order would wait forever.
     """
     if microbatches < 1 or len(depths) != len(pipeline.stages) or min(depths) < 1:
         raise ValueError(
-            f"a step has microbatches and a depth a stage, got {microbatches} and {tuple(depths)}"
+            f"{microbatches} microbatches and depths {tuple(depths)} make no step of "
+            f"{len(pipeline.stages)} stages; give at least 1 microbatch, and a depth of at least 1 "
+            "for each stage"
         )
     if order == "fixed" and any(
         depth < min(after, microbatches) for depth, after in itertools.pairwise(depths)
     ):
         raise ValueError(
-            f"a stage of {tuple(depths)} waits for more forwards than the one before it lets out; "
-            "let none grow"
+            f"depths {tuple(depths)}: a stage would wait for more forward passes than the stage "
+            "before it sends; give depths that never grow from stage to stage"
         )
     hops = pipeline.hops if back is None else back
     return _Step(pipeline, microbatches, depths, order, shared_access, hops).run()

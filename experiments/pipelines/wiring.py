@@ -83,7 +83,7 @@ def weighted(size: Size, out: int, chance: random.Random) -> tuple[float, float]
 
     def choose(trainer: int, now_s: float) -> PeerId:
         chosen = balancers[trainer].choose(1.0, now_s)
-        assert chosen is not None, "nobody is ever banned here"
+        assert chosen is not None, "every server is banned, though no call fails here"
         return chosen
 
     def done(trainer: int, who: PeerId, begun_s: float, now_s: float) -> None:

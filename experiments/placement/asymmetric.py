@@ -37,7 +37,7 @@ class MachineProfile:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(
-                    f"a machine's {name} of {value} is impossible; "
+                    f"a machine's {name} is {value}, but must be finite and above 0; "
                     "measure it again or leave the machine out"
                 )
 
@@ -64,8 +64,8 @@ class ModelCosts:
     def __post_init__(self) -> None:
         if self.layers < 1 or self.microbatch < 1 or self.in_flight < 1:
             raise ValueError(
-                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} "
-                "cannot run; give at least 1 each"
+                f"a model of {self.layers} layers with {self.in_flight} microbatches of "
+                f"{self.microbatch} samples in flight cannot run; give at least 1 of each"
             )
         for name in (
             "layer_bytes",
@@ -77,9 +77,7 @@ class ModelCosts:
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"a model's {name} of {value} is impossible; give a finite number of at least 0"
-                )
+                raise ValueError(f"a model's {name} is {value}; give a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +146,16 @@ def split(
     Raise `ValueError` with the stage and the remedy if there is none.
     """
     if replicas < 1:
-        raise ValueError(f"{replicas} replicas serve no stage; take at least 1, usually {REPLICAS}")
+        raise ValueError(
+            f"{replicas} replicas cannot serve a stage; give at least 1, usually {REPLICAS}"
+        )
     most = min(model.layers, len(machines) // replicas, MAX_STAGES)
     wanted = 1 if stages is None else stages
     if not 1 <= wanted <= most:
         raise ValueError(
-            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make "
-            f"{wanted} stages; take 1 to {max(most, 1)} stages, find more machines, "
-            "or allow for fewer replicas"
+            f"{len(machines)} machines, {replicas} per stage, and {model.layers} layers "
+            f"cannot form {wanted} stages; give 1 to {max(most, 1)} stages, more machines, "
+            "or fewer replicas"
         )
     if stages is not None:
         return _refined(model, machines, stages, replicas)
@@ -215,12 +215,12 @@ def _require_servable(
     for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
         fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
         if fitting < (taken + 1) * replicas:
-            others = f", and {taken} larger stages need {taken * replicas} of them" if taken else ""
+            others = f", and the larger stages need {taken * replicas} of them" if taken else ""
             raise ValueError(
                 f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: "
-                f"{fitting} of {len(machines)} machines have that{others}, "
+                f"{fitting} of {len(machines)} machines have that much{others}, "
                 f"but {replicas} must serve it; take more stages, "
-                "keep fewer or smaller microbatches in flight, or allow for fewer replicas"
+                "keep fewer or smaller microbatches in flight, or use fewer replicas"
             )
 
 

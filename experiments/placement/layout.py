@@ -47,11 +47,11 @@ class LinkCosts:
         )
         if latency.ndim != 2 or latency.shape[0] != latency.shape[1] or latency.shape != rate.shape:
             raise ValueError(
-                f"latencies of shape {latency.shape} and bandwidths of shape {rate.shape} are no "
-                "links; give two matrices with a row and a column for each node"
+                f"latencies have shape {latency.shape} and bandwidths have shape {rate.shape}; "
+                "give two matrices with one row and one column per node"
             )
         if not 1 <= len(latency) <= MAX_NODES:
-            raise ValueError(f"{len(latency)} nodes cannot be planned; give 1 to {MAX_NODES}")
+            raise ValueError(f"cannot plan {len(latency)} nodes; give 1 to {MAX_NODES}")
         for name, matrix, fits in (
             ("latency", latency, np.isfinite(latency) & (latency >= 0)),
             ("bandwidth", rate, np.isfinite(rate) & (rate > 0)),
@@ -60,8 +60,8 @@ class LinkCosts:
             if len(wrong):
                 i, j = (int(index) for index in wrong[0])
                 raise ValueError(
-                    f"a {name} of {matrix[i, j]} from node {i} to node {j} is impossible; "
-                    "measure it again or leave one out"
+                    f"the {name} from node {i} to node {j} is {matrix[i, j]}; "
+                    "measure it again or leave out one of the two nodes"
                 )
         mean_latency, mean_rate = (latency + latency.T) / 2, (rate + rate.T) / 2
         np.fill_diagonal(mean_latency, 0.0)
@@ -86,7 +86,7 @@ class StepTraffic:
         ):
             if not (math.isfinite(size) and size >= 0):
                 raise ValueError(
-                    f"{name} of {size} bytes cannot be sent; give a finite number of at least 0"
+                    f"cannot send {size} bytes of {name}; give a finite number of at least 0"
                 )
 
 
@@ -222,7 +222,7 @@ def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
     """
     count = len(weights)
     if not 1 <= count <= MAX_STAGES:
-        raise ValueError(f"{count} stages cannot be ordered exactly; take 1 to {MAX_STAGES}")
+        raise ValueError(f"cannot order {count} stages exactly; give 1 to {MAX_STAGES}")
     cheapest = np.full((1 << count, count), np.inf)  # [set, last stage of the path through it]
     cheapest[1 << np.arange(count), np.arange(count)] = 0.0
     for sets, lasts, before in _extensions(count):

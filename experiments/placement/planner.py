@@ -40,7 +40,7 @@ def balanced(nodes: int, stages: int) -> tuple[int, ...]:
     if not 1 <= stages <= nodes:
         raise ValueError(
             f"{nodes} nodes cannot serve {stages} stages; "
-            "take at least one stage and as many nodes as stages"
+            "give at least one stage, and at least as many nodes as stages"
         )
     return tuple(nodes // stages + (stage < nodes % stages) for stage in range(stages))
 
@@ -65,16 +65,20 @@ def plan(costs: Costs, sizes: Sequence[int], seed: int, work: int = WORK) -> Lay
 
 def _require(nodes: int, sizes: Sequence[int], work: int) -> None:
     if not 1 <= len(sizes) <= MAX_STAGES:
-        raise ValueError(f"{len(sizes)} stages cannot be planned; take 1 to {MAX_STAGES}")
+        raise ValueError(f"cannot plan {len(sizes)} stages; give 1 to {MAX_STAGES}")
     if min(sizes) < 1:
-        raise ValueError(f"stages of {tuple(sizes)} nodes cannot run; give each at least one")
+        raise ValueError(
+            f"a stage is empty in the sizes {tuple(sizes)}; give each stage at least one node"
+        )
     if sum(sizes) != nodes:
         raise ValueError(
-            f"stages of {tuple(sizes)} nodes take {sum(sizes)}, but there are {nodes}; "
-            "give sizes that add up"
+            f"stages of {tuple(sizes)} nodes need {sum(sizes)}, but there are {nodes}; "
+            f"give sizes that add up to {nodes}"
         )
     if work < 1:
-        raise ValueError(f"no plan comes of a work of {work}; allow at least 1, usually {WORK}")
+        raise ValueError(
+            f"work is {work}, too little for any plan; give at least 1, usually {WORK}"
+        )
 
 
 def partition_count(sizes: Sequence[int]) -> int:
@@ -164,7 +168,7 @@ class _Search:
     @property
     def best(self) -> Layout:
         """The best layout; there must have been one."""
-        assert self._best is not None, "nothing was looked at"
+        assert self._best is not None, "the search has not tried a layout yet"
         return self._best
 
     def lead(self, until: int) -> None:

@@ -45,7 +45,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name not in self.names:
                 raise Usage(
                     f"region {name[:64]!r}",
-                    "there are no measurements of it",
+                    "its links were not measured",
                     nearest(name, self.names),
                 )
         latency, rate = np.array(self.latency_ms) / 1e3, np.array(self.bandwidth) * self.unit_bytes
@@ -70,7 +70,7 @@ def read(text: str) -> dict[str, Regions]:
     try:
         tables = msgspec.convert(tomllib.loads(text), dict[str, Regions])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise Usage(ORIGIN, str(error)[:200], "correct it there") from None
+        raise Usage(ORIGIN, str(error)[:200], "correct the file") from None
     for name, regions in tables.items():
         _require_sound(f"{ORIGIN}, {name}", regions)
     return tables
@@ -79,13 +79,13 @@ def read(text: str) -> dict[str, Regions]:
 def _require_sound(place: str, regions: Regions) -> None:
     names = regions.names
     if len(set(names)) < len(names):
-        raise Usage(place, "a region is named twice", "name each once")
+        raise Usage(place, "a region is named twice", "name each region once")
     for what, table in (("latency_ms", regions.latency_ms), ("bandwidth", regions.bandwidth)):
         if [len(row) for row in table] != [len(names)] * len(names):
             raise Usage(
                 place,
-                f"{what} is no table of {len(names)} by {len(names)}",
-                "give a row and a column a region",
+                f"{what} is not a table of {len(names)} by {len(names)} numbers",
+                "give it one row and one column per region",
             )
         for i, row in enumerate(table):
             for j, value in enumerate(row):
@@ -93,13 +93,13 @@ def _require_sound(place: str, regions: Regions) -> None:
                     raise Usage(
                         place,
                         f"{what} from {names[i]} to {names[j]} is {value}, "
-                        f"back it is {table[j][i]}",
-                        "give both directions the same, above 0",
+                        f"but back it is {table[j][i]}",
+                        "give both directions the same number, above 0",
                     )
     for mistake in regions.released:
         if not {*mistake.pair} <= {*names} or not mistake.bandwidth > 0:
             raise Usage(
                 place,
-                f"released {mistake.pair} is no pair of regions with a bandwidth",
-                "name two of them",
+                f"released {mistake.pair} is not a pair of its regions with a bandwidth above 0",
+                "name two regions and their bandwidth",
             )

@@ -59,7 +59,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.preset not in PRESETS:
             raise Usage(
                 f"{ORIGIN}, preset {self.preset[:64]!r}",
-                "there is none of this name",
+                "there is no preset with this name",
                 nearest(self.preset, PRESETS),
             )
         return msgspec.structs.replace(
@@ -127,7 +127,7 @@ def _require_same(found: Iterable[str], wanted: Iterable[str], what: str) -> Non
         raise Usage(
             ORIGIN,
             f"it has no {what} {', '.join(lacking)}",
-            f"give each {TRIALS} trials a budget, here or in its class",
+            f"give each {TRIALS} trials per budget, here or in its class",
         )
     if surplus := sorted(set(found) - set(wanted)):
         raise Usage(
@@ -139,7 +139,7 @@ def _require_trials(name: str, arm: Arm, budget: int) -> None:
     place = f"{ORIGIN}, {name} at 1/{budget}"
     trials = arm.at(budget)
     if len(trials) != TRIALS:
-        raise Usage(place, f"it has {len(trials)} trials", f"give it {TRIALS}, as all have")
+        raise Usage(place, f"it has {len(trials)} trials", f"give it {TRIALS}, like the others")
     for number, trial in enumerate(trials, 1):
         described = RecipeArm(
             label=name, method=name, options=trial.options, optimizer=arm.optimizer, clip=arm.clip

@@ -34,17 +34,17 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
     type=click.Choice(list(CHOICES)),
     default="100",
     show_default=True,
-    help="Byte budget: one 100th or one 500th of DDP's bytes, or both.",
+    help="Byte budget: 1/100 or 1/500 of DDP's bytes, or both.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1, 1_000_000),
-    help="Training steps of a run in the final (default: 2000).",
+    help="Training steps per run in the final (default: 2000).",
 )
 @click.option(
     "--screen-steps",
     type=click.IntRange(1, 1_000_000),
-    help="Training steps of a run in the screening (default: 400).",
+    help="Training steps per run in the screening (default: 400).",
 )
 @click.option("--seeds", type=click.IntRange(1, 64), help="Seeds in the final (default: 3).")
 @click.option(
@@ -53,7 +53,7 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
 @click.option(
     "--quick",
     is_flag=True,
-    help="Take a minute or two: one short trial per method; the numbers mean little.",
+    help="Run one short trial per method, in a minute or two; the numbers mean little.",
 )
 @click.option(
     "--workers", type=click.IntRange(1, 256), help="Parallel processes (default: one per core)."
@@ -61,24 +61,24 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder in which runs are kept.",
+    help="Folder that keeps the runs.",
 )
 @click.option(
     "--runs",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep runs in this file of JSON lines instead; runs in it are not repeated.",
+    help="Keep the runs in this file of JSON lines instead; runs found in it are not repeated.",
 )
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the tables into this page.",
 )
-@click.option("--dry-run", is_flag=True, help="Print how long it would take; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Print an estimate of the duration; run nothing.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print no tables; the JSON lines are printed in any case.",
+    help="Leave out the tables; the JSON lines are always printed.",
 )
 def command(
     names: tuple[str, ...],
@@ -117,7 +117,9 @@ def command(
             "--record", "a page holds only complete measurements", "leave out --quick and METRIC"
         )
     if runs is not None and folder is not None:
-        raise Usage("--runs", "runs are kept either in a file or in a folder", "leave out --folder")
+        raise Usage(
+            "--runs", "runs are kept in a file or in a folder, not both", "leave out --folder"
+        )
     out = Output(as_json=True)
     shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
     bench = quality.Bench(size, arms, budgets, only)
@@ -153,7 +155,7 @@ def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
     for name in names:
         if name != "quality" and name not in known:
             raise Usage(
-                f"bench {name[:64]}", "quality has no metric of this name", nearest(name, known)
+                f"bench {name[:64]}", "quality has no metric with this name", nearest(name, known)
             )
     return tuple(name.removeprefix(PREFIX) for name in names if name != "quality")
 

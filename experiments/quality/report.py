@@ -174,8 +174,8 @@ def _setting(size: Size) -> str:
     return (
         f"Model of {parameters_of(model):,} parameters (dim {model.dim}, {model.layers} layers); "
         f"{size.peers} peers; {size.batch * size.seq} tokens a step of all peers, "
-        f"{size.seq} a sequence; AdamW, betas {size.beta1:g} and {USUAL_BETA2:g} where nothing "
-        f"else is said, weight decay {size.weight_decay:g}, clip {size.clip:g}; "
+        f"{size.seq} a sequence; AdamW, betas {size.beta1:g} and {USUAL_BETA2:g} unless "
+        f"stated otherwise, weight decay {size.weight_decay:g}, clip {size.clip:g}; "
         f"cosine to {size.floor:.0%}. Screen: {size.screen_steps} steps on seed {size.seeds[0]}. "
         f"Final: {size.steps} steps on seeds {seeds}. Losses in nats a token over {size.held_out} "
         "held-out sequences."

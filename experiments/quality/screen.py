@@ -87,7 +87,8 @@ class Bench:
         screen = _by_name(runs(self.screened(), size.seeds[:1], size.screen_steps))
         if lacking := [line for line in LINES if best(screen[line]) is None]:
             raise NotMeasured(
-                f"{' and '.join(lacking)} diverged at every learning rate of the grid"
+                f"{' and '.join(lacking)} diverged at every learning rate of the grid; "
+                "add lower rates in arms.toml"
             )
         entrants = [
             one.contender

@@ -67,17 +67,15 @@ class Rule(Entry, frozen=True, kw_only=True):
             if len(self.arms) < 2 or self.low is not None or self.high is not None:
                 raise Usage(
                     place,
-                    f"{self.kind} takes two arms or more and no limits",
+                    f"{self.kind} takes at least two arms and no limits",
                     "correct `arms`, `low`, `high`",
                 )
         elif self.low is None and self.high is None:
-            raise Usage(
-                place, f"{self.kind} without limits says nothing", "give it `low`, `high` or both"
-            )
+            raise Usage(place, f"{self.kind} needs a limit", "give it `low`, `high` or both")
         elif (self.low if self.low is not None else -math.inf) > (
             self.high if self.high is not None else math.inf
         ):
-            raise Usage(place, f"low {self.low} lies above high {self.high}", "swap them")
+            raise Usage(place, f"low {self.low} is above high {self.high}", "swap them")
 
 
 def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
@@ -92,5 +90,5 @@ def sections(table: dict[str, Any], name: str, kind: type[Section], origin: str)
     """Convert the tables of an array `[[name]]` strictly; none if there is no such array."""
     found = table.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise Usage(f"{origin}, {name}", "each rule is a table", f"write it as [[{name}]]")
+        raise Usage(f"{origin}, {name}", "each rule must be a table", f"write it as [[{name}]]")
     return [section(one, kind, f"{origin}, {name} {number}") for number, one in enumerate(found, 1)]

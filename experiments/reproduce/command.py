@@ -45,14 +45,16 @@ LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder in which runs and results are kept.",
+    help="Folder that keeps runs and results.",
 )
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write all last verdicts into this page.",
+    help="Write the last verdict of every recipe into this page.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would run and its hash; run nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the resolved configuration and its hash; run nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON, one line per recipe.")
 def command(
     names: tuple[str, ...],
@@ -77,7 +79,7 @@ def command(
 
     out, shelf = Output(as_json), Shelf(folder or home() / "reproduce")
     if names and everything:
-        raise Usage("reproduce", f"--all includes {', '.join(names)}", "leave out one of the two")
+        raise Usage("reproduce", f"--all includes {', '.join(names)}", "leave out --all or NAME")
     chosen = recipe.names() if everything else list(names)
     if only_list or not chosen:
         _list(out, shelf)
@@ -169,7 +171,7 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
             remedy = "run it on a machine with a CUDA GPU, or use --tier cpu"
             raise Usage(
                 f"{one.name}, tier {tier}",
-                "it needs a CUDA device, and torch finds none here",
+                "it needs a CUDA device, but torch finds none here",
                 remedy,
             )
 

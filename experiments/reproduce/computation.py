@@ -45,8 +45,9 @@ class Comparison(Entry, frozen=True, kw_only=True):
         ):
             raise Usage(
                 place,
-                "near takes a list of the paper's numbers and `within`, all else words",
-                "correct `paper`",
+                "`near` takes a list of the paper's numbers and `within`, "
+                "the other kinds take text and no `within`",
+                "correct `paper` or `within`",
             )
         if isinstance(self.paper, str):
             made = [self._rule(self.kind, self.rows, self.says, self.paper, self.low, self.high)]
@@ -59,10 +60,10 @@ class Comparison(Entry, frozen=True, kw_only=True):
     def _near(self, place: str, paper: list[float]) -> list[Rule]:
         if len(paper) != len(self.rows) or self.low is not None or self.high is not None:
             why = (
-                f"{len(self.rows)} rows and {len(paper)} numbers of the paper, "
-                "and only `within` may be a limit"
+                f"`near` has {len(self.rows)} rows and {len(paper)} numbers of the paper, "
+                "and takes no limit but `within`"
             )
-            raise Usage(place, why, "give each row its number, and no `low` or `high`")
+            raise Usage(place, why, "give each row one number, and leave out `low` and `high`")
         within = self.within or 0.0
         return [
             self._rule(
@@ -166,8 +167,8 @@ class Computation(Claim, frozen=True, kw_only=True):
         if len({(row.exact, len(row.values)) for row in rows}) > 1:
             raise Failure(
                 f"{self.name}: {rule.says}",
-                "exact rows and seeds cannot be compared",
-                "correct `rows`",
+                "an exact row cannot be compared with a row that has a value per seed",
+                "choose `rows` of one sort",
             )
         return judge(rule, {row.name: row.values for row in rows}, {}, exact=rows[0].exact)
 
@@ -182,5 +183,5 @@ def read(name: str, text: str) -> Computation:
         why = f"there is no computation {recipe.computation[:64]!r}"
         raise Usage(origin, why, nearest(recipe.computation, list(COMPUTATIONS)))
     recipe = msgspec.structs.replace(recipe, verdict=compared, name=name)
-    assert recipe.rules, "each comparison has a rule, and there is one at least"
+    assert recipe.rules, "there is no comparison, or one without a rule"
     return recipe

@@ -162,7 +162,9 @@ def names() -> list[str]:
 def load(name: str) -> Recipe | Computation:
     """Return a recipe by name; raise `Usage` if there is none or it has a mistake."""
     if name not in names():
-        raise Usage(f"recipe {name[:64]!r}", "there is none of this name", nearest(name, names()))
+        raise Usage(
+            f"recipe {name[:64]!r}", "there is no recipe with this name", nearest(name, names())
+        )
     text, origin = (_folder() / f"{name}.toml").read_text(), f"{name}.toml"
     return (
         read_computation(name, text) if "computation" in tables(text, origin) else read(name, text)
@@ -174,7 +176,7 @@ def read(name: str, text: str) -> Recipe:
     table, origin = tables(text, f"{name}.toml"), f"{name}.toml"
     arms = table.get("arms", {})
     if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
-        raise Usage(f"{origin}, arms", "each arm is a table", "write it as [arms.NAME]")
+        raise Usage(f"{origin}, arms", "each arm must be a table", "write it as [arms.NAME]")
     checked = {
         key: _spelt_out(section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()
     }
@@ -225,10 +227,10 @@ def _folder() -> Traversable:
 
 def _require_arms(recipe: Recipe, origin: str) -> None:
     if not recipe.arms:
-        raise Usage(origin, "it has no arms", "add a table [arms.NAME]")
+        raise Usage(origin, "the recipe has no arms", "add a table [arms.NAME]")
     if reserved := sorted(set(LINES) & set(recipe.arms)):
         raise Usage(
-            f"{origin}, arms.{reserved[0]}", "this line is in every recipe anyway", "leave it out"
+            f"{origin}, arms.{reserved[0]}", "every recipe includes this baseline", "leave it out"
         )
     if recipe.experiment == "noise" or missing(recipe):
         return
@@ -237,8 +239,8 @@ def _require_arms(recipe: Recipe, origin: str) -> None:
         if arm.late and "period" not in arm.options:
             raise Usage(
                 f"{origin}, arms.{name}.late",
-                "peers come late to rounds of a period",
-                "name options.period too",
+                "late peers miss rounds, which come once per period",
+                "set options.period too",
             )
 
 
@@ -250,12 +252,14 @@ def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
         if rule.kind == "optimum" and recipe.arms[name].sweep is None:
             raise Usage(
                 place,
-                f"arm {name} has no sweep to have an optimum in",
-                "give it one, or use another kind",
+                f"arm {name} has no sweep, so there is no optimum to compare",
+                "give it a sweep, or use another kind",
             )
     if rule.metric not in METRICS:
         raise Usage(
-            f"{place}, metric", f"{rule.metric[:64]!r} is not known", nearest(rule.metric, METRICS)
+            f"{place}, metric",
+            f"{rule.metric[:64]!r} is not known",
+            nearest(rule.metric, METRICS),
         )
     rule.require_sound(place)
 
@@ -274,10 +278,10 @@ def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
         raise Usage(
             f"{place}: seq",
             f"{sizes.seq} tokens do not fit the model's context of {context}",
-            "shorten them",
+            "give a smaller `seq`, or a model with more context",
         )
     for name, peers in [
-        ("all", sizes.peers),
+        ("all arms", sizes.peers),
         *((name, arm.peers) for name, arm in recipe.arms.items() if arm.peers),
     ]:
         if sizes.batch % peers:
@@ -289,7 +293,7 @@ def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
     for name, arm in recipe.arms.items():
         if arm.speeds and len(arm.speeds) != (arm.peers or sizes.peers):
             why = f"arm {name} has {len(arm.speeds)} speeds for {arm.peers or sizes.peers} peers"
-            raise Usage(f"{place}: speeds", why, "name one for each peer")
+            raise Usage(f"{place}: speeds", why, "give one for each peer")
 
 
 def _copied(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ ARMS = (
 )
 NOISE = ("arm", "growth a round", "± SE", "seeds")
 RULES = ("claim", "paper", "ours ± SE", "verdict", "reason")
-CI = "tier ci checks that it runs; its sizes say nothing about the claim"
+CI = "tier ci only checks that the recipe runs; its sizes are too small to judge the claim"
 
 
 def time_s(point: Point, overlaps: bool, mbit: float) -> float:
@@ -263,7 +263,7 @@ def _scale(study: Study, results: Sequence[Result]) -> str:
     )
     tokens = sizes.steps * sizes.batch * sizes.seq
     return (
-        f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, "
+        f"{parameters:,} parameters, {sizes.peers} peers unless stated otherwise, "
         f"{sizes.steps} steps of {sizes.batch} x {sizes.seq} tokens ({tokens:,} in all), "
         f"{len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
     )

@@ -129,7 +129,7 @@ class Study:
                 rule, {name: result.values(rule.metric) for name, result in by_name.items()}, sweeps
             )
             if idle and rule.metric in ("loss", "perplexity"):
-                finding = Finding(UNKNOWN, finding.ours, f"{idle}; besides, {finding.reason}")
+                finding = Finding(UNKNOWN, finding.ours, f"{idle}; {finding.reason}")
             findings.append(finding)
         return findings
 
@@ -208,12 +208,12 @@ class Study:
             return ""
         both = results["none"].values("loss"), results["ddp"].values("loss")
         if not all(both):
-            return "a line diverged"
+            return "a baseline diverged"
         gain = estimate([none - ddp for none, ddp in zip(*both, strict=True)])
         return (
             ""
             if rises(gain, GAIN_ERRORS) == YES
-            else f"DDP gains {gain.text} over no communication, too little to tell"
+            else f"DDP gains {gain.text} over no communication, too little to judge by"
         )
 
     def _require_tokens(self, results: Iterable[Result]) -> None:
@@ -227,8 +227,8 @@ class Study:
                 if tokens != planned:
                     raise Failure(
                         f"{self.recipe.name}: {result.name} trained {tokens:.0f} tokens",
-                        f"planned were {planned}",
-                        "",
+                        f"{planned} were planned",
+                        "report this as a bug",
                     )
 
 

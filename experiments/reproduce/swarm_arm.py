@@ -56,7 +56,9 @@ class Measured(Simulation):
         node, job = super()._assemble(index, peer), self.job
         node.model.to(job.device)
         part = job.batch // job.peers
-        assert isinstance(node.training_task, LanguageModelTask), "arms train whole models"
+        assert isinstance(node.training_task, LanguageModelTask), (
+            "this arm does not train a whole model"
+        )
         node.training_task.batches = Share(
             texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device
         )
@@ -118,7 +120,7 @@ class Measured(Simulation):
 
     def look(self, tokens: int, now_s: float) -> None:
         """Add a point to the curve: the first peer's evaluation, and the spread of all."""
-        assert self._began is not None, "nobody has begun"
+        assert self._began is not None, "no peer has begun"
         began_s, began_bytes = self._began
         models = [_model(node) for node in self.nodes.values()]
         point = Point(
@@ -225,7 +227,9 @@ def correlation(ours: list[float], others: list[float]) -> float | None:
 
 
 def _rate(node: ReplicaNode) -> float:
-    assert isinstance(node.training_task, LanguageModelTask), "an arm trains whole models"
+    assert isinstance(node.training_task, LanguageModelTask), (
+        "this arm does not train a whole model"
+    )
     return node.training_task.replica.lr or 0.0
 
 

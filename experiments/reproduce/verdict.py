@@ -96,7 +96,7 @@ def judge(
         differences = [one - other for one, other in zip(first, second, strict=True)]
         return _limited(rule, estimate(differences, exact), f"difference of {rule.metric}")
     if not all(second):
-        return Finding(UNKNOWN, "-", f"{rule.arms[1]} has a {rule.metric} of nothing")
+        return Finding(UNKNOWN, "-", f"{rule.arms[1]} has a {rule.metric} of 0")
     ratios = [one / other for one, other in zip(first, second, strict=True)]
     return _limited(rule, estimate(ratios, exact), f"ratio of {rule.metric}")
 
@@ -115,7 +115,7 @@ def _limited(rule: Rule, found: Estimate, what: str) -> Finding:
 
 
 def _by(rule: Rule, found: Sequence[Estimate]) -> str:
-    return f" by {rule.tolerance:g} errors" if any(one.error for one in found) else ""
+    return f" by {rule.tolerance:g} standard errors" if any(one.error for one in found) else ""
 
 
 def _limits(rule: Rule) -> str:
@@ -148,7 +148,7 @@ def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str
         grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}
         if len(grid) < 2:
             return Finding(
-                UNKNOWN, "-", f"{name} has no two values of its grid that did not diverge"
+                UNKNOWN, "-", f"{name} diverged at all or all but one of the values of its grid"
             )
         seeds = range(len(next(iter(grid.values()))))
         best[name] = [min(grid, key=lambda value: grid[value][seed]) for seed in seeds]

@@ -74,9 +74,7 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
                 job, word = worker.job, _hear(worker)
                 assert job is not None
                 if word.failure:
-                    raise Failure(
-                        f"the arm {job.title} of seed {job.seed} failed", word.failure, ""
-                    )
+                    raise Failure(f"arm {job.title} failed on seed {job.seed}", word.failure, "")
                 told(job, word.share)
                 if word.outcome is not None:
                     give_job(worker, waiting)
@@ -159,12 +157,12 @@ def _hear(worker: _Worker) -> _Word:
     except (EOFError, ConnectionResetError):
         worker.process.join(END_S)
         code = worker.process.exitcode
-        why = (
-            "was killed, perhaps for its memory; use fewer --workers"
+        why, remedy = (
+            ("was killed, perhaps because memory ran out", "; use fewer --workers")
             if code == -signal.SIGKILL
-            else "died"
+            else ("died", "")
         )
-        return _Word(failure=f"its process {why} (exit code {code})")
+        return _Word(failure=f"its process {why} (exit code {code}){remedy}")
 
 
 def _work(line: Connection) -> None:

@@ -36,7 +36,7 @@ def test_times_are_positive_and_the_ratio_is_of_value_to_yardstick(lines):
 
 @pytest.mark.parametrize("name", LEAST_BITS)
 def test_the_note_says_what_a_value_takes(lines, name):
-    assert lines[f"codec.{name}"].note.startswith(f"{LEAST_BITS[name]:.4g} bits a value")
+    assert lines[f"codec.{name}"].note.startswith(f"{LEAST_BITS[name]:.4g} bits per value")
 
 
 def test_the_sparse_codec_is_held_against_the_entropy_of_positions_and_two_bits(lines):

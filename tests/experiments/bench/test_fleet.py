@@ -79,9 +79,9 @@ def test_a_worker_that_ends_or_falls_silent_is_an_error_and_the_others_end_too(e
                 workers[0].tell(command)
             await hear_all(workers, "never", timeout_s)
 
-    with pytest.raises(WorkerFailed, match="worker 0 ended"):
+    with pytest.raises(WorkerFailed, match="worker 0 ended early"):
         asyncio.run(main(30.0, "die"))
-    with pytest.raises(WorkerFailed, match="did not say 'never' within 0 s"):
+    with pytest.raises(WorkerFailed, match="did not send 'never' within 0 s"):
         asyncio.run(main(0.05))
     assert len(pids) == 4
     assert not [pid for pid in pids if alive(pid)]

@@ -38,7 +38,7 @@ def test_states_that_differ_after_the_same_round_are_not_passed_over():
     async def main():
         for worker in (a, b, a):
             await watch.next(worker)
-        with pytest.raises(Diverged, match="b has another state than others after round 2"):
+        with pytest.raises(Diverged, match="after round 2, the state of b differs from the others"):
             await watch.next(b)
 
     asyncio.run(main())

@@ -70,7 +70,7 @@ def test_the_ratio_is_that_of_tokens_a_second_in_the_same_turn():
     waiting = metric_of(SMALLEST, turns, "waiting", "overlap.7.waiting")
     assert waiting.ratio == 0.5
     assert "merged 0 steps later" in waiting.note
-    assert "2.00 s of computing, 0.50 s without" in waiting.note
+    assert "2.00 s of computing per piece and worker, 0.50 s without" in waiting.note
 
 
 def answer(*rounds):

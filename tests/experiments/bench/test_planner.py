@@ -54,7 +54,7 @@ def test_over_the_optimum_is_the_worst_case(monkeypatch):
     monkeypatch.setattr(planner, "plan", worse)
     metric = planner.over_optimum(planner.QUICK)
     assert metric.value == metric.ratio == pytest.approx(1.5)
-    assert "0 are missed, at worst 1.0000" in metric.note
+    assert "misses 0 optima, at worst 1.0000" in metric.note
 
 
 def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
@@ -76,7 +76,7 @@ def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
             theirs[gain],
             ratio,
         )
-        assert f"gcp 3 s to {theirs[gain]:.0f} s" in metric.note
+        assert f"gcp 3 s against {theirs[gain]:.0f} s" in metric.note
 
 
 def test_the_optimum_is_the_least_of_all_partitions():

@@ -63,7 +63,7 @@ def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
 def test_where_a_rate_cannot_be_had_the_note_says_so_first(monkeypatch):
     monkeypatch.setattr(sync, "obstacle", lambda: "no root here")
     metric = measure(Size(60_000), 2, Options(repeats=1, rate_bits=1e8))
-    assert metric.note.startswith("NOT at the rate that was asked for (no root here)")
+    assert metric.note.startswith("NOT at the requested rate (no root here)")
     assert metric.yardstick < 0.1
 
 

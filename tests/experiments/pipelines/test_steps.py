@@ -85,12 +85,12 @@ def test_1f1b_s_depths_count_down_to_the_last_stage():
 
 def test_a_stage_that_waits_for_too_many_forwards_is_refused_unless_gradients_go_first():
     line = pipeline(2, HopTime(1.0), StageTime(1.0, 1.0))
-    with pytest.raises(ValueError, match="let none grow"):
+    with pytest.raises(ValueError, match="give depths that never grow"):
         step_s(line, 4, [1, 2])
     assert step_s(line, 4, [1, 2], "backward_first") == pytest.approx(4 * line.round_trip_s())
 
 
 @pytest.mark.parametrize(("microbatches", "depths"), [(0, [1, 1]), (1, [1]), (1, [1, 0])])
 def test_a_step_without_microbatches_or_depths_is_refused(microbatches, depths):
-    with pytest.raises(ValueError, match="a depth a stage"):
+    with pytest.raises(ValueError, match="a depth of at least 1 for each stage"):
         step_s(pipeline(2, HopTime(1.0), StageTime(1.0, 1.0)), microbatches, depths)

@@ -234,7 +234,7 @@ def test_a_stage_that_fits_nobody_is_refused_with_its_need_and_the_remedy():
 def test_too_few_large_machines_for_two_large_stages_are_refused():
     machines = [machine(memory=7 * GB), *(machine(memory=2 * GB) for _ in range(3))]
     with pytest.raises(
-        ValueError, match="1 of 4 machines have that, and 1 larger stages need 1 of them"
+        ValueError, match="1 of 4 machines have that much, and the larger stages need 1 of them"
     ):
         split(PLAIN, machines, stages=2, replicas=1)
 
@@ -242,10 +242,10 @@ def test_too_few_large_machines_for_two_large_stages_are_refused():
 @pytest.mark.parametrize(
     ("machines", "stages", "replicas", "reason"),
     [
-        (2, 3, 1, "cannot make 3 stages; take 1 to 2 stages"),
+        (2, 3, 1, "cannot form 3 stages; give 1 to 2 stages"),
         (2, None, 3, "fewer replicas"),
-        (9, 0, 3, "cannot make 0 stages"),
-        (40, 13, 1, "12 layers cannot make 13 stages"),
+        (9, 0, 3, "cannot form 0 stages"),
+        (40, 13, 1, "12 layers cannot form 13 stages"),
         (9, 3, 0, "0 replicas"),
     ],
 )
@@ -263,7 +263,7 @@ def test_impossible_measurements_are_refused_by_name(wrong):
 
 
 def test_an_impossible_model_is_refused_by_name():
-    with pytest.raises(ValueError, match="edge_bytes of nan"):
+    with pytest.raises(ValueError, match="edge_bytes is nan"):
         ModelCosts(2, GB, 0, 0, 0, edge_bytes=float("nan"))
     with pytest.raises(ValueError, match="0 layers"):
         ModelCosts(0, GB, 0, 0, 0, 0)

@@ -188,11 +188,11 @@ def test_a_stage_without_a_node_is_refused(nodes, stages):
 @pytest.mark.parametrize(
     ("sizes", "work", "reason"),
     [
-        ((3, 3), 100, r"\(3, 3\) nodes take 6, but there are 8; give sizes"),
-        ((8, 0), 100, "each at least one"),
-        ((), 100, f"0 stages cannot be planned; take 1 to {MAX_STAGES}"),
+        ((3, 3), 100, r"\(3, 3\) nodes need 6, but there are 8; give sizes"),
+        ((8, 0), 100, "give each stage at least one node"),
+        ((), 100, f"cannot plan 0 stages; give 1 to {MAX_STAGES}"),
         ((1,) * 17, 100, "17 stages"),
-        ((4, 4), 0, "allow at least 1"),
+        ((4, 4), 0, "give at least 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(sizes, work, reason):

@@ -82,19 +82,19 @@ def test_a_region_that_is_not_there_is_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("[9, 2]", "[8, 2]", "latency_ms from a to b is 9.0, back it is 8.0"),
-        ("[[5, 3], [3, 7]]", "[[5, 3]]", "bandwidth is no table of 2 by 2"),
-        ("[3, 7]", "[3]", "bandwidth is no table of 2 by 2"),
+        ("[9, 2]", "[8, 2]", "latency_ms from a to b is 9.0, but back it is 8.0"),
+        ("[[5, 3], [3, 7]]", "[[5, 3]]", "bandwidth is not a table of 2 by 2"),
+        ("[3, 7]", "[3]", "bandwidth is not a table of 2 by 2"),
         ("[5, 3], [3", "[5, 0], [0", "bandwidth from a to b is 0.0"),
         ("[5, 3]", "[nan, 3]", "bandwidth from a to a is nan"),
         ('"b"', '"a"', "named twice"),
         ("1000", "-1", "unit_bytes"),
         ("source", "sauce", "sauce"),
-        ("[here]", "[here", "correct it"),
+        ("[here]", "[here", "correct the file"),
         (
             "bandwidth = ",
             'released = [{ pair = ["a", "c"], bandwidth = 1 }]\nbandwidth = ',
-            "no pair of regions",
+            "is not a pair of its regions",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_preset_that_is_named_for_a_budget_is_its_method_s_first_trial(preset)
 
 def test_a_preset_that_does_not_exist_is_refused(one_method):
     with pytest.raises(
-        Usage, match="preset 'best-10': there is none of this name; did you mean 'best-100'"
+        Usage, match="preset 'best-10': there is no preset with this name; did you mean 'best-100'"
     ):
         quality_arms.read(text().replace("why =", 'preset = "best-10"\nwhy ='))
 
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_refused_with_its_place(one_method, written, said):
 
 def test_a_method_without_trials_is_named(monkeypatch):
     monkeypatch.setattr(quality_arms, "METHODS", {**catalog.METHODS, "newest": object})
-    with pytest.raises(Usage, match="it has no method newest; give each 4 trials a budget"):
+    with pytest.raises(Usage, match="it has no method newest; give each 4 trials per budget"):
         quality_arms.load()
 
 

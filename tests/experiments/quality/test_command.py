@@ -95,7 +95,7 @@ def test_one_metric_alone_is_measured_at_its_budget(farflock, asked):
     ("arguments", "named"),
     [
         (["quality.share.dilco.100"], "did you mean 'quality.share.diloco.100'?"),
-        (["quality", "codec"], "quality has no metric of this name"),
+        (["quality", "codec"], "quality has no metric with this name"),
         (["quality", "--budget", "50"], "--budget"),
         (["quality", "--quick", "--record", "page.md"], "leave out --quick"),
         (["quality", "--rate", "10mbit"], "--rate"),

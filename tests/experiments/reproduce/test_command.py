@@ -76,7 +76,7 @@ def test_a_dry_run_prints_the_configuration_and_its_hash_and_does_nothing(farflo
     ("arguments", "said"),
     [
         (["intervall"], "did you mean 'interval'"),
-        (["interval", "--all"], "leave out one of the two"),
+        (["interval", "--all"], "leave out --all or NAME"),
         (["interval", "--tier", "tpu"], "'tpu' is not one of"),
         (["single", "--record", "/nowhere/page.md", "--tier", "ci"], "cannot be read"),
     ],

@@ -84,7 +84,7 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
     ("before", "after", "said"),
     [
         ("question", "qestion", "did you mean 'question'"),
-        ("[arms.short]", "[arms.ddp]", "this line is in every recipe anyway; leave it out"),
+        ("[arms.short]", "[arms.ddp]", "every recipe includes this baseline; leave it out"),
         (
             "label",
             "lable",
@@ -99,36 +99,40 @@ def test_a_sweep_becomes_an_arm_for_each_value_of_an_option_inside_a_table(recip
             'arms = ["short", "lang"]',
             "there is no arm 'lang'; did you mean 'long'",
         ),
-        ('arms = ["short", "long"]', 'arms = ["short"]', "ordering takes two arms or more"),
+        (
+            'arms = ["short", "long"]',
+            'arms = ["short"]',
+            "ordering takes at least two arms and no limits",
+        ),
         ("says =", 'metric = "los"\nsays =', "'los' is not known; did you mean 'loss'"),
-        ('"ordering"', '"within"', "within without limits says nothing"),
+        ('"ordering"', '"within"', "within needs a limit; give it `low`, `high` or both"),
         ('"ordering"', '"bound"\nhigh = 1', "bound compares 1 arms, not 2"),
-        ('"ordering"', '"within"\nlow = 2\nhigh = 1', "low 2.0 lies above high 1.0; swap them"),
+        ('"ordering"', '"within"\nlow = 2\nhigh = 1', "low 2.0 is above high 1.0; swap them"),
         ('"ordering"', '"optimum"', "arm short has no sweep"),
         (
             "batch = 4",
             "batch = 5",
-            "5 sequences per step cannot be shared evenly by the 2 peers of all; "
+            "5 sequences per step cannot be shared evenly by the 2 peers of all arms; "
             "choose a multiple of 2",
         ),
         ('model = "tiny"', 'model = "tinny"', "did you mean 'tiny'"),
         ('model = "tiny"', "model = { dim = 3 }", "correct its sizes"),
-        ("seq = 8", "seq = 800", "800 tokens do not fit the model's context of 64; shorten them"),
+        ("seq = 8", "seq = 800", "800 tokens do not fit the model's context of 64; give a smaller"),
         ("seeds = [1]\n", "", "seeds"),
         ("seeds = [1]\n", "seeds = [1]\nsteps = 0\n", "steps"),
         (
             'label = "H = 1"',
             'label = "H = 1"\nspeeds = [1.0]',
-            "arm short has 1 speeds for 2 peers; name one for each peer",
+            "arm short has 1 speeds for 2 peers; give one for each peer",
         ),
         ('label = "H = 1"', 'label = "H = 1"\nlate = 1.0', "late"),
         (
             "[arms.short]",
             "[arms]\nx = 1\n[arms.short]",
-            "each arm is a table; write it as [arms.NAME]",
+            "each arm must be a table; write it as [arms.NAME]",
         ),
         ("[[verdict]]", "[[verdicts]]", "did you mean 'verdict'"),
-        ("[[verdict]]", "[verdict]", "each rule is a table; write it as [[verdict]]"),
+        ("[[verdict]]", "[verdict]", "each rule must be a table; write it as [[verdict]]"),
         ("tiers.ci", "tiers.cy", "tiers"),
     ],
 )
@@ -141,7 +145,7 @@ def test_late_peers_need_a_period_to_be_late_for(recipe_text):
     text = recipe_text.replace("period = 1, ", "").replace(
         'label = "H = 1"', 'label = "H = 1"\nlate = 0.5'
     )
-    assert "name options.period too" in refused(text)
+    assert "set options.period too" in refused(text)
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name():

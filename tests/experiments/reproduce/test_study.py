@@ -127,7 +127,7 @@ def test_where_communication_gains_nothing_nothing_can_be_told(played, recipe_te
     )
     (finding,) = mine.judged(results)
     assert finding.word == UNKNOWN
-    assert "too little to tell" in finding.reason
+    assert "too little to judge by" in finding.reason
 
 
 def test_an_arm_that_diverged_in_one_seed_has_no_loss(played, recipe_text):
@@ -147,7 +147,7 @@ def test_a_rate_at_which_an_arm_diverges_is_not_chosen(played, recipe_text):
 
 
 def test_arms_that_trained_other_tokens_than_planned_are_refused(played, recipe_text):
-    with pytest.raises(Failure, match="short trained 120 tokens: planned were 128"):
+    with pytest.raises(Failure, match="short trained 120 tokens: 128 were planned"):
         played(recipe_text, loss, metrics=lambda job: {"tokens": 120} if period(job) == 1 else {})
 
 
