@@ -1,10 +1,11 @@
-/* The codecs' loops. module.c includes this file once for each instruction set, with SET(name) naming that set's copy
- * and TARGET telling the compiler what it may use. Plain C that the compiler vectorises: no intrinsics, so one text
- * serves all processors. Every float operation is one that the torch version does too, separately rounded (the build
- * forbids contraction), and everything else is integers: the bytes and values are the same to the bit.
+/* The codecs' loops. module.c includes this file once for each instruction set: SET(name) names
+ * that set's copy of a function, and TARGET tells the compiler which instructions it may use. This
+ * is plain C that the compiler vectorises; without intrinsics, one text serves all processors.
+ * Every float operation is one that the torch version does too, rounded separately (the build
+ * forbids contraction), and everything else is integers, so bytes and values agree to the bit.
  *
- * Each encoder returns false, having written whatever, if a value
- * is NaN or infinite; each decoder returns false, having written nothing, if no correct encoder wrote the payload.
+ * An encoder returns false if a value is NaN or infinite; its output is then undefined. A decoder
+ * returns false if no correct encoder wrote the payload; it has then written nothing.
  */
 
 /* The largest magnitude, as bits: INFINITY_BITS or above if one value is not finite. */
@@ -72,14 +73,16 @@ TARGET static bool SET(encode_fp16)(const loose_f32 *x, struct shape s, uint8_t 
         most = magnitude > most ? magnitude : most;
         magnitude = magnitude < 0x477FE000 ? magnitude : 0x477FE000; /* 65504 */
         int32_t usual = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
-        int32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000; /* 0.5's last bit is worth 2^-24 */
-        int32_t rounded = magnitude < 0x38800000 ? small : usual;         /* 2^-14, the least that is not denormal */
+        /* 0.5's last bit is worth 2^-24. */
+        int32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
+        /* 0x38800000 is 2^-14, the smallest half that is not denormal. */
+        int32_t rounded = magnitude < 0x38800000 ? small : usual;
         half[i] = (uint16_t)(rounded | (bits[i] >> 16 & 0x8000));
     }
     return most < INFINITY_BITS;
 }
 
-/* Whether all halves are finite: below `infinity` without their sign. */
+/* True if all halves are finite: below `infinity` without their sign. */
 TARGET static bool SET(halves_are_finite)(const loose_u16 *half, size_t count, int16_t infinity)
 {
     int16_t most = 0;
@@ -110,7 +113,8 @@ TARGET static bool SET(decode_fp16)(const uint8_t *in, struct shape s, loose_f32
     for (size_t i = 0; i < s.count; i++) {
         int32_t magnitude = (half[i] & 0x7FFF) << 13;
         int32_t usual = magnitude + 0x38000000;
-        int32_t small = bits_of(float_of(magnitude + 0x38800000) - 0x1p-14f); /* no float here is denormal itself */
+        /* No float in this sum is denormal itself. */
+        int32_t small = bits_of(float_of(magnitude + 0x38800000) - 0x1p-14f);
         uint32_t sign = (uint32_t)(half[i] & 0x8000) << 16;
         bits[i] = (int32_t)(sign | (uint32_t)(magnitude < 0x00800000 ? small : usual));
     }
@@ -119,15 +123,16 @@ TARGET static bool SET(decode_fp16)(const uint8_t *in, struct shape s, loose_f32
 
 /* --- blocks of codes that share a scale: blocks.py --- */
 
-/* code = round(x / divisor) + zero, ties to even: so is a small number rounded that is added to ROUND, and the whole
- * number it becomes fills the sum's low bits. */
-TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor, float zero, uint8_t *code)
+/* code = round(x / divisor) + zero, ties to even. Adding a small number to ROUND rounds it so, and
+ * leaves the resulting integer in the sum's low bits. */
+TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor, float zero,
+                                 uint8_t *code)
 {
     for (size_t i = 0; i < count; i++)
         code[i] = (uint8_t)bits_of(x[i] / divisor + (ROUND + zero));
 }
 
-/* Whether all scales are 0 or within their limits. */
+/* True if every scale is 0 or within its limits. */
 TARGET static bool SET(scales_are_good)(const uint8_t *in, size_t blocks, struct levels levels)
 {
     const loose_u32 *bits = (const loose_u32 *)in;
@@ -145,9 +150,9 @@ TARGET static bool SET(holds)(const uint8_t *bytes, size_t count, uint8_t wanted
     return found;
 }
 
-/* Writes each block's scale, and one code a value. */
-TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct levels levels, loose_f32 *scale,
-                               uint8_t *code)
+/* Write each block's scale, and one code per value. */
+TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct levels levels,
+                                      loose_f32 *scale, uint8_t *code)
 {
     for (size_t at = 0; at < s.count; at += s.block) {
         size_t some = least(s.block, s.count - at);
@@ -163,7 +168,8 @@ TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct
 
 TARGET static bool SET(encode_int8)(const loose_f32 *x, struct shape s, uint8_t *out)
 {
-    return SET(encode_blocks)(x, s, LEVELS_INT8, (loose_f32 *)out, out + 4 * blocks_of(s.count, s.block));
+    uint8_t *code = out + 4 * blocks_of(s.count, s.block);
+    return SET(encode_blocks)(x, s, LEVELS_INT8, (loose_f32 *)out, code);
 }
 
 TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32 *out)
@@ -171,7 +177,8 @@ TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32
     size_t blocks = blocks_of(s.count, s.block);
     const loose_f32 *scale = (const loose_f32 *)in;
     const int8_t *code = (const int8_t *)in + 4 * blocks;
-    if (!SET(scales_are_good)(in, blocks, LEVELS_INT8) || SET(holds)(in + 4 * blocks, s.count, 0x80))
+    if (!SET(scales_are_good)(in, blocks, LEVELS_INT8) ||
+        SET(holds)(in + 4 * blocks, s.count, 0x80))
         return false;
     for (size_t at = 0; at < s.count; at += s.block) {
         size_t stop = at + least(s.block, s.count - at);
@@ -182,7 +189,7 @@ TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
-/* Two codes to a byte; an odd last one has the filler beside it. */
+/* Two codes per byte; an odd last code shares its byte with a filler. */
 TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
 {
     size_t blocks = blocks_of(s.count, s.block), bytes = blocks_of(s.count, 2);
@@ -197,7 +204,7 @@ TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t 
     return good;
 }
 
-/* Whether no half of a byte is 0, and the filler, if there is one, is code 0. */
+/* True if no half of a byte is 0, and the filler, if there is one, is code 0. */
 TARGET static bool SET(pairs_are_good)(const uint8_t *packed, size_t count)
 {
     uint8_t wrong = 0;
@@ -228,7 +235,7 @@ TARGET static bool SET(decode_int4)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
-/* --- top-k: the largest magnitudes of each chunk, of equal ones the first --- */
+/* --- top-k: the largest magnitudes of each chunk; among equal ones, the first --- */
 
 TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_t least_bits)
 {
@@ -238,7 +245,8 @@ TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_
     return (size_t)found;
 }
 
-/* By bisection, a bound that at least k of the numbers reach: k + slack at most, or fewer than k reach a higher one. */
+/* Find by bisection a bound that at least k of the numbers reach: either at most k + slack reach
+ * it, or fewer than k reach any higher bound. */
 TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t k, size_t slack)
 {
     int32_t low = 0, high = INFINITY_BITS;
@@ -255,8 +263,9 @@ TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t 
     return low;
 }
 
-/* The largest magnitude of each column, where the chunk's values stand in rows of so many columns. */
-TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t columns, loose_i32 *peaks)
+/* The largest magnitude of each column, where the chunk's values form rows of `columns` values. */
+TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t columns,
+                                     loose_i32 *peaks)
 {
     const loose_i32 *bits = (const loose_i32 *)x;
     memset(peaks, 0, columns * sizeof *peaks);
@@ -267,8 +276,9 @@ TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t co
         }
 }
 
-/* Numbers, rising, of those that reach the bound. */
-TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t bound, loose_i32 *found)
+/* Ascending indices of the values that reach the bound. */
+TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t bound,
+                                   loose_i32 *found)
 {
     size_t taken = 0;
     for (size_t i = 0; i < count; i++) {
@@ -278,14 +288,16 @@ TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t 
     return taken;
 }
 
-/* Places and magnitudes, rising by place, of all values that reach the bound; they lie in the columns kept.column. */
-TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t columns, size_t hit, int32_t bound,
-                          struct kept kept)
+/* Places and magnitudes, in ascending order of place, of all values that reach the bound; they lie
+ * in the columns kept.column. */
+TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t columns, size_t hit,
+                                 int32_t bound, struct kept kept)
 {
     const loose_i32 *bits = (const loose_i32 *)x;
     size_t found = 0;
     for (size_t start = 0; start < count; start += columns) {
-        while (hit && start + (size_t)kept.column[hit - 1] >= count) /* in the last row, which may be short */
+        /* The last row may be short. */
+        while (hit && start + (size_t)kept.column[hit - 1] >= count)
             hit--;
         for (size_t i = 0; i < hit; i++) {
             size_t place = start + (size_t)kept.column[i];
@@ -298,8 +310,9 @@ TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t column
     return found;
 }
 
-/* Puts the places of the k largest of `count` values, rising, into kept.place; false if a value is not finite. As many
- * columns' peaks reach a bound, so many values do at least, and few more: these alone are compared again. */
+/* Put the places of the k largest of `count` values, in ascending order, into kept.place; return
+ * false if a value is not finite. If the peaks of k columns reach a bound, at least k values do,
+ * and few more: only these are compared again. */
 TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struct kept kept)
 {
     size_t columns = blocks_of(count, blocks_of(count, 4 * k));
@@ -310,10 +323,10 @@ TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struc
     size_t hit = SET(reaching)(kept.bits, columns, bound, kept.column);
     size_t found = SET(gather)(x, count, columns, hit, bound, kept);
     if (found < k)
-        return false; /* somebody changes the values now */
+        return false; /* another thread is changing the values */
     bound = SET(bound_of)(kept.bits, found, k, 0);
     size_t surplus = SET(count_from)(kept.bits, found, bound) - k, taken = 0;
-    for (size_t i = found; surplus; i--) /* of those that equal the bound, leave out the last */
+    for (size_t i = found; surplus; i--) /* of the values equal to the bound, leave out the last */
         if (kept.bits[i - 1] == bound) {
             kept.bits[i - 1] = -1;
             surplus--;
@@ -350,7 +363,7 @@ TARGET static bool SET(encode_topk)(const loose_f32 *x, struct shape s, uint8_t 
     return good;
 }
 
-/* Whether positions rise and stay inside their chunk, and no bit after the last is set. */
+/* True if positions rise and stay inside their chunk, and no bit after the last one is set. */
 TARGET static bool SET(positions_are_good)(const uint8_t *in, struct shape s)
 {
     size_t kept = kept_of(s), i = 0;
@@ -373,7 +386,8 @@ TARGET static bool SET(decode_topk)(const uint8_t *in, struct shape s, loose_f32
     size_t blocks = blocks_of(s.count, s.chunk), i = 0;
     const loose_f32 *scale = (const loose_f32 *)(in + position_bytes(s));
     const uint8_t *code = (const uint8_t *)(scale + blocks);
-    if (!SET(scales_are_good)((const uint8_t *)scale, blocks, LEVELS_INT8) || SET(holds)(code, kept_of(s), 0x80))
+    if (!SET(scales_are_good)((const uint8_t *)scale, blocks, LEVELS_INT8) ||
+        SET(holds)(code, kept_of(s), 0x80))
         return false;
     if (!SET(positions_are_good)(in, s))
         return false;
@@ -382,7 +396,7 @@ TARGET static bool SET(decode_topk)(const uint8_t *in, struct shape s, loose_f32
         memset(out + start, 0, count * sizeof *out);
         for (size_t stop = i + least(s.block, count); i < stop; i++) {
             size_t place = position(in, i, s.bits);
-            if (place < count) /* also if somebody changes the payload now */
+            if (place < count) /* another thread may be changing the payload */
                 out[start + place] = (float)(int8_t)code[i] * *scale;
         }
     }

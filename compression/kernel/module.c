@@ -1,14 +1,16 @@
-/* farflock.compression._kernel: encoding and decoding in one pass through memory, with the bits of the torch version.
+/* farflock.compression._kernel: encode and decode in one pass through memory, with results equal to
+ * the torch version's to the bit.
  *
  *   SETS: names of the instruction sets that this processor runs, the plainest first.
- *   encode(set, codec, x, count, block, chunk, out) -> bool: append the payload of the floats x to the bytearray out.
+ *   encode(set, codec, x, count, block, chunk, out) -> bool: append the payload of the floats x to
+ *       the bytearray out.
  *   decode(set, codec, payload, x, count, block, chunk) -> bool: overwrite the floats x.
  *   peak(set, x, count) -> float: the largest magnitude; NaN if one is NaN.
  *
- * x is the address of `count` float32 that the caller keeps alive: a tensor's data_ptr(), which takes a tenth of the
- * time that a buffer made from a tensor does. `block` and `chunk` are the codec's numbers, 0 where it has none. False
- * means "not this": nothing has changed, and the caller asks the torch version, which says what is wrong. Python's lock
- * is not held while the loops run.
+ * x is the address of `count` float32 that the caller keeps alive: a tensor's data_ptr(), which
+ * takes a tenth of the time of a buffer made from the tensor. `block` and `chunk` are the codec's
+ * numbers, 0 where it has none. False means that the input is not valid: nothing has changed, and
+ * the caller asks the torch version, which says what is wrong. The loops run without Python's lock.
  */
 
 #define Py_LIMITED_API 0x030B0000
@@ -27,7 +29,7 @@ enum { PIECE = 1024, INT4_ZERO = 8, INFINITY_BITS = 0x7F800000, MIN_SCALE_BITS =
 
 #define ROUND 0x1.8p23f
 
-/* Unaligned: payloads lie anywhere. */
+/* Unaligned, since payloads start at any address. */
 typedef float loose_f32 __attribute__((aligned(1), may_alias));
 typedef int32_t loose_i32 __attribute__((aligned(1), may_alias));
 typedef uint32_t loose_u32 __attribute__((aligned(1), may_alias));
@@ -36,7 +38,8 @@ typedef uint16_t loose_u16 __attribute__((aligned(1), may_alias));
 enum codec { FP32, FP16, BF16, INT8, INT4, TOPK, CODECS };
 static const char *const NAMES[CODECS] = {"fp32", "fp16", "bf16", "int8", "int4", "topk"};
 
-/* How many values, and the codec's numbers: values a block, or those kept of a chunk; bits of a position in a chunk. */
+/* The number of values, and the codec's numbers: `block` values per block, or kept of each chunk,
+ * and `bits` per position in a chunk. */
 struct shape {
     size_t count, block, chunk;
     unsigned bits;
@@ -46,7 +49,8 @@ struct levels {
     float top, zero;   /* the largest code, and how code 0 is written */
     int32_t max_scale; /* bits of the largest scale whose product with the largest code is finite */
 };
-static const struct levels LEVELS_INT8 = {127, 0, 0x7C010203}, LEVELS_INT4 = {7, INT4_ZERO, 0x7E124924};
+static const struct levels LEVELS_INT8 = {127, 0, 0x7C010203};
+static const struct levels LEVELS_INT4 = {7, INT4_ZERO, 0x7E124924};
 
 static inline int32_t bits_of(float x)
 {
@@ -64,9 +68,13 @@ static inline float float_of(int32_t bits)
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-static inline size_t blocks_of(size_t count, size_t block) { return count / block + (count % block != 0); }
+static inline size_t blocks_of(size_t count, size_t block)
+{
+    return count / block + (count % block != 0);
+}
 
-/* The scale of values whose largest magnitude has these bits; `divisor` makes all codes 0 where the scale is 0. */
+/* The scale of values whose largest magnitude has these bits; where the scale is 0, `divisor` makes
+ * all codes 0. */
 static inline float scale_of(int32_t most, struct levels levels, float *divisor)
 {
     int32_t bits = bits_of(float_of(most) / levels.top);
@@ -78,7 +86,10 @@ static inline float scale_of(int32_t most, struct levels levels, float *divisor)
 
 /* --- top-k's positions: `bits` bits each, lowest first, one after the other --- */
 
-static inline size_t kept_of(struct shape s) { return s.count / s.chunk * s.block + least(s.block, s.count % s.chunk); }
+static inline size_t kept_of(struct shape s)
+{
+    return s.count / s.chunk * s.block + least(s.block, s.count % s.chunk);
+}
 
 static inline size_t position_bytes(struct shape s) { return blocks_of(kept_of(s) * s.bits, 8); }
 
@@ -101,7 +112,7 @@ static inline void put_rest(struct stream *s)
         *s->to = (uint8_t)s->held;
 }
 
-/* The i-th position. Reads four bytes: after the last position follow a scale and a code at least. */
+/* The i-th position. It reads four bytes, since a scale and a code follow the last position. */
 static inline uint32_t position(const uint8_t *in, size_t i, unsigned bits)
 {
     return *(const loose_u32 *)(in + i * bits / 8) >> i * bits % 8 & ((1u << bits) - 1);
@@ -131,8 +142,10 @@ struct loops {
 
 /* clang-format off */
 #define LOOPS(set) { set, SET(peak), \
-    {SET(encode_fp32), SET(encode_fp16), SET(encode_bf16), SET(encode_int8), SET(encode_int4), SET(encode_topk)}, \
-    {SET(decode_fp32), SET(decode_fp16), SET(decode_bf16), SET(decode_int8), SET(decode_int4), SET(decode_topk)} }
+    {SET(encode_fp32), SET(encode_fp16), SET(encode_bf16), \
+     SET(encode_int8), SET(encode_int4), SET(encode_topk)}, \
+    {SET(decode_fp32), SET(decode_fp16), SET(decode_bf16), \
+     SET(decode_int8), SET(decode_int4), SET(decode_topk)} }
 /* clang-format on */
 
 #define SET(name) name##_plain
@@ -164,7 +177,7 @@ static size_t runnable(const struct loops *found[2])
     return count;
 }
 
-/* --- Python's side: whatever comes in is checked here --- */
+/* --- Python's side: all arguments are checked here --- */
 
 static const struct loops *loops_of(const char *set)
 {
@@ -172,7 +185,8 @@ static const struct loops *loops_of(const char *set)
     for (size_t i = runnable(found); i--;)
         if (!strcmp(found[i]->set, set))
             return found[i];
-    PyErr_Format(PyExc_ValueError, "this processor or build has no instruction set '%s'; see SETS", set);
+    PyErr_Format(PyExc_ValueError,
+                 "this processor or build has no instruction set '%s'; choose one of SETS", set);
     return NULL;
 }
 
@@ -185,15 +199,15 @@ static int codec_of(const char *name)
     return -1;
 }
 
-/* What the arguments ask for. */
+/* The parsed arguments of a call. */
 struct call {
     const struct loops *loops;
     int codec;
     struct shape shape;
 };
 
-static bool understand(struct call *call, const char *set, const char *name, Py_ssize_t count, Py_ssize_t block,
-                       Py_ssize_t chunk)
+static bool understand(struct call *call, const char *set, const char *name, Py_ssize_t count,
+                       Py_ssize_t block, Py_ssize_t chunk)
 {
     call->loops = loops_of(set);
     call->codec = call->loops ? codec_of(name) : -1;
@@ -204,8 +218,10 @@ static bool understand(struct call *call, const char *set, const char *name, Py_
     fits = fits && (!blocks || (block >= 1 && (call->codec == INT8 || block % 2 == 0)));
     fits = fits && (!chunks || (block >= 1 && block <= chunk / 2));
     if (!fits) {
-        PyErr_Format(PyExc_ValueError, "%s of %zd values with block %zd and chunk %zd is not possible", name, count,
-                     block, chunk);
+        PyErr_Format(PyExc_ValueError,
+                     "the kernel cannot run %s on %zd values with block %zd and chunk %zd; "
+                     "give numbers that the codec allows",
+                     name, count, block, chunk);
         return false;
     }
     call->shape = (struct shape){(size_t)count, (size_t)block, (size_t)chunk, 0};
@@ -242,11 +258,13 @@ static PyObject *encode(PyObject *self, PyObject *args)
     Py_ssize_t before = PyByteArray_Size(out);
     if (PyByteArray_Resize(out, before + (Py_ssize_t)payload_bytes(&call)) < 0)
         return NULL;
-    if (PyObject_GetBuffer(out, &to, PyBUF_WRITABLE) < 0) /* keeps `out` where it is while the lock is let go */
+    /* The buffer keeps `out` in place while the lock is released. */
+    if (PyObject_GetBuffer(out, &to, PyBUF_WRITABLE) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     if (count) /* an empty tensor's address is 0 */
-        good = call.loops->encode[call.codec]((const loose_f32 *)(uintptr_t)x, call.shape, (uint8_t *)to.buf + before);
+        good = call.loops->encode[call.codec]((const loose_f32 *)(uintptr_t)x, call.shape,
+                                              (uint8_t *)to.buf + before);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&to);
     if (!good && PyByteArray_Resize(out, before) < 0)
@@ -267,7 +285,8 @@ static PyObject *decode(PyObject *self, PyObject *args)
     bool understood = understand(&call, set, name, count, block, chunk);
     if (understood && (size_t)payload.len == payload_bytes(&call)) {
         Py_BEGIN_ALLOW_THREADS
-        good = !count || call.loops->decode[call.codec](payload.buf, call.shape, (loose_f32 *)(uintptr_t)x);
+        good = !count || call.loops->decode[call.codec](payload.buf, call.shape,
+                                                        (loose_f32 *)(uintptr_t)x);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&payload);
