@@ -13,6 +13,9 @@ from mkdocs.utils import get_relative_url
 
 DRAWING = ("assets/mermaid.min.js", "assets/diagrams.js")
 CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.DOTALL)
+CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
+MAX_SHORT_CELL = 50  # characters
 OPTION = re.compile(r"(?<![^\s>])--?[a-z][\w-]*")
 REMOTE = "https://unpkg.com/"  # from where the theme's script would load what we have here
 
@@ -55,14 +58,19 @@ def _fits(page: str, pattern: str, named: set[str]) -> bool:
 
 
 def on_page_content(html: str, **_: Any) -> str:  # noqa: ANN401 - the rest of MkDocs' arguments
-    """Mark the options in inline code, so that the style sheet keeps a line break out of them."""
+    """Mark options in inline code, and cells of much text, for the style sheet."""
+    return CELL.sub(_with_class, CODE.sub(_with_options, html))
 
-    def marked(code: re.Match[str]) -> str:
-        if code[0].startswith("<pre"):
-            return code[0]
-        return OPTION.sub(r'<span class="option">\g<0></span>', code[0])
 
-    return CODE.sub(marked, html)
+def _with_options(code: re.Match[str]) -> str:
+    if code[0].startswith("<pre"):
+        return code[0]
+    return OPTION.sub(r'<span class="option">\g<0></span>', code[0])
+
+
+def _with_class(cell: re.Match[str]) -> str:
+    is_long = len(TAG.sub("", cell[1])) > MAX_SHORT_CELL
+    return f'<td class="text">{cell[1]}</td>' if is_long else cell[0]
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
