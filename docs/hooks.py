@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import fnmatch
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-MERMAID = "assets/mermaid.min.js"
+DRAWING = ("assets/mermaid.min.js", "assets/diagrams.js")
+CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.DOTALL)
+CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
+MAX_SHORT_CELL = 50  # characters
+OPTION = re.compile(r"(?<![^\s>])--?[a-z][\w-]*")
 REMOTE = "https://unpkg.com/"  # from where the theme's script would load what we have here
 
 
@@ -51,12 +57,30 @@ def _fits(page: str, pattern: str, named: set[str]) -> bool:
     return same_folder and page not in named and fnmatch.fnmatch(page, pattern)
 
 
+def on_page_content(html: str, **_: Any) -> str:  # noqa: ANN401 - the rest of MkDocs' arguments
+    """Mark options in inline code, and cells of much text, for the style sheet."""
+    return CELL.sub(_with_class, CODE.sub(_with_options, html))
+
+
+def _with_options(code: re.Match[str]) -> str:
+    if code[0].startswith("<pre"):
+        return code[0]
+    return OPTION.sub(r'<span class="option">\g<0></span>', code[0])
+
+
+def _with_class(cell: re.Match[str]) -> str:
+    is_long = len(TAG.sub("", cell[1])) > MAX_SHORT_CELL
+    return f'<td class="text">{cell[1]}</td>' if is_long else cell[0]
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Add the script that draws diagrams to the pages that have some."""
+    """Add the scripts that draw diagrams to the pages that have some."""
     if 'class="mermaid"' not in output:
         return output
-    script = f'<script src="{get_relative_url(MERMAID, page.url)}"></script>'
-    return output.replace("</head>", f"{script}</head>", 1)
+    scripts = "".join(
+        f'<script src="{get_relative_url(script, page.url)}"></script>' for script in DRAWING
+    )
+    return output.replace("</head>", f"{scripts}</head>", 1)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

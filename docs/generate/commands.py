@@ -50,10 +50,18 @@ def _section(name: str, command: click.Command) -> str:
     rows = [_row(each, context) for each in options]
     parts = [
         f"```text\nfarflock {name} {usage}\n```",
-        inspect.cleandoc(command.help or ""),
+        _help(command),
         table(("option", "value", "default", "meaning"), rows),
     ]
     return "\n\n".join(parts)
+
+
+def _help(command: click.Command) -> str:
+    """Return the text of `--help`; a paragraph that click does not wrap becomes a code block."""
+    text, _, examples = inspect.cleandoc(command.help or "").partition("\b\nExamples:\n")
+    if not examples:
+        return text
+    return f"{text}Examples:\n\n```sh\n{inspect.cleandoc(examples)}\n```"
 
 
 def _row(option: click.Option, context: click.Context) -> tuple[str, ...]:
@@ -87,4 +95,4 @@ def _range(kind: "click.IntRange | click.FloatRange") -> str:
 def _default(option: click.Option) -> str:
     value = option.default
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return code(value) if plain and not option.is_flag else ""
+    return code(str(value).replace("\n", r"\n")) if plain and not option.is_flag else ""

@@ -55,3 +55,13 @@ def test_words_that_do_not_fit_the_code_are_refused(tmp_path, before, after, sai
     done = made(script=script)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_rows_stay_on_one_line_and_no_control_character_is_left():
+    """A default of a new line, and the mark by which click leaves a paragraph unwrapped."""
+    pages = {path.name: path.read_text() for path in SCRIPT.parent.glob("reference/*.md")}
+    assert pages
+    for name, text in pages.items():
+        assert not [each for each in text if ord(each) < ord(" ") and each != "\n"], name
+        rows = [line for line in text.splitlines() if line.startswith("|") and " | " in line]
+        assert all(row.endswith("|") for row in rows), name

@@ -93,13 +93,25 @@ def test_a_browser_fetches_nothing_from_elsewhere(built):
 
 
 @pytest.mark.ci_more
-def test_pages_with_diagrams_bring_the_script_that_draws_them(built):
+def test_pages_with_diagrams_bring_the_scripts_that_draw_them(built):
     target, _ = built
     pages = [path for path in target.rglob("*.html") if 'class="mermaid"' in path.read_text()]
     assert target / "architecture.html" in pages
     for path in pages:
-        (script,) = [each for each in read(path.read_text()).loads if "mermaid" in each]
-        assert (path.parent / unquote(script)).is_file()
+        loads = read(path.read_text()).loads
+        drawing = [each for each in loads if each.endswith(("mermaid.min.js", "diagrams.js"))]
+        assert len(drawing) == 2
+        assert "mermaid" in drawing[0], "the second script changes the first"
+        assert all((path.parent / unquote(script)).is_file() for script in drawing)
+
+
+@pytest.mark.ci_more
+def test_an_option_in_inline_code_is_marked_and_code_blocks_are_left_alone(built):
+    target, _ = built
+    page = (target / "how-to" / "run-behind-nat.html").read_text()
+    marked = '<span class="option">--no-listen</span>'
+    assert f"{marked}</code>" in page
+    assert not [block for block in re.findall(r"(?s)<pre.*?</pre>", page) if marked in block]
 
 
 def test_something_remote_would_be_found():
