@@ -4,7 +4,7 @@ A view changes at most every `view_s`. The first live member in the seeded order
 one; the others step in one after the other if it is silent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -13,14 +13,13 @@ from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
-from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest
+from farflock.swarm.protocol.axes import Floor
 from farflock.swarm.protocol.decide import TAKEOVER_S, AcceptanceRules, Decision, Sends
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5  # half of `TAKEOVER_S`, so that a lost message rarely costs a turn
 HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
-MAX_REFUSED = 1024  # removals that a member refused in one decision and remembers
 # Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
 # the decision.
 ROUNDS_AHEAD = 2
@@ -144,7 +143,7 @@ class NextView:
                     self._identity,
                     newest,
                     begins=lambda floor: floor if self._hurries else ahead(floor),
-                    leaves=lambda: self._admission.leaves,
+                    leaving=lambda: self._admission.candidates.leaving,
                 ),
             )
         return self._decision
@@ -195,15 +194,11 @@ def ahead(floor: Floor) -> Floor:
 
 
 class ViewRules(AcceptanceRules):
-    """A view must begin after every round that this member took part in under the previous view,
-    and list this member until it leaves.
+    """A view must begin after every round that this member took part in under the previous view.
 
-    A member that can refuse its own removal is alive. The proposer took it for dead, perhaps
-    because of a network cut that has healed; if that proposer left next, a swarm of two would have
-    no member.
-
-    `begins` maps a floor to the rounds at which the view should begin; `leaves` tells whether this
-    member has said goodbye. Members sign the next view, to convince outsiders."""
+    A proposer keeps every member that promised, unless `leaving` returns it: a member that answers
+    is alive, whatever its links looked like (docs/decisions/022). `begins` maps a floor to the
+    rounds at which the view should begin. Members sign the next view, to convince outsiders."""
 
     # Members are at different rounds: each reports its floor before a proposal.
     in_step = False
@@ -215,39 +210,29 @@ class ViewRules(AcceptanceRules):
         view: View,
         *,
         begins: Callable[[Floor], Floor],
-        leaves: Callable[[], bool],
+        leaving: Callable[[], Collection[PeerId]],
     ) -> None:
-        self._context, self._identity = context, identity
-        self._begins, self._leaves = begins, leaves
+        self._context, self._identity, self._view = context, identity, view
+        self._begins, self._leaving = begins, leaving
         self._checker = views.checker(context.run, view)
-        # Views without this member that it refused: they stay refused when it leaves (see
-        # `AcceptanceRules`). Once they are too many to remember, it refuses every such view.
-        self._refused: set[bytes] = set()
 
     def floor(self, value: bytes) -> Floor:
         """Return an empty floor for an acceptable view, else the lowest acceptable one."""
-        if floor := self._context.views.floor(value, self._context.floor):
-            return floor
-        view = views.decode_view(value)
-        is_full = len(self._refused) >= MAX_REFUSED
-        may_go = self._leaves() and not is_full and view.hash not in self._refused
-        if self._context.me in view.peers or may_go:
-            return NO_FLOOR
-        if not is_full:
-            self._refused.add(view.hash)
-        return highest(self._context.floor, (view.first_round + 1,))
+        return self._context.views.floor(value, self._context.floor)
 
     def min_floor(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
         return self._context.floor
 
-    def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """Return the view, beginning late enough for all members that answered, and as none that
-        this member has refused."""
-        raw = views.lifted(value, self._begins(floor))
-        while (view := views.decode_view(raw)).hash in self._refused:
-            raw = views.lifted(raw, (view.first_round + 1,))
-        return raw
+    def revised(self, value: bytes, floor: Floor, promised: Collection[int]) -> bytes:
+        """Return the view, beginning late enough for all members that promised, and with them."""
+        leaving = self._leaving()
+        present = {
+            member
+            for index in promised
+            if (member := self._view.members[index]).peer not in leaving
+        }
+        return views.revised(value, self._view, self._begins(floor), present)
 
     def sign(self, text: bytes) -> bytes:
         """Return this peer's signature."""

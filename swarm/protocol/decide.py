@@ -24,7 +24,7 @@ ballots. A proposer has the states of the table:
 - *decided*: a quorum has accepted its value ("accepted"), or it was told of a decision ("learned").
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,7 +81,7 @@ class AcceptanceRules:
     Every implementation obeys one law: once `floor` has refused a value that is not the last one
     accepted here, it refuses that value forever. Members whose floors are far apart are not
     `in_step` and must not skip phase 1: each reports its `min_floor`, and a proposer's own value is
-    `lifted` to the highest."""
+    `revised` by these and by the promises."""
 
     in_step = True
 
@@ -93,8 +93,9 @@ class AcceptanceRules:
         """Return the lowest floor of a value that could be accepted here."""
         return NO_FLOOR
 
-    def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """Return the value, changed to begin at `floor` or later."""
+    def revised(self, value: bytes, floor: Floor, promised: Collection[int]) -> bytes:
+        """Return the value as phase 1 requires it: to begin at `floor` or later, and to suit the
+        members (indices) that promised, which are therefore alive."""
         return value
 
     def sign(self, text: bytes) -> bytes:
@@ -304,11 +305,11 @@ class Decision:
         # Any quorum shares a member with every quorum that may have chosen a value before.
         if not is_quorum(proposer.promises.keys(), self.size):
             return []
-        # A value that may have been chosen is repeated as it is; only our own is lifted.
-        bound = proposer.bound_to(self.size)
-        proposer.put(
-            self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound
-        )
+        # A value that may have been chosen is repeated as it is; only our own is revised.
+        value = proposer.bound_to(self.size)
+        if value is None:
+            value = self.rules.revised(proposer.value, self.known_floor, proposer.promises.keys())
+        proposer.put(value)
         return self._second_phase()
 
     def _second_phase(self) -> Sends:

@@ -145,12 +145,21 @@ def decode_view(raw: bytes) -> View:
     return view
 
 
-def lifted(raw: bytes, floor: Floor) -> bytes:
-    """Return the proposal, changed to begin at these rounds at the earliest."""
+def revised(raw: bytes, before: View, floor: Floor, present: Collection[Member]) -> bytes:
+    """Return the proposal, changed to begin at these rounds at the earliest and to keep the
+    members of the view `before` that are `present`, except those that come back in a new life."""
     view = decode_view(raw)
     first_round, *stage_rounds = highest(view.begins, floor)
+    kept = {*view.members, *(member for member in present if member.peer not in view.peers)}
+    staying = tuple(member for member in before.members if member in kept)
+    coming = tuple(member for member in view.members if member not in staying)
     return encode(
-        msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds))
+        msgspec.structs.replace(
+            view,
+            first_round=first_round,
+            stage_rounds=tuple(stage_rounds),
+            members=(staying + coming)[:MAX_MEMBERS],
+        )
     )
 
 

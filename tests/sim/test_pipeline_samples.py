@@ -277,7 +277,7 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
 
 
 def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeypatch):
-    """The audit can fail: who ignores tags computes a backward pass with another visit's
+    """The audit can fail: a server that ignores tags computes a backward pass with another visit's
     activation."""
     honest = ServerMemory.input
 
@@ -287,7 +287,7 @@ def test_a_server_that_takes_what_it_has_for_what_was_meant_is_found_out(monkeyp
         except NotHeld:
             (sample,) = request.visit.samples
             (name,) = _names(caller, request.source, Visit((sample,)))
-            entry = self._got.cache.get(name)
+            entry = self.received.cache.get(name)
             if entry is None:
                 raise
             return entry.values.double()[None]

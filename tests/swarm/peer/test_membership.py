@@ -21,7 +21,6 @@ from farflock.swarm.messages import (
     ViewQuery,
     Views,
 )
-from farflock.swarm.peer.next_view import MAX_REFUSED
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import Member, View, view_key
@@ -296,49 +295,25 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     await task
 
 
-def rules_of(node):
-    return node.peer.membership.next_view._ensure_decision().rules
-
-
-@in_virtual_time(2)
-async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_leaves(herd):
+@in_virtual_time(3)
+async def test_a_proposer_keeps_the_members_that_promised_and_have_not_said_goodbye(herd):
     node = herd.nodes[0]
     newest = node.peer.context.views.newest
-    rules = rules_of(node)
-    last = newest.first_round + 1000
+    rules = node.peer.membership.next_view._ensure_decision().rules
+    alone = views.encode(View(newest.number + 1, newest.hash, 10**6, newest.members[:1]))
 
-    def without_it(first_round):
-        return views.encode(View(newest.number + 1, newest.hash, first_round, newest.members[1:]))
+    def members(*promised):
+        return views.decode_view(rules.revised(alone, (), promised)).members
 
-    assert (
-        rules.floor(views.encode(View(newest.number + 1, newest.hash, last, newest.members))) == ()
-    )
-    assert rules.floor(without_it(last)) == (last + 1,)
-    node.peer.leave()
-    assert rules.floor(without_it(last)) == (last + 1,), "what was refused stays refused"
-    assert rules.min_floor() < (last,), "no proposal moves where the next view may begin"
-    assert rules.floor(rules.lifted(without_it(last), rules.min_floor())) == ()
+    assert members(0) == newest.members[:1]
+    assert members(0, 2) == (newest.members[0], newest.members[2])
+    assert members(2, 1, 0) == newest.members
+    node.peer.membership.admission.candidates.leaving.add(newest.peers[2])
+    assert members(0, 1, 2) == newest.members[:2]
 
 
 @in_virtual_time(2)
-async def test_a_member_that_refused_too_many_removals_to_remember_accepts_none(herd):
-    node = herd.nodes[0]
-    newest = node.peer.context.views.newest
-    rules = rules_of(node)
-
-    def without_it(number):
-        rounds = newest.first_round + 1000 + number
-        return views.encode(View(newest.number + 1, newest.hash, rounds, newest.members[1:]))
-
-    for number in range(MAX_REFUSED):
-        assert rules.floor(without_it(number))
-    node.peer.leave()
-    assert rules.floor(without_it(0))
-    assert rules.floor(without_it(MAX_REFUSED)), "it may have refused this one as well"
-
-
-@in_virtual_time(2)
-async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forward_a_view_of_itself(
+async def test_two_that_a_cut_parted_keep_each_other_although_one_took_the_other_for_dead(
     herd,
 ):
     """The senior hears nothing of the cut: frames towards it pass again when the junior has given
@@ -358,7 +333,8 @@ async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forwar
     herd.network.life = lambda me, peer: (
         "dead" if given_up[0] and me == junior.id else life(me, peer)
     )
-    await until(lambda: (junior.id,) in told, 30, "the junior's proposal")
+    await until(lambda: told, 30, "the junior's proposal")
+    assert set(told[0]) == {junior.id, senior.id}, "it removed a member that had answered it"
     given_up[0] = False
     junior.quiet = True
     await junior.peer.part()

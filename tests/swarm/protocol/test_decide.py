@@ -263,7 +263,7 @@ def test_members_out_of_step_tell_their_floors_before_any_value_is_accepted():
                 floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
                 in_step=False,
                 min_floor=lambda me=me: (begun[me] + 1,),
-                lifted=lambda value, floor: b"%d" % max(int(value), *floor),
+                revised=lambda value, floor, promised: b"%d" % max(int(value), *floor),
             ),
         )
         for me in range(4)

@@ -21,8 +21,8 @@ from farflock.swarm.protocol.views import (
     decode_view,
     encode,
     genesis,
-    lifted,
     next_members,
+    revised,
     signature_domain,
     view_key,
 )
@@ -182,10 +182,18 @@ def test_a_promise_for_a_view_holds_back_rounds_of_stages_until_it_is_decided():
     assert not chain.blocked(3, 0)
 
 
-def test_a_proposal_is_lifted_by_axis_to_where_it_may_begin():
+def test_a_proposal_is_revised_by_axis_to_where_it_may_begin():
     view = View(2, bytes(32), 7, MEMBERS[:4], (3, 9))
-    assert decode_view(lifted(encode(view), (5, 4, 8, 2))).begins == (7, 4, 9, 2)
-    assert decode_view(lifted(encode(view), ())) == view
+    assert decode_view(revised(encode(view), view, (5, 4, 8, 2), ())).begins == (7, 4, 9, 2)
+    assert decode_view(revised(encode(view), view, (), MEMBERS[:4])) == view
+
+
+def test_a_proposal_keeps_the_members_that_are_present_in_their_places():
+    before = View(2, bytes(32), 7, MEMBERS[:4])
+    restarted = Member(MEMBERS[2].peer, 99)
+    proposal = View(3, before.hash, 8, (MEMBERS[0], restarted, MEMBERS[4]))
+    kept = decode_view(revised(encode(proposal), before, (), MEMBERS[1:3])).members
+    assert kept == (MEMBERS[0], MEMBERS[1], restarted, MEMBERS[4])
 
 
 def test_a_stage_is_served_by_the_peers_that_said_so_and_by_every_full_replica():
