@@ -1,4 +1,4 @@
-"""What may import what, and what must not be imported early.
+"""The allowed imports, and the modules that must not be imported early.
 
 import-linter checks the directions too (`make imports`); here are the rules that it cannot
 express, and their proof in a fresh interpreter.

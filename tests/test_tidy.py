@@ -80,7 +80,7 @@ def imported(tree):
 
 
 def loose_ends(tree):
-    """What lets a stranger's bytes run, or hides an error."""
+    """Code that lets a stranger's bytes run, or hides an error."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func) in {
             "eval",

@@ -33,7 +33,10 @@ STOP_BY = 0.8  # latest freeze: a frozen founder admits no peer, so it first wai
 STOPPED_S = 8.0
 HOLD_AT = 0.55  # share at which the peers wait for a newcomer that has not joined yet
 NEWCOMER_TIMEOUT_S = 90.0  # for a newcomer to be admitted and to take part in a round
-SLOW_STEP_S = 0.5  # per step, until a round has included the newcomer
+# Per step, until a round has included the newcomer. The ten or so steps between two rounds must be
+# shorter than half a round's deadline: with longer ones, two peers out of phase wait for each other
+# in turn, and every round closes with one of them.
+SLOW_STEP_S = 0.1
 MIN_RUN_S = 15.0  # a faster run would be over between two checks of its peers' statuses
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0

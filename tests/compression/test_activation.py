@@ -111,8 +111,7 @@ def ctx_limit(encode, ctx):
 
 
 def twin(name, x, ctx):
-    """What the flat codec of the same name makes of the values: memoryless ones must do the
-    same."""
+    """The result of the flat codec of the same name; a codec without memory must equal it."""
     c, out, payload = codec(name), torch.empty(x.numel()), bytearray()
     c.encode(x.reshape(-1), ctx.flat(), payload)
     c.decode(payload, ctx.flat(), out)

@@ -47,7 +47,7 @@ def message_of(sender, x, ctx):
 
 
 def held(one, sample):
-    """What an end remembers of a sample, as float32; None if nothing."""
+    """The value of a sample that an end remembers, as float32, or None."""
     entry = one.cache.get(sample)
     return None if entry is None else entry.values.float()
 
@@ -301,7 +301,7 @@ def tag_of(half):
 
 
 def attempt(receiver, message, ctx, meant):
-    """What the receiver asks for, or () if it used what was meant."""
+    """The samples that the receiver asks for again, or () if it used the values meant."""
     try:
         used = receiver.decode(message, ctx)
     except ResyncNeeded as needed:

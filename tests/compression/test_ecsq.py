@@ -31,7 +31,7 @@ def codes_of(x, step):
 
 
 def sure_bits(codes):
-    """What signs and lists take at most, whatever their order."""
+    """The maximum bytes of signs and lists, in any order."""
 
     def most(count, total):
         return min(count * (width + 1) + (total >> width) for width in range(17)) if count else 0

@@ -38,7 +38,7 @@ def context(direction="forward", version=None):
 
 
 def activation(version):
-    """What weights in this version would make."""
+    """The result with weights of this version."""
     return BASES[version].fixed_VD[TOKENS] + INSIDE
 
 

@@ -39,7 +39,7 @@ def applied(text, diff):
 
 
 def pattern(said):
-    """What a command must print, where `...` stands for anything and line breaks for spaces."""
+    """A command's required output: `...` stands for anything, line breaks for spaces."""
     return ".*".join(re.escape(part) for part in re.split(r"\.\.\.", " ".join(said.split())))
 
 

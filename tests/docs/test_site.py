@@ -16,7 +16,7 @@ IN_CSS = re.compile(r"(?:@import\s+[\"']?|url\(\s*[\"']?)(?:https?:)?//[^\s\"')]
 
 
 class Loads(HTMLParser):
-    """What a page makes a browser load by itself, and where its links lead."""
+    """The addresses that a page makes a browser load by itself, and those that it links to."""
 
     def __init__(self):
         super().__init__()

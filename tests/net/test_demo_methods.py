@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def demo(method: str, folder: Path) -> dict[str, object]:
-    """What `farflock demo` says of this method on its last line."""
+    """The facts on the last line of `farflock demo` with this method."""
     command = [
         sys.executable,
         "-m",
@@ -52,7 +52,7 @@ def left_behind(folder: Path) -> list[int]:
 
 
 def said(folder: Path, peer: str) -> Status:
-    """What a peer last said of itself."""
+    """A peer's last status."""
     return read_status(folder / peer / "status.json")
 
 

@@ -76,7 +76,7 @@ def record(identity):
 
 
 async def stranger(address, mode, *keys):
-    """What a program that knows only hivemind reads: for each key, subkey to value."""
+    """The records that a program with hivemind alone reads: for each key, subkey to value."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

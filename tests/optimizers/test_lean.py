@@ -36,7 +36,7 @@ def work(made, replica, *gradients):
 
 
 def answer(made, exchange, *others, taken=((0, COUNT),), **more):
-    """What a group says to this message and the others' decoded ones."""
+    """A group's answer to this message and the others' decoded ones."""
     mine = round_trip(codec(made.codec), exchange.tensors["x"])
     every = [mine, *others] if taken else list(others)
     mean = {"x": round_trip(codec(made.return_codec), torch.stack(every).mean(dim=0))}

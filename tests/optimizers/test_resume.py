@@ -28,7 +28,7 @@ def fresh(quick, vectors, name, options):
 
 
 def result_of(exchange, failed):
-    """What a group of two might answer; `sent` is rounded, so that a residual remains."""
+    """A possible answer of a group of two; `sent` is rounded, so that a residual remains."""
     number = exchange.key.round + exchange.stride
     if failed:
         return Result("failed", number)

@@ -26,7 +26,7 @@ def work(made, replica, *gradients):
 
 
 def answer(made, exchange, *others, inside=True, **more):
-    """What a group says to this message and the others' decoded ones."""
+    """A group's answer to this message and the others' decoded ones."""
     mine = round_trip(codec(made.codec), exchange.tensors["x"])
     gathered = {
         f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))

@@ -107,8 +107,8 @@ class Ways:
 
 
 def check_ages(audit):
-    """How late the notes say that a gradient is is how late it is, and within the bound;
-    returns how often it was how late."""
+    """Check that the lateness in the notes is each gradient's lateness, and within the bound;
+    return the counts by lateness."""
     found = collections.Counter()
     for stage, rounds in audit.ages.items():
         versions = {

@@ -1,5 +1,4 @@
-"""What each method says that it sends, against the counter of the transport:
-nothing is sent that the formula does not know.
+"""The bytes that each method states, against the counter of the transport: nothing else is sent.
 
 Formulas are those of a round of the whole group, from the number of values and the codec (written
 out here once more): each of M peers' contributions to a mean goes to its reducer,

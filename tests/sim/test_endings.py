@@ -54,7 +54,7 @@ class Trainee(CountingTask):
 
 @dataclass(slots=True)
 class Ended:
-    """How one node has ended."""
+    """One node's end."""
 
     round: int
     tokens: int
@@ -151,7 +151,7 @@ class Endings:
 
 
 def ended(terms: Terms, seed: int) -> list[Ended]:
-    """How each node of a run has ended."""
+    """The end of each node of a run."""
 
     async def whole():
         return await Endings(terms, seed).run()

@@ -36,7 +36,7 @@ def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, wo
 
 
 def counted(one, stage=0):
-    """How many microbatches of each peer the rounds of a stage name."""
+    """The number of microbatches of each peer that a stage's rounds name."""
     return collections.Counter(peer for keys in one.named[stage].values() for peer, _ in keys)
 
 

@@ -45,7 +45,7 @@ class Codecs(Audit):
         server.serve = serving
 
     def codecs_of(self, stage):
-        """How many outputs of a stage went in each codec."""
+        """The number of a stage's outputs in each codec."""
         counts = collections.Counter()
         for (at, _, codec), count in self.answered.items():
             counts[codec] += count * (at == stage)

@@ -112,7 +112,7 @@ class Selective(Audit):
         )
 
     def table(self, version):
-        """What this version of the frozen embedding has to be."""
+        """The expected values of this version of the frozen embedding."""
         return (
             self.basis.fixed_VD
             if version == 1

@@ -39,7 +39,7 @@ def changed(**fields):
 
 
 def signed(body, signer=A, domain=b"record"):
-    """What a hostile owner can publish: any bytes, truly signed."""
+    """A record that a hostile owner can publish: any bytes, truly signed."""
     raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     return signer.sign(domain, raw) + raw
 

@@ -1,4 +1,4 @@
-"""What a record says of a member's part, and what is read of it."""
+"""A member's role as its record states it, and as others read it."""
 
 import pytest
 from hypothesis import given

@@ -85,7 +85,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def parameters(node: ast.ClassDef) -> list[ast.arg]:
-    """What `__init__` takes besides self; nothing where a dataclass or Struct generates it."""
+    """The parameters of `__init__` without self; none where a dataclass or Struct generates it."""
     found = [method.args for method in methods(node) if method.name == "__init__"]
     return [arg for args in found for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs][1:]]
 
@@ -98,7 +98,7 @@ def members(annotation: ast.expr | None) -> list[str]:
 
 
 def imports(trees: Trees) -> Graph:
-    """Which module imports which of the others, also inside functions."""
+    """The imports of each module among the others, also inside functions."""
     found: dict[str, set[str]] = {module: set() for module in trees}
     for module, tree in trees.items():
         for node in ast.walk(tree):

@@ -174,7 +174,7 @@ class ExchangeWorld:
         self.event(to, self.machines[to].receive, sender, message)
 
     def fetch(self, me, wanted, until_s):
-        """What the chunk store does: any live holder will do; patience ends after ten seconds."""
+        """Fetch as the chunk store does: from any live holder, for at most ten seconds."""
         there = [
             m for m in wanted.holders() if m not in self.crashed and wanted.digest in self.holds[m]
         ]
@@ -240,7 +240,7 @@ class ExchangeWorld:
         return next(machine.close for machine in self.machines if machine.close is not None)
 
     def check(self):
-        """What must hold at every end."""
+        """Check the rules that hold at every end."""
         decided = {machine.closing.decision.decided for machine in self.machines} - {None}
         assert len(decided) <= 1, "two close lists"
         if is_quorum(self.live, self.n) and not self.orphaned:

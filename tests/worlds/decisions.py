@@ -66,8 +66,7 @@ class Schedule:
         self.observe(me)
 
     def observe(self, me):
-        """What was decided at a member once stays, and is the same everywhere,
-        crashed ones included."""
+        """Check that a decision stays, and is the same at every member, crashed ones included."""
         value = self.members[me].decided
         if me in self.seen:
             assert value == self.seen[me], "a decision changed"

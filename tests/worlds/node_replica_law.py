@@ -275,7 +275,7 @@ def another_shape_is_refused_and_nothing_is_written(world):
 
 
 def moments_move_from_one_replica_to_another(world):
-    """What a DDP joiner does: all of a trained one's state, written into a fresh one."""
+    """Join as under DDP: write all of a trained replica's state into a fresh one."""
     module, optimizer = bare(1, 2, 3)
     world.replica.write(parameters_of(module), "param")
     for what in MOMENTS:

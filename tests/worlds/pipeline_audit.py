@@ -136,7 +136,7 @@ class Audit:
 
     @property
     def tale(self):
-        """What happened so far."""
+        """The events so far."""
         return self.sim.tale
 
     # what is recorded
@@ -331,7 +331,7 @@ class Audit:
         method.__class__ = Watched
 
     async def _measure(self, sim):
-        """What must stay small, at every peer, again and again."""
+        """Check, again and again, that each peer's tables stay small."""
         while True:
             await asyncio.sleep(0.25)
             for node in sim.nodes.values():
@@ -401,9 +401,8 @@ class Audit:
         return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
-        """What the backward pass `back` is to give, by name: one graph through all stages,
-        whose activations are those of the forward passes and whose derivatives those of the
-        backward passes."""
+        """The expected gradients of the backward pass `back`, by name: one graph through all stages,
+        with the activations of the forward and the derivatives of the backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
             return self.gradient(key)
         if isinstance(back, Whole):
@@ -473,7 +472,7 @@ class Audit:
         return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
     def call_stage(self, stage, weights, x):
-        """What a stage computes with these weights, in double precision."""
+        """A stage's result with these weights, in double precision."""
         return functional_call(
             self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,)
         )
@@ -540,8 +539,8 @@ class Audit:
         return done
 
     def check_finished(self, patience_s=60.0):
-        """What a trainer believes to count does count, at each stage; nothing is in doubt,
-        and nothing waits for ever."""
+        """Check that each microbatch that a trainer counts does count, at each stage; nothing is in
+        doubt, and nothing waits for ever."""
         assert not sum(
             node.trainer.commits.lost
             for node in self.sim.nodes.values()
@@ -575,7 +574,7 @@ class Audit:
 
 
 def begun_of(trainer):
-    """When its microbatches set out that do not count everywhere yet."""
+    """The start times of its microbatches that do not count everywhere yet."""
     return list(trainer.commits.begun_s.values())
 
 

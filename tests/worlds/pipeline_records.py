@@ -1,4 +1,4 @@
-"""What an audit of a simulated pipeline notes: passes, lives of servers, and what counts."""
+"""The notes of an audit of a simulated pipeline: passes, servers' lives, and counted work."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ class Whole:
 
 @dataclass
 class Life:
-    """What is seen of one life of a server."""
+    """The events of one life of a server."""
 
     number: int
     stage: int
@@ -56,5 +56,5 @@ class WatchedSums:
 
 
 def counted(noted):
-    """What counts of a round's notes, with how late it is; what is left out does not."""
+    """The counted microbatches in a round's notes, with their lateness."""
     return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}

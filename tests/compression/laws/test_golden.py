@@ -49,8 +49,8 @@ def case(name, x):
 
 @pytest.fixture
 def record(golden, values):
-    """What the golden file says: the input values of every case, and each codec's payload and
-    decoded values."""
+    """The golden file: the input values of every case, and each codec's payload and decoded
+    values."""
     inputs = [values(kind, count, seed=7) for kind, count in CASES]
     now = {
         "inputs": [as_hex(x) for x in inputs],

@@ -192,7 +192,7 @@ def most(count, total):
 
 
 def kept_of(n, k, chunk):
-    """How many values of each chunk topk2 keeps."""
+    """The number of values that topk2 keeps of each chunk."""
     sizes = [min(chunk, n - start) for start in range(0, n, chunk)]
     return [k if c == chunk else max(1, math.floor(c * k / chunk + 0.5)) for c in sizes]
 
@@ -329,7 +329,7 @@ def read(name, payload, n):
 
 
 def read_by_codec(name, payload, n):
-    """What `decode` makes of it, in the same form."""
+    """The result of `decode`, in the same form."""
     out = torch.empty(n)
     try:
         codec(name).decode(payload, Context(), out)

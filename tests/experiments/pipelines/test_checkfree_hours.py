@@ -58,8 +58,8 @@ def test_a_crossover_is_where_straight_lines_meet():
 
 
 def test_the_tables_hours_are_whole_numbers_of_evaluations():
-    """Which is how the iterations, and CheckFree's penalty, are known; but for checkpointing at 16
-    %, whose hours are those of 25,000 iterations at the other columns' 91.35 s."""
+    """The table's hours give the iterations and CheckFree's penalty, except for checkpointing at
+    16 %: its hours are those of 25,000 iterations at the other columns' 91.35 s."""
     found = {
         (name, rate): hours.iterations(name, at)
         for name in hours.TABLE

@@ -1,4 +1,4 @@
-"""What is tried is checked before anything runs: each method of the catalogue, four trials,
+"""Trials are checked before anything runs: each method of the catalogue, four trials,
 options that exist."""
 
 import pytest

@@ -13,7 +13,7 @@ from farflock.experiments.quality.runs import RunsFile
 
 @pytest.fixture
 def asked(monkeypatch, scores):
-    """What the benchmark was built with; nothing is measured, the scores are made up."""
+    """The arguments that the benchmark was built with; the scores are made up."""
     found = {}
 
     class Fake(quality.Bench):

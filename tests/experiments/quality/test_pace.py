@@ -1,4 +1,4 @@
-"""What is said about time: efforts in proportion, a share that never falls,
+"""Statements about time: efforts in proportion, a share that never falls,
 and words for seconds."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the three kinds of runs compute: lines, simulated swarms, and noise without gradients."""
+"""The results of the three kinds of runs: lines, simulated swarms, and noise without gradients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is printed, drawn and recorded is what was measured."""
+"""The printed, drawn and recorded numbers are the measured ones."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""What numbers over seeds amount to: claims hold, or fail, only beyond the tolerance."""
+"""Verdicts from numbers over seeds: a claim holds, or fails, only beyond the tolerance."""
 
 import math
 

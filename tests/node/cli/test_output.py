@@ -21,7 +21,7 @@ values = st.recursive(
 
 
 def with_null(value):
-    """What JSON can say of a value: the oracle."""
+    """The JSON form of a value: the oracle."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

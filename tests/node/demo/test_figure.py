@@ -1,4 +1,4 @@
-"""What figures share: units that fit, and labels that stay apart."""
+"""Every figure has units that fit, and labels that stay apart."""
 
 import itertools
 

@@ -47,7 +47,7 @@ class Sharded(law.Subject):
         self._together(END, 0)
 
     def follow(self):
-        """What the other processes do until the leader ends the case."""
+        """Serve the other processes until the leader ends the case."""
         act = BACKWARD
         while act != END:
             while self.replica.follow():

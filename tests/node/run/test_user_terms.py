@@ -1,4 +1,4 @@
-"""What peers with a model of their own must agree on, and what a joiner is told that does not."""
+"""The terms on which peers with their own models must agree, and the refusal of a joiner."""
 
 import msgspec
 import pytest

@@ -89,7 +89,7 @@ class Scene:
 
 
 def violations(main, arm="diloco"):
-    """What the watch says after `main(scene)`."""
+    """The watch's report after `main(scene)`."""
 
     async def whole():
         scene = Scene(arm)

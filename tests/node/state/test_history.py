@@ -180,7 +180,7 @@ def test_a_line_that_a_crash_cut_short_harms_no_other(tmp_path, clock):
 
 
 def trained(folder, name):
-    """How many steps the rows of a metric stand for."""
+    """The number of steps that a metric's rows stand for."""
     database = sqlite3.connect(folder / "run.db")
     with contextlib.closing(database):
         return database.execute(

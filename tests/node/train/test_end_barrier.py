@@ -1,4 +1,4 @@
-"""When a run of an exact method is over for a node, and the peers that it then waits for."""
+"""The end of a run of an exact method for a node, and the peers that it then waits for."""
 
 import asyncio
 import collections
@@ -114,7 +114,7 @@ def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_tr
 
 
 def ended_after_s(here, changes=(), stopping=lambda: False):
-    """How long it waits, and what it said it waited for just before each change."""
+    """The time that it waits, and the named wait just before each change."""
     together, taken, waits = EndBarrier(here, here, here), [], []
 
     async def main():

@@ -28,7 +28,7 @@ def everything(tensors):
 
 
 def norms(a, b, steps=1.0):
-    """What a peer says of the two layers of `replica`."""
+    """A peer's message about the two layers of `replica`."""
     return {"norms": torch.tensor([a, b]), "steps": torch.tensor([steps])}
 
 

@@ -55,8 +55,7 @@ def step(made, replica, seed):
 
 
 def answer(exchange, mean=None, ranges=None, **more):
-    """What a group says: my own part is the mean unless told otherwise; what codecs leave is all of
-    it."""
+    """A group's answer: the mean is my own part unless given, and codecs lose nothing."""
     count = exchange.tensors["blocks"].numel()
     taken = {"blocks": [(0, count)] if ranges is None else ranges}
     mean = exchange.tensors if mean is None else {"blocks": mean}

@@ -1,4 +1,4 @@
-"""Which parameters make a layer, by their names alone."""
+"""The parameters of each layer, by their names alone."""
 
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 

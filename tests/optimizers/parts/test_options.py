@@ -1,4 +1,4 @@
-"""What every method's constructor refuses, by method."""
+"""The options that each method's constructor refuses."""
 
 import math
 

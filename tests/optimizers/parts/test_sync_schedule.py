@@ -1,4 +1,4 @@
-"""When rounds are over, counted in steps or in seconds."""
+"""The ends of rounds, counted in steps or in seconds."""
 
 import math
 

@@ -36,7 +36,7 @@ class Loopback:
         self.steps[peer] += 1
 
     def due(self, peer: int):
-        """What the peer wants exchanged."""
+        """The exchanges that are due at the peer."""
         return self.methods[peer].due(self.replicas[peer], Progress(self.steps[peer]))
 
     def sync(self, *, missing=(), failed=()):
@@ -61,7 +61,7 @@ class Loopback:
         return asked
 
     def result(self, exchange, inside, mean, taken):
-        """What the swarm would say."""
+        """The swarm's result."""
         ranges = (
             {name: [(0, tensor.numel())] for name, tensor in exchange.tensors.items()}
             if taken

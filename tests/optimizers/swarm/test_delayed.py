@@ -119,8 +119,7 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
     loopback, data, period, mode
 ):
-    """What is in phi, on its way or to be sent again, and not sent yet is all that was ever
-    done."""
+    """The work in phi, under way, to be sent again and not sent yet is all the work done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
     cuts = data.draw(
@@ -225,8 +224,7 @@ def test_replacing_the_own_share_telescopes_so_that_replicas_stay_within_one_rou
 
 
 def drifted(loopback, refresh):
-    """How far two replicas that always train in opposite directions are from phi after 40
-    rounds."""
+    """The distances from phi, after 40 rounds, of two replicas that train against each other."""
 
     def opposite(peer, step, name, theta):
         return torch.full_like(theta, 0.25 if peer == "a" else -0.25)

@@ -1,4 +1,4 @@
-"""What the methods' specification promises of whole swarms, beyond single rounds."""
+"""The promises of the methods' specification for whole swarms, beyond single rounds."""
 
 import hashlib
 

@@ -44,7 +44,7 @@ def minus(a, b):
 
 
 def residual_of(peer):
-    """What error feedback holds back, by parameter, from the state that the method saves."""
+    """The residuals of error feedback, by parameter, in the state that the method saves."""
     own = saved(peer.method, "own")
     return {key.removeprefix("residual."): own[key] for key in own if key.startswith("residual.")}
 

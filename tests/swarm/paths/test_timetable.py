@@ -69,7 +69,7 @@ def test_with_room_for_one_microbatches_go_one_after_the_other():
 
 
 def test_what_comes_back_goes_first():
-    """When a has done the second forward pass, the third and the first one's loss are there."""
+    """The third pass and the first loss are there once a has done the second forward pass."""
     send = constant({"a": {"b": 0.0}, "b": {"a": 0.0}})
     times = timetable(plan([[(0, "a"), (1, "b")]] * 3), {"a": 1.0, "b": 0.5}, 3, send)
     ours = [

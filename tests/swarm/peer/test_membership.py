@@ -349,7 +349,7 @@ async def test_two_that_a_cut_parted_keep_each_other_although_one_took_the_other
 
 
 def stranger_frames(herd, sender):
-    """What somebody who is no member, in this life, might send to do harm."""
+    """Harmful messages from a peer that is not a member in this life."""
     node = herd.nodes[0]
     view = node.view
     key = Key("weights", node.applied + 1)

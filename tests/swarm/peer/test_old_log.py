@@ -16,8 +16,8 @@ from farflock.swarm.roles import NOTHING
 
 
 class Ears:
-    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order,
-    as soon as it is there."""
+    """The rounds of stage 0 from now on as an observer reads them: in order, as soon as they are
+    there."""
 
     def __init__(self, looker):
         self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0

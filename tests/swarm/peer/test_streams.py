@@ -1,4 +1,4 @@
-"""What a decided round means to a peer, from its close list and the chunks alone."""
+"""The outcome of a decided round for a peer, from its close list and the chunks alone."""
 
 import pytest
 from hypothesis import given

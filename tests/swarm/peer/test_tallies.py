@@ -19,7 +19,7 @@ MEMBERS = (
 
 
 class Port:
-    """What tallies need of a port."""
+    """The interface that tallies need."""
 
     me, incarnation = "me", 1
 

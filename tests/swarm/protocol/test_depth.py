@@ -99,7 +99,7 @@ def one_forward_one_back(depth, microbatches):
 
 
 def back_first(depth):
-    """What a server with a queue does: backwards first, forwards while there is room."""
+    """Serve a queue: backward passes first, forward passes while there is room."""
 
     def pick(stage, forwards, backs, can_forward, can_back):
         if can_back:

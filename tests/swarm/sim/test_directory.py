@@ -39,7 +39,7 @@ class TableWorld:
         return at_once(self.directories[number].announce(RUN, record(number, sequence, **fields)))
 
     def seen(self, number):
-        """Which (peer, sequence) one directory shows."""
+        """The (peer, sequence) pairs that one directory shows."""
         entries = [unseal(blob, RUN) for blob in at_once(self.directories[number].peers(RUN))]
         numbers = {identity(number).peer: number for number in range(len(self.directories))}
         return sorted((numbers[entry.peer], entry.sequence) for entry in entries)

@@ -81,7 +81,7 @@ def test_a_key_of_another_length_is_not_admitted():
 
 
 async def deliver(table: Gate, configure) -> zmq.Frame | None:
-    """What a CURVE server with this gate gets from a client within half a second."""
+    """The message that a CURVE server with this gate gets from a client within half a second."""
     context, loop = zmq.Context(), asyncio.get_running_loop()
     handler = ZapHandler(context, table)
     server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)

@@ -57,7 +57,7 @@ class Edge:
         self.number = 0
 
     def ask(self, samples):
-        """What a trainer says to the server before it, and what it knew."""
+        """A trainer's request to the server before it, and the outputs that it knew."""
         self.number += 1
         known = self.trainer.known(0, samples)
         return Forward(self.number, 0, -1, 5, known.visit), known
@@ -69,7 +69,7 @@ class Edge:
         return self.trainer.received(payload, request, known), payload
 
     def hand(self, samples, rows, server="b/1", back=False):
-        """What is handed to a server behind, and what that reads, or which rows it lacks."""
+        """The payload for the next server, and the values that it reads or the rows it lacks."""
         payload = self.trainer.handed(1, server, samples, rows)
         kind = Backward if back else Forward
         request = kind(

@@ -1,4 +1,4 @@
-"""Where a stage's state comes from when no peer has it: the ladder, and what strangers may send."""
+"""The sources of a stage's state when no peer has it, in order, and the limits on strangers."""
 
 import asyncio
 import logging
@@ -126,7 +126,7 @@ def begun(swarm, plan, index=1, after=9, saved=None, stages=STAGES):
 
 
 def layer(driver, stage):
-    """What it would evaluate, by the names within a layer."""
+    """The parameters that it would evaluate, by the names within a layer."""
     mine = f"model.layers.{stage}."
     return {
         name.removeprefix(mine): x

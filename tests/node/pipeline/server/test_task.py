@@ -1,4 +1,4 @@
-"""When a stage steps, and what its step is made of."""
+"""The time and the content of a stage's step."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ class Merged:
 
 
 class Group:
-    """What the rounds and the tallies of a stage's group say."""
+    """The rounds and the tallies of a stage's group."""
 
     def __init__(self):
         self.changed, self.others, self.said, self.calls, self.round = (

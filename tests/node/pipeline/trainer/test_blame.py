@@ -1,4 +1,4 @@
-"""Which server is to blame for a payload that cannot be decoded, and is avoided for it."""
+"""The server to blame for a payload that cannot be decoded is avoided."""
 
 import pytest
 

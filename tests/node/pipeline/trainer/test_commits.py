@@ -23,7 +23,7 @@ def test_only_the_last_numbers_are_remembered():
 
 
 class Heard:
-    """What a trainer hears of two stages: a test writes down what comes next."""
+    """The rounds of two stages as a trainer hears of them; a test writes the next ones."""
 
     stages = 2
 

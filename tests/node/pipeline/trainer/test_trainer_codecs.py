@@ -10,7 +10,7 @@ RAW, INT8 = CodecId("raw,raw", 1), CodecId("int8,int8", 1)
 
 
 def ways(entries):
-    """What each request says of its codecs, by stage."""
+    """The codecs that each request names, by stage."""
     return {entry.request.stage: (entry.request.came, entry.request.sends) for entry in entries}
 
 

@@ -65,8 +65,7 @@ def test_a_crash_at_any_step_costs_the_others_little_time_and_no_contribution(
 
 
 def uniform_after_a_crash():
-    """How many of these rounds go on without waiting for half of their time,
-    and how many are empty."""
+    """The number of rounds that go on without waiting for half of their time, and of empty ones."""
     slow = empty = 0
     for victim, step in itertools.product(range(4), range(0, 60, 2)):
         world = offering_world(2, n=4, kind="uniform")

@@ -1,5 +1,4 @@
-"""What members offered: one offer each, and a mean of those alone that started from the same
-state."""
+"""Members' offers: one each, and a mean of only those that started from the same state."""
 
 from farflock.swarm.messages import Key, Offer
 from farflock.swarm.protocol.exchange.offers import Offers
