@@ -401,7 +401,7 @@ class Audit:
         return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
-        """The expected gradients of the backward pass `back`, by name: one graph through all stages,
+        """The expected gradients of the backward pass `back`, by name: one graph, all stages,
         with the activations of the forward and the derivatives of the backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
             return self.gradient(key)

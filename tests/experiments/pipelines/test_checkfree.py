@@ -114,7 +114,7 @@ def test_a_checkpoint_sends_all_back_and_the_steps_are_spent_again(text):
         broken.train()
     broken.save()
     broken.train()
-    assert Recovery(broken, "checkpoint")(1) == "all from step 2"
+    assert Recovery(broken, "checkpoint")(1) == "all stages from step 2"
     assert [everything(served) for served in broken.stages] == [
         everything(served) for served in trained.stages
     ]
