@@ -46,14 +46,15 @@ class Brake:
 
     async def pause(self) -> None:
         """Wait until this step has taken the seconds in the file, or the node is to stop."""
-        while self._holds():  # noqa: ASYNC110 - another process writes the file
-            await asyncio.sleep(LOOK_EVERY_S)
+        while (left_s := self._left_s()) > 0.0:  # noqa: ASYNC110 - another process writes the file
+            await asyncio.sleep(min(left_s, LOOK_EVERY_S))
         self._stepped_s = time.monotonic()
 
-    def _holds(self) -> bool:
-        return not self._stopping() and time.monotonic() - self._stepped_s < min(
-            self._seconds(), MAX_STEP_S
-        )
+    def _left_s(self) -> float:
+        """Return how many seconds the current step still has to last."""
+        if self._stopping():
+            return 0.0
+        return self._stepped_s + min(self._seconds(), MAX_STEP_S) - time.monotonic()
 
     def may_begin(self, parts: int) -> bool:
         """Return whether one of the `parts` of a step may begin now, and count it if so."""

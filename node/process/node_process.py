@@ -63,7 +63,7 @@ JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
-REMEMBER_EVERY_S = 5.0
+REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start anew
 INVITE_LASTS_S = 7 * 24 * 3600
 STATUS_EVERY_S = 1.0
 PACE_SAMPLES = 10  # seconds over which the pace is measured
@@ -130,10 +130,12 @@ class NodeProcess:
 
     async def remember(self) -> None:
         """Keep the addresses of other members on disk for the next start."""
+        known: tuple[str, ...] = ()
         while True:
-            if others := self._others():
+            if (others := self._others()) and others != known:
                 with contextlib.suppress(OSError):  # a full disk must not end the node
                     AddressCache(self.machine.folder).write(self._invite(others))
+                    known = others
             await asyncio.sleep(REMEMBER_EVERY_S)
 
 

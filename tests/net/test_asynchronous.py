@@ -7,11 +7,11 @@ import collections
 import signal
 
 import pytest
-from worlds.node_processes import BATCH, described, fallen
+from worlds.node_processes import BATCH, FOREVER, STEP, described, fallen
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
-STALENESS, STEPS = 5, 200
+STALENESS = 5
 
 
 def delays(node):
@@ -25,21 +25,18 @@ def delays(node):
 
 
 def test_a_server_is_killed_and_another_comes_while_passes_of_several_rounds_are_on_their_way(run):
-    manifest = described(
-        5, STEPS, stages=2, staleness=STALENESS, asynchronous={"correction": "none"}
-    )
-    total = manifest.run.total_tokens
-    founder = run.found(manifest)
+    terms = {"staleness": STALENESS, "asynchronous": {"correction": "none"}}
+    founder = run.found(described(5, FOREVER, stages=2, **terms))
     run.servers(2, first=2)
     trainer = run.join("trainer", "--role", "trainer")
-    trainer.reaches(lambda status: status["tokens"] >= total // 20)
+    trainer.reaches(lambda status: status["tokens"] >= 10 * STEP)
     (victim, survivor) = run.serving(1)
     victim.kill()
     newcomer = run.join("newcomer", "--role", "stage:1")
     newcomer.reaches(
         lambda status: status["work"]["merged"] >= 3 and len(newcomer.events("delay")) >= 3
     )
-    founder.reaches(lambda status: status["tokens"] >= total // 5)
+    founder.reaches(lambda status: status["tokens"] >= 40 * STEP)
     for node in (alive := run.alive()):
         node.process.send_signal(signal.SIGTERM)
     for node in alive:

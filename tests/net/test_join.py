@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from farflock.node.process.brake import BRAKE
+
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +36,26 @@ view_s = 1.0
 start_peers = 2
 """
 COMMAND = (sys.executable, "-m", "farflock.node.cli")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
+
+
+@pytest.fixture(autouse=True)
+def slow_steps(tmp_path, monkeypatch):
+    """A status comes once a second, so no machine may train all tokens within one."""
+    (tmp_path / "brake").write_text("0.02")
+    monkeypatch.setenv(BRAKE, str(tmp_path / "brake"))
 
 
 def on_a_terminal(popen, command, out):
     """Run a command whose standard error is a terminal: what that showed, and the process."""
     ours, theirs = pty.openpty()
     process = popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=theirs,
+        env=os.environ | ENVIRONMENT,
     )
     os.close(theirs)
     shown = b""
@@ -74,7 +88,7 @@ def founder(nursery, tmp_path):
     ]
     with (tmp_path / "err.txt").open("wb") as err:
         process = nursery.popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=os.environ | ENVIRONMENT
         )
     yield process
     process.kill()

@@ -19,7 +19,8 @@ def found(run, manifest, role):
 
 
 def begun(run, steps):
-    """A replica that founds, a server of each of two stages, a trainer."""
+    """A replica that founds, a server of each of two stages, a trainer; slow until told."""
+    run.brake(0.2)
     manifest = described(4, steps, stages=STAGES)
     founder = found(run, manifest, "replica")
     servers = [run.join(f"server-{stage}", "--role", f"stage:{stage}") for stage in range(STAGES)]
@@ -41,6 +42,7 @@ def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     servers[1].kill()
     left = trainer.reaches(lambda status: len(status["members"]) == 3)
     before = replica.status()["work"]
+    run.brake(0.0)
     for node in (replica, servers[0], trainer):
         node.is_done()
 
@@ -67,6 +69,7 @@ def test_a_founding_replica_that_is_killed_comes_back_to_the_state_that_the_othe
     trainer.reaches(lambda status: len(status["members"]) == 3)
     again = run.start("founder", "run", run.folder / "run.toml", "--role", "replica")
     again.comes_in()
+    run.brake(0.0)
     for node in (again, *servers, trainer):
         node.is_done()
 

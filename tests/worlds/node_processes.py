@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from farflock.node.process.brake import BRAKE
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
 
@@ -60,7 +61,7 @@ def described(peers, steps, stages=3, **terms):
 class Node:
     """One command in a process of its own, and what it leaves in its folder."""
 
-    def __init__(self, popen, folder, *words):
+    def __init__(self, popen, folder, brake, *words):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         with (folder / "log.txt").open("ab") as log:
@@ -78,7 +79,7 @@ class Node:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", BRAKE: str(brake)},
             )
 
     @property
@@ -149,8 +150,12 @@ class Run:
         self._popen, self.folder, self.nodes = popen, folder, []
 
     def start(self, name, *words):
-        self.nodes.append(Node(self._popen, self.folder / name, *words))
+        self.nodes.append(Node(self._popen, self.folder / name, self.folder / "brake", *words))
         return self.nodes[-1]
+
+    def brake(self, step_s):
+        """Let each step of each node take at least this long, from now on."""
+        (self.folder / "brake").write_text(str(step_s))
 
     def found(self, manifest):
         (self.folder / "run.toml").write_bytes(manifest.canonical())
