@@ -15,7 +15,7 @@ import msgspec
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import Message, Offer, PairAccept, PairPropose, Piece, Ping, Pong
 
-VERSION = 4
+VERSION = 5
 _HEAD = struct.Struct("<2sBBQII")
 _CHECKSUM = struct.Struct("<I")
 _FIXED_BYTES = _HEAD.size + _CHECKSUM.size

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-MAX_SHARDS = 4096
+MAX_BUNDLES = 4096  # items of one exchange: a bundle of shards, of one member or of all
+MAX_CHANGES = 4096  # of one report of holdings
 MAX_MEMBERS = 64
 MAX_TRAIL = 512  # views that a peer keeps and may send
-MAX_VALUE_BYTES = 240 * 1024  # fits a close list of MAX_SHARDS items; fits in a frame
+MAX_VALUE_BYTES = 240 * 1024  # fits a close list of MAX_BUNDLES items; fits in a frame
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 8 * 1024  # body of a call or its answer, without payloads
 MAX_PAYLOADS = 4  # per call, and per answer
@@ -87,28 +88,35 @@ class Miss(_Message, frozen=True, tag="miss"):
 
 
 class Offer(_InView, frozen=True, tag="offer"):
-    """Digests of the sender's encoded shards; `state` is the hash of its state before the round."""
+    """Digests and sizes of the sender's bundles of encoded shards; `state` is the hash of its state
+    before the round."""
 
-    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_SHARDS)]
-    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
+    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     weight: Weight
     tokens: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class Reduced(_InView, frozen=True, tag="reduced"):
-    """The sender reduced this shard of the members in `mask` to the chunk `digest`."""
+    """The sender reduced this bundle of the members in `mask`; `digest` is that of the result."""
 
-    shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
+    bundle: Annotated[int, msgspec.Meta(ge=0, lt=MAX_BUNDLES)]
     digest: Digest
     size: Size
     mask: Mask
 
 
 class Holds(_InView, frozen=True, tag="holds"):
-    """The sender's holdings: the first 8 bytes of each item's digest (zeros: nothing)."""
+    """Changes of the sender's holdings, from its change `first` on; 12 bytes each: a place, and
+    the first 8 bytes of the digest there (zeros: nothing). `known` is how many of the receiver's
+    changes the sender knows, `offered` whether it has the receiver's offer
+    (swarm/protocol/exchange/holdings.py)."""
 
-    prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
+    first: Count
+    changes: Annotated[bytes, msgspec.Meta(max_length=12 * MAX_CHANGES)]
+    known: Count = 0
+    offered: bool = False
 
 
 class Tally(_Message, frozen=True, tag="tally"):
@@ -370,7 +378,7 @@ class Lineage(_Message, frozen=True, tag="lineage"):
 
 
 ChunkMessage = Want | Piece | Miss
-ShardMessage = Offer | Reduced | Holds
+ContentMessage = Offer | Reduced | Holds
 PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
 LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
@@ -382,7 +390,7 @@ BranchMessage = BranchAsk | BranchSign | Lineage
 
 Message = (
     ChunkMessage
-    | ShardMessage
+    | ContentMessage
     | PaxosMessage
     | LogMessage
     | PairMessage

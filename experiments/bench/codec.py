@@ -19,10 +19,10 @@ from farflock.compression.codec import Codec, Context
 from farflock.experiments.measure.metric import Metric, Options, load, medians, turns
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.errors import Usage
-from farflock.node.train.shards import SHARD_VALUES, ShardLayout, decode_all
+from farflock.node.train.shards import SEGMENT_VALUES, ShardLayout, decode_all
 
-VALUES = 16 * SHARD_VALUES  # 16 MiB
-QUICK_VALUES = SHARD_VALUES
+VALUES = 16 * SEGMENT_VALUES  # 16 MiB
+QUICK_VALUES = SEGMENT_VALUES
 WIDTH = 1e-3
 SEED = 20_261_121
 TURNS = 5  # rounds per repeat: each takes milliseconds
@@ -68,7 +68,7 @@ class Shards:
         """Encode and decode each shard; return the payloads' bytes."""
         written = 0
         for x, out in zip(
-            self.values.view(-1, SHARD_VALUES), self.out.view(-1, SHARD_VALUES), strict=True
+            self.values.view(-1, SEGMENT_VALUES), self.out.view(-1, SEGMENT_VALUES), strict=True
         ):
             payload = bytearray()
             written += self.codec.encode(x, Context(), payload)

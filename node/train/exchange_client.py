@@ -264,8 +264,12 @@ class ExchangeClient:
 
     def _stream(self, template: Exchange, noted: bool) -> Stream:
         shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
-        out = ShardLayout.of(shapes, codec(template.codec), self._run_seed)
-        back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
+        return_codec, group = codec(template.return_codec), _group_size(template)
+        comes_back = template.kind == "mean" and not group
+        out = ShardLayout.of(
+            shapes, codec(template.codec), self._run_seed, return_codec if comes_back else None
+        )
+        back = ShardLayout(out.shards, return_codec, self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(
@@ -279,7 +283,7 @@ class ExchangeClient:
             enough=template.enough,
             uniform=template.uniform or (noted and template.kind == "mean"),
             witnessed=noted,
-            group=_group_size(template),
+            group=group,
         )
         return Stream(
             name,

@@ -1,11 +1,12 @@
 """Tensors to shards and back: the layout, the payloads, and a reducer's mean of a shard.
 
-A shard is about 1 MiB of raw float32: a list of segments, each a flat range of one tensor, encoded
-separately. The layout is a pure function of names, shapes and codec, so all peers compute the same
+A shard is at most about 1 MiB encoded: a list of segments, each a flat range of one tensor, encoded
+separately. The layout is a pure function of names, shapes and codecs, so all peers compute the same
 one without communication. A shard's payload: for each segment its length (4 bytes, little endian)
 and the codec's bytes (docs/wire-format.md).
 """
 
+import contextlib
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from farflock.compression.payload import largest
 from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.protocol.exchange.streams import Reduction
 
-SHARD_VALUES = 262_144
+SEGMENT_VALUES = 262_144  # 1 MiB of float32: what a peer decodes, adds and encodes at a time
+SHARD_BYTES = 1024 * 1024  # encoded, in the codec of whichever direction needs more
 MAX_ABS = 2.0**100  # no real update is larger; the bound keeps a weighted mean finite
 MAX_MEAN = MAX_ABS / 2  # leaves room for the return codec to round up
 MIN_WEIGHT = 2.0**-100  # a smaller total may be 0 in float32
@@ -28,12 +30,15 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The flat range [start, stop) of one tensor with `columns` columns (0: a vector)."""
+    """The flat range [start, stop) of one tensor with `columns` columns (0: a vector).
+
+    `number` counts the tensor's segments."""
 
     tensor: str
     start: int
     stop: int
     columns: int = 0
+    number: int = 0
 
     @property
     def count(self) -> int:
@@ -56,17 +61,24 @@ class ShardLayout:
 
     @classmethod
     def of(
-        cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        codec: Codec,
+        run_seed: int = 0,
+        back: Codec | None = None,
     ) -> "ShardLayout":
-        """Fill shards up to `SHARD_VALUES`, cutting tensors at multiples of the codec's granule."""
+        """Cut tensors into segments at multiples of the codec's granule, and fill shards with them
+        up to `SHARD_BYTES`, as encoded for the way out, or for the way `back` if that is more."""
+        codecs = (codec,) if back is None else (codec, back)
         shards: list[list[Segment]] = [[]]
-        room = SHARD_VALUES
+        room = SHARD_BYTES
         for segment in _segments(shapes, codec):
-            if segment.count > room and shards[-1]:
+            size = max(each.max_bytes(segment.count) for each in codecs)
+            if size > room and shards[-1]:
                 shards.append([])
-                room = SHARD_VALUES
+                room = SHARD_BYTES
             shards[-1].append(segment)
-            room -= segment.count
+            room -= size
         return cls(tuple(tuple(shard) for shard in shards), codec, run_seed)
 
     @property
@@ -90,7 +102,7 @@ class ShardLayout:
         for segment, flat in zip(self.shards[index], values, strict=True):
             at = len(out)
             out += bytes(_LENGTH.size)
-            written = self.codec.encode(flat, self._context(index, round_number, segment), out)
+            written = self.codec.encode(flat, self._context(round_number, segment), out)
             _LENGTH.pack_into(out, at, written)
         return bytes(out)
 
@@ -105,41 +117,58 @@ class ShardLayout:
         self, index: int, round_number: int, payload: bytes, values: Sequence[Tensor]
     ) -> None:
         """Decode into existing flat tensors; after `CorruptPayload` their values are undefined."""
+        raws = self.split(index, payload)
+        for segment, raw, out in zip(self.shards[index], raws, values, strict=True):
+            self.decode_segment(segment, round_number, raw, out)
+
+    def split(self, index: int, payload: bytes) -> list[memoryview]:
+        """Return each segment's bytes; raise `CorruptPayload` unless they fill the payload."""
         view, at = memoryview(payload), 0
-        for segment, out in zip(self.shards[index], values, strict=True):
+        raws = []
+        for segment in self.shards[index]:
             if len(view) < at + _LENGTH.size:
                 raise CorruptPayload(
                     f"shard {index} ends after {len(view)} bytes, inside {segment.tensor}"
                 )
             (length,) = _LENGTH.unpack_from(view, at)
             at += _LENGTH.size
-            context = self._context(index, round_number, segment)
-            self.codec.decode(view[at : at + length], context, out)
-            if largest(out) > MAX_ABS:
-                raise CorruptPayload(f"{segment.tensor} holds a value above {MAX_ABS:.3g}")
+            raws.append(view[at : at + length])
             at += length
         if at != len(view):
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, but its segments have {at}")
+        return raws
+
+    def decode_segment(
+        self, segment: Segment, round_number: int, raw: memoryview, out: Tensor
+    ) -> None:
+        """Decode a segment's bytes; after `CorruptPayload` the values of `out` are undefined."""
+        self.codec.decode(raw, self._context(round_number, segment), out)
+        if largest(out) > MAX_ABS:
+            raise CorruptPayload(f"{segment.tensor} holds a value above {MAX_ABS:.3g}")
 
     def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
         """Return whether a correct peer could have sent this payload of a shard."""
+        shard = self.shards[index]
+        scratch = torch.empty(max(segment.count for segment in shard))
         try:
-            self.decode(index, round_number, payload)
+            for segment, raw in zip(shard, self.split(index, payload), strict=True):
+                self.decode_segment(segment, round_number, raw, scratch[: segment.count])
         except CorruptPayload:
             return False
         return True
 
-    def _context(self, index: int, round_number: int, segment: Segment) -> Context:
-        return Context(self.run_seed, round_number, segment.tensor, index, segment.columns)
+    def _context(self, round_number: int, segment: Segment) -> Context:
+        return Context(self.run_seed, round_number, segment.tensor, segment.number, segment.columns)
 
 
 def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[Segment]:
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
         granule = codec.granule(shape)
-        step = max(SHARD_VALUES // granule, 1) * granule
-        for start in range(0, max(count, 1), step):
-            yield Segment(name, start, min(start + step, count), shape[-1] if len(shape) > 1 else 0)
+        step = max(SEGMENT_VALUES // granule, 1) * granule
+        columns = shape[-1] if len(shape) > 1 else 0
+        for number, start in enumerate(range(0, max(count, 1), step)):
+            yield Segment(name, start, min(start + step, count), columns, number)
 
 
 def decode_all(
@@ -169,6 +198,22 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
         scaled = [x * share for x in values]
         mean = [a.add_(b) for a, b in zip(mean, scaled, strict=True)] if mean else scaled
     return mean
+
+
+class _CorruptInput(Exception):
+    """The payload of `peer` cannot be decoded."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, peer: str) -> Iterator[None]:
+        """Raise a `CorruptPayload` as this error."""
+        try:
+            yield
+        except CorruptPayload as error:
+            raise cls(peer) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +252,35 @@ class Reducer:
         """Decode the inputs in peer order and encode their weighted mean.
 
         Corrupt payloads are left out and named."""
-        usable, rejected = [], []
-        for peer, weight, payload in sorted(inputs):
+        usable, rejected = sorted(inputs), set()
+        while sum(weight for _, weight, _ in usable) >= MIN_WEIGHT:
             try:
-                usable.append((weight, self._layout.decode(index, round_number, payload)))
-            except CorruptPayload:
-                rejected.append(peer)
-        if sum(weight for weight, _ in usable) < MIN_WEIGHT:
-            return Reduction(None, tuple(peer for peer, _, _ in inputs))
-        encode = self._encode_compensated if self._compensate else self._encode
-        return Reduction(encode(round_number, index, weighted_mean(usable)), tuple(rejected))
+                mean = self._mean(round_number, index, usable)
+            except _CorruptInput as error:
+                rejected.add(error.peer)
+                usable = [entry for entry in usable if entry[0] != error.peer]
+            else:
+                encode = self._encode_compensated if self._compensate else self._encode
+                return Reduction(encode(round_number, index, mean), tuple(sorted(rejected)))
+        return Reduction(None, tuple(peer for peer, _, _ in inputs))
+
+    def _mean(self, round_number: int, index: int, inputs: Inputs) -> Values:
+        """Return the weighted mean, segment by segment: of the inputs, only one segment each is
+        decoded at a time. Raise `_CorruptInput` for the first input that cannot be decoded."""
+        raws = {}
+        for peer, _, payload in inputs:
+            with _CorruptInput.of(peer):
+                raws[peer] = self._layout.split(index, payload)
+        mean = []
+        for number, segment in enumerate(self._layout.shards[index]):
+            decoded = []
+            for peer, weight, _ in inputs:
+                values = torch.empty(segment.count)
+                with _CorruptInput.of(peer):
+                    self._layout.decode_segment(segment, round_number, raws[peer][number], values)
+                decoded.append((weight, (values,)))
+            mean += weighted_mean(decoded)
+        return mean
 
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
         """Note that a round is over: `decided` are its shards' payloads, None if it failed."""

@@ -7,6 +7,7 @@ go on, and to the stage that round has failed.
 """
 
 import asyncio
+import functools
 import itertools
 import random
 
@@ -14,9 +15,11 @@ from msgspec.structs import replace
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, RoundLog, StreamState
 from farflock.swarm.protocol.exchange.availability import RoundItem
+from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, decode_close_list
 from farflock.swarm.protocol.log_truncation import newest_of
 from farflock.swarm.protocol.quorum import is_quorum
@@ -37,7 +40,7 @@ class CatchUp:
     """Catches up with decisions made without this peer, and helps other peers to do the same."""
 
     def __init__(self, context: PeerContext, log: RoundLog) -> None:
-        self._context, self._log = context, log
+        self._context, self._log, self._bundles = context, log, Bundles(context)
         self._random = random.Random(f"{context.seed}/{context.me}/follow")
         self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
@@ -175,7 +178,7 @@ class CatchUp:
         except BadCloseList:
             self._context.drop("bad close list")
             return
-        nothing = (False,) * state.stream.terms.shards
+        nothing = (False,) * state.stream.terms.bundles
         self._log.enter(
             state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing)
         )
@@ -192,10 +195,16 @@ class CatchUp:
     async def _fill(self, state: StreamState, key: Key) -> None:
         entry = state.log[key.round]
         wanted = state.stream.wanted(entry.close)
-        if any(item.size > state.stream.max_shard_bytes for item in wanted):
+        bundles = state.stream.terms.bundles
+        fits = functools.partial(self._bundles.fits, state.stream)
+        if not all(fits(item.index % bundles, item.size) for item in wanted):
             self._context.drop("item too large")
             return
-        await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
+        try:
+            await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
+        except BadBundle:
+            self._context.drop("bad list of shards")
+            return
         if state.entry(key.round) is entry:
             self._log.completed(state, key.round)
         else:  # it left the log meanwhile, so no other code releases these
@@ -205,11 +214,21 @@ class CatchUp:
         self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem
     ) -> None:
         """Ask for one item until it is here, or its round left the log or was given up."""
-        fetch = self._context.chunks.fetch
+        bundle = item.index % state.stream.terms.bundles
+        fetch = functools.partial(
+            self._bundles.fetch,
+            state.stream,
+            bundle,
+            (item.digest, item.size),
+            self._holders,
+            key,
+            FETCH_TIMEOUT_S,
+            final=True,
+        )
         hopeless_s: float | None = None  # since when no holder is known
         while state.entry(key.round) is entry and entry.close.items:
             asked_s = self._context.now()
-            if await fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
+            if await fetch():
                 return
             now_s = self._context.now()
             nobody = now_s - asked_s < FETCH_TIMEOUT_S

@@ -7,6 +7,8 @@ to it. So partners meet again without synchronised clocks.
 
 import asyncio
 import collections
+import functools
+from types import MappingProxyType
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -20,8 +22,10 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
 )
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import work_pin
+from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.pair import Pair
@@ -36,8 +40,9 @@ class Pairing:
     """All pair exchanges of one peer, one at a time per stream."""
 
     def __init__(self, context: PeerContext) -> None:
-        self._context = context
+        self._context, self._bundles = context, Bundles(context)
         self._streams: dict[str, Stream] = {}
+        self.streams = MappingProxyType(self._streams)
         self._current: dict[str, Pair] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._rounds: dict[str, int] = {}  # this peer's next round, by stream
@@ -61,6 +66,10 @@ class Pairing:
         self._streams[stream.name] = stream
         self._rounds[stream.name] = after_round + 1
         self._seen[stream.name] = after_round
+
+    def stream(self, name: str) -> Stream:
+        """Return an open stream."""
+        return self._streams[name]
 
     def abandon(self) -> tuple[str, ...]:
         """End all exchanges after a change of chain; return the names of the streams to reopen."""
@@ -171,15 +180,15 @@ class Pairing:
         changed.clear()
 
     async def _fetch(self, stream: Stream, pair: Pair) -> None:
-        """Fetch and check every shard of the partner; a corrupt one ends the exchange."""
+        """Fetch and check every bundle of the partner; a corrupt one ends the exchange."""
         assert pair.theirs is not None
         offer = pair.theirs
-        shards = range(stream.terms.shards)
-        fits = (
-            len(offer.digests) == len(shards)
-            and max(offer.sizes, default=0) <= stream.max_shard_bytes
+        fits = len(offer.digests) == len(offer.sizes) == stream.terms.bundles and all(
+            self._bundles.fits(stream, bundle, size) for bundle, size in enumerate(offer.sizes)
         )
-        fetches = (self._fetch_shard(stream, pair, shard) for shard in shards)
+        fetches = (
+            self._fetch_bundle(stream, pair, bundle) for bundle in range(stream.terms.bundles)
+        )
         if fits and all(await asyncio.gather(*fetches)):
             pair.complete(self._context.now())
         else:
@@ -187,22 +196,23 @@ class Pairing:
         self._flush(pair)
         self._changed[pair.key.stream].set()
 
-    async def _fetch_shard(self, stream: Stream, pair: Pair, shard: int) -> bool:
+    async def _fetch_bundle(self, stream: Stream, pair: Pair, bundle: int) -> bool:
         assert pair.theirs is not None
-        digest, size = pair.theirs.digests[shard], pair.theirs.sizes[shard]
+        entry = pair.theirs.digests[bundle], pair.theirs.sizes[bundle]
         # No longer than the pair lasts: after that its partner's payload is of no use.
-        left_s = pair.ends_s - self._context.now()
-        if left_s <= 0 or not await self._context.chunks.fetch(
-            digest, size, lambda: [pair.partner], work_pin(pair.key), left_s
-        ):
-            return False
-        if pair.stage == "done":  # over meanwhile, so no other code releases it
-            self._context.store.release(work_pin(pair.key))
-            return False
-        data = self._context.store.get(digest) or b""
-        intact: bool = await self._context.compute(
-            lambda: stream.check(pair.key.round, shard, data)
+        left_s, pin = pair.ends_s - self._context.now(), work_pin(pair.key)
+        fetch = functools.partial(
+            self._bundles.fetch, stream, bundle, entry, lambda: [pair.partner], pin, left_s
         )
+        try:
+            if left_s <= 0 or not await fetch():
+                return False
+            if pair.stage == "done":  # over meanwhile, so no other code releases it
+                self._context.store.release(pin)
+                return False
+            intact = await self._bundles.check(stream, pair.key.round, bundle, entry[0])
+        except BadBundle:
+            intact = False
         self._context.counters["corrupt payloads"] += not intact
         return intact
 
@@ -221,7 +231,11 @@ class Pairing:
             assert pair.theirs is not None
             offers[pair.partner] = pair.theirs
         contents = {
-            peer: tuple(self._context.store.get(digest) or b"" for digest in entry.digests)
+            peer: tuple(
+                shard
+                for bundle, digest in enumerate(entry.digests)
+                for shard in self._bundles.shards(stream, bundle, digest)
+            )
             for peer, entry in sorted(offers.items())
         }
         self._context.store.release(work_pin(offer.key))

@@ -22,6 +22,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.branching import Branching
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
@@ -108,7 +109,6 @@ class Peer:
             terms.branch_after_s,
         )
         self.router = self._make_router()
-        self._pair_streams: set[str] = set()
         self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
@@ -208,7 +208,6 @@ class Peer:
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
         if stream.is_paired:
-            self._pair_streams.add(stream.name)
             self.pairing.open(stream, after_round)
         else:
             self.rounds.open(stream, after_round, tokens)
@@ -232,16 +231,17 @@ class Peer:
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
-        digests = tuple(self.context.store.put(shard, work_pin(key)) for shard in shards)
-        sizes = tuple(len(shard) for shard in shards)
-        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
-        if name in self._pair_streams:
-            return await self.pairing.exchange(name, offer)
-        return await self.rounds.exchange(name, offer)
+        exchanges: Pairing | Rounds = self.pairing if name in self.pairing.streams else self.rounds
+        cut = exchanges.stream(name).terms.cut
+        bundles = Bundles(self.context).put(cut, shards, work_pin(key))
+        digests, sizes = tuple(digest for digest, _ in bundles), tuple(size for _, size in bundles)
+        return await exchanges.exchange(
+            name, Offer(key, bytes(32), digests, sizes, weight, tokens, state)
+        )
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """Return a decided collective round from the log; None if there is none."""
-        known = name not in self._pair_streams and name not in self.branching.adrift
+        known = name not in self.pairing.streams and name not in self.branching.adrift
         return self.rounds.decided(name, number) if known else None
 
     def newest(self, name: str) -> int:
@@ -339,7 +339,7 @@ class Router:
         self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
         self.add(membership.receive, *get_args(messages.ViewMessage | messages.TimeMessage))
         self.add(self._receive_vote, *get_args(messages.PaxosMessage))
-        self.add_exchange(rounds.receive, *get_args(messages.ShardMessage | messages.LogMessage))
+        self.add_exchange(rounds.receive, *get_args(messages.ContentMessage | messages.LogMessage))
 
     @property
     def kinds(self) -> frozenset[type[Message]]:
@@ -388,6 +388,6 @@ def view_hash_of(message: Message) -> bytes | None:
     """Return the hash of the view that a message names; None if it names none."""
     if isinstance(message, messages.PairPropose | messages.PairAccept):
         return message.offer.view
-    if isinstance(message, messages.ShardMessage | messages.PaxosMessage | messages.StateOffer):
+    if isinstance(message, messages.ContentMessage | messages.PaxosMessage | messages.StateOffer):
         return message.view
     return None

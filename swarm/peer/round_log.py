@@ -12,11 +12,11 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflock.swarm.chunks import Store
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.protocol.exchange.close_list import CloseList, last_shards
+from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
@@ -98,6 +98,7 @@ class RoundLog:
 
     def __init__(self, context: PeerContext, machines: dict[Key, Any]) -> None:
         self._context, self._machines = context, machines
+        self._bundles = Bundles(context)
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """Log a decided round as the stream's newest, and drop the oldest from a full log."""
@@ -120,9 +121,8 @@ class RoundLog:
         state.old_log[number] = state.log.pop(number)
         state.old_log_bytes += _size_bytes(state, entry)
         self._machines.pop(key, None)
-        self._context.store.keep_only(
-            [item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key
-        )
+        last = last_bundles(entry.close, state.stream.terms.bundles)
+        self._context.store.keep_only([item.digest for item in last], key)
         self._context.store.release(work_pin(key))
         self._shorten(state, OLD_LOG_ROUNDS)
 
@@ -166,10 +166,11 @@ class RoundLog:
         key = Key(state.stream.name, number)
         for item in entry.close.items:
             # Only what is here: a voter may have none of it.
-            self._context.store.pin(item.digest, key)
+            bundle = item.index % state.stream.terms.bundles
+            self._bundles.pin(state.stream, bundle, item.digest, key)
         self._context.store.release(work_pin(key))
         entry.complete = True
-        state.resolve(number, outcome(state.stream, number, entry, self._context.store))
+        state.resolve(number, outcome(state.stream, number, entry, self._bundles))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
@@ -180,7 +181,7 @@ class RoundLog:
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """Return the approximate size of an old round."""
     return len(entry.decided.value) + sum(
-        item.size for item in last_shards(entry.close, state.stream.terms.shards)
+        item.size for item in last_bundles(entry.close, state.stream.terms.bundles)
     )
 
 
@@ -189,7 +190,7 @@ def work_pin(key: Key) -> tuple[str, Key]:
     return ("work", key)
 
 
-def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> RoundOutcome:
+def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: Bundles) -> RoundOutcome:
     """Return the outcome for this peer of a decided round whose content is in the store."""
     close, group = logged.close, logged.group
     bare = RoundOutcome(
@@ -202,7 +203,6 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> R
     if not close.items:
         return bare
     weights = dict(sorted((group[member], weight) for member, weight in close.members))
-    contents = {item.index: store.get(item.digest) or b"" for item in close.items}
     all_in = len(weights) == logged.contributors and all(logged.taken)
     whole: RoundStatus = "alone" if logged.contributors == 1 else "ok"
     done = replace(
@@ -210,12 +210,22 @@ def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> R
         status=whole if all_in else "partial",
         participants=tuple(weights),
         weights=tuple(weights.values()),
-        taken=logged.taken,
+        taken=_taken_shards(stream, logged.taken),
     )
-    shards = range(stream.terms.shards)
+    # The items are in order: those of a member, and of a member the bundles.
+    contents: dict[int, list[bytes]] = {member: [] for member, _ in close.members}
+    reduced: list[bytes] = []
+    for item in close.items:
+        owner, bundle = divmod(item.index, stream.terms.bundles)
+        shards = bundles.shards(stream, bundle, item.digest)
+        (reduced if stream.terms.kind == "mean" else contents[owner]).extend(shards)
     if stream.terms.kind == "mean":
-        return replace(done, reduced=tuple(contents[shard] for shard in shards))
-    places = {group[member]: member * stream.terms.shards for member, _ in close.members}
-    return replace(
-        done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights}
-    )
+        return replace(done, reduced=tuple(reduced))
+    members = {group[member]: tuple(shards) for member, shards in contents.items()}
+    return replace(done, gathered={peer: members[peer] for peer in weights})
+
+
+def _taken_shards(stream: Stream, taken: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return for each shard whether its bundle was taken."""
+    cut = stream.terms.cut
+    return tuple(was for bundle, was in enumerate(taken) for _ in cut.shards_of(bundle))

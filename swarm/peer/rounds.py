@@ -19,6 +19,7 @@ import msgspec
 from farflock.swarm.chunks import STALL_S
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
+    ContentMessage,
     Decided,
     Forgotten,
     Holds,
@@ -30,8 +31,8 @@ from farflock.swarm.messages import (
     Prepare,
     Propose,
     Reduced,
-    ShardMessage,
 )
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import (
@@ -43,10 +44,11 @@ from farflock.swarm.peer.round_log import (
     work_pin,
 )
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_shards
+from farflock.swarm.protocol.exchange.bundles import BadBundle
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_bundles
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.groups import order, rotation
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
@@ -81,6 +83,10 @@ class Rounds:
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
             self._context.staged |= stream.stage is not None
 
+    def stream(self, name: str) -> Stream:
+        """Return an open stream."""
+        return self._streams[name].stream
+
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""
         state, number = self._streams[name], offer.key.round
@@ -107,7 +113,7 @@ class Rounds:
         entry = state.log.get(number)
         if entry is None or not entry.complete:
             return None
-        return outcome(state.stream, number, entry, self._context.store)
+        return outcome(state.stream, number, entry, Bundles(self._context))
 
     def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """Return the last shards of a decided round, or their reduction; empty if the round failed.
@@ -119,7 +125,7 @@ class Rounds:
             return None
         return tuple(
             self._context.store.get(item.digest) or b""
-            for item in last_shards(entry.close, state.stream.terms.shards)
+            for item in last_bundles(entry.close, state.stream.terms.bundles)
         )
 
     def oldest(self, name: str) -> int:
@@ -262,7 +268,7 @@ class Rounds:
     # what the peer's loops call
 
     def receive(
-        self, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage | LogMessage
+        self, sender: PeerId, incarnation: int, message: ContentMessage | PaxosMessage | LogMessage
     ) -> None:
         """Route a member's message to the machine of its round, or to `catch_up`."""
         state = self._streams.get(message.key.stream)
@@ -322,7 +328,7 @@ class OpenRounds:
         catch_up: CatchUp,
     ) -> None:
         self._context, self._streams, self._machines = context, streams, machines
-        self._log, self._catch_up = log, catch_up
+        self._log, self._catch_up, self._bundles = log, catch_up, Bundles(context)
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and release what they held."""
@@ -342,7 +348,7 @@ class OpenRounds:
         state: StreamState,
         sender: PeerId,
         incarnation: int,
-        message: ShardMessage | PaxosMessage,
+        message: ContentMessage | PaxosMessage,
     ) -> None:
         """Pass a member's message to its round's machine, or answer with the round's decision."""
         view = self.view_of(state, message)
@@ -396,7 +402,7 @@ class OpenRounds:
             self._carry_out(machine)
             self._hand_over(machine)
 
-    def view_of(self, state: StreamState, message: ShardMessage | PaxosMessage) -> View | None:
+    def view_of(self, state: StreamState, message: ContentMessage | PaxosMessage) -> View | None:
         """Return the view that a message names, or None unless its round belongs to that view."""
         views = self._context.views
         view = views.by_hash(message.view)
@@ -446,16 +452,11 @@ class OpenRounds:
             state.stream.terms,
             self._context.now(),
             None if state.skipped else state.tokens,
-            functools.partial(self._holds, key),
+            lambda bundle, digest: self._bundles.pin_held(
+                state.stream, bundle, digest, work_pin(key)
+            ),
             holds_back,
         )
-
-    def _holds(self, key: Key, digest: bytes) -> bool:
-        """True if a chunk is here; it is then kept until the exchange is over."""
-        here = digest in self._context.store
-        if here:
-            self._context.store.pin(digest, work_pin(key))
-        return here
 
     def _retire(self, machine: Collective, view: View) -> bool:
         """Drop a machine of a view that its round does not belong to; return True if dropped.
@@ -517,47 +518,45 @@ class OpenRounds:
                 self._context.send(machine.roster.peers[member], message)
 
     async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
-        fits = wanted.size <= stream.max_shard_bytes
+        fits = self._bundles.fits(stream, wanted.bundle, wanted.size)
         # Decided content is needed after the deadline too, so short deadlines do not bound a fetch.
         timeout_s = max(FETCH_TIMEOUT_S, stream.terms.deadline_s)
 
         def holders() -> list[PeerId]:
             return [machine.roster.peers[member] for member in wanted.holders()]
 
-        pin = work_pin(machine.key)
-        fetch, digest = self._context.chunks.fetch, wanted.digest
-        there = fits and await fetch(digest, wanted.size, holders, pin, timeout_s)
+        entry, pin = (wanted.digest, wanted.size), work_pin(machine.key)
+        fetch = functools.partial(self._bundles.fetch, stream, wanted.bundle, entry, holders)
+        try:
+            there = fits and await fetch(pin, timeout_s)
+        except BadBundle:
+            there = fits = False
         if self._is_too_late(machine):
             return
         corrupt = not fits
         if there and stream.terms.kind == "gather":
-            data, number = self._context.store.get(digest) or b"", machine.key.round
-            corrupt = not await self._context.compute(
-                lambda: stream.check(number, wanted.shard, data)
-            )
+            number = machine.key.round
+            corrupt = not await self._bundles.check(stream, number, wanted.bundle, wanted.digest)
         if not there:
             await asyncio.sleep(STALL_S / 2)  # the machine asks again at once
-        machine.fetched(self._context.now(), digest, intact=there, corrupt=corrupt)
+        machine.fetched(self._context.now(), wanted.digest, intact=there, corrupt=corrupt)
         self._carry_out(machine)
 
     async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
-        peers, store, number = machine.roster.peers, self._context.store, machine.key.round
-        inputs = [
-            (peers[member], weight, store.get(digest) or b"")
-            for member, weight, digest in wanted.inputs
-        ]
-        work = functools.partial(stream.reduce, number, wanted.shard, inputs)
-        reduction: Reduction = await self._context.compute(work)
+        peers, pin = machine.roster.peers, work_pin(machine.key)
+        inputs = [(peers[member], weight, digest) for member, weight, digest in wanted.inputs]
+        entry, rejections = await self._bundles.reduce(
+            stream, machine.key.round, wanted.bundle, inputs, pin
+        )
         if self._is_too_late(machine):
             return
-        rejected = tuple(peers.index(peer) for peer in reduction.rejected)
+        rejected = tuple(peers.index(peer) for peer in rejections)
         self._context.counters["corrupt payloads"] += len(rejected)
         now_s = self._context.now()
-        if reduction.data is None:
-            machine.unreduced(now_s, wanted.shard)
+        if entry is None:
+            machine.unreduced(now_s, wanted.bundle)
         else:
-            digest = store.put(reduction.data, work_pin(machine.key))
-            machine.reduced(now_s, wanted.shard, digest, len(reduction.data), rejected)
+            machine.reduced(now_s, wanted.bundle, *entry, rejected)
         self._carry_out(machine)
 
     def _is_too_late(self, machine: Collective) -> bool:

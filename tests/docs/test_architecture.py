@@ -8,7 +8,7 @@ import pytest
 
 from farflock.swarm.protocol.decide import PROPOSER_TABLE
 from farflock.swarm.protocol.exchange.closing import CLOSING_TABLES
-from farflock.swarm.protocol.exchange.mean import SHARD_TABLE
+from farflock.swarm.protocol.exchange.mean import BUNDLE_TABLE
 from farflock.swarm.protocol.pair import PAIR_TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 TABLES = {
     "CLOSING_TABLES, contributor": CLOSING_TABLES["contributor"],
     "CLOSING_TABLES, voter": CLOSING_TABLES["voter"],
-    "SHARD_TABLE": SHARD_TABLE,
+    "BUNDLE_TABLE": BUNDLE_TABLE,
     "PROPOSER_TABLE": PROPOSER_TABLE,
     "PAIR_TABLES, leader": PAIR_TABLES["leader"],
 }

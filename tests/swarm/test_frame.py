@@ -20,12 +20,13 @@ from farflock.swarm.frame import Frame, ProtocolViolation, message_kind, pack, u
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
+    MAX_BUNDLES,
+    MAX_CHANGES,
     MAX_CHUNK_BYTES,
     MAX_CODECS,
     MAX_MEMBERS,
     MAX_PAYLOAD_CHUNKS,
     MAX_PAYLOADS,
-    MAX_SHARDS,
     MAX_TRAIL,
     MAX_VALUE_BYTES,
     Accepted,
@@ -83,7 +84,7 @@ SPECIMENS: tuple[Message, ...] = (
     Miss(B),
     OFFER,
     Reduced(KEY, A, 3, B, 1000, bytes([5, 0, 0, 0, 0, 0, 0, 0])),
-    Holds(KEY, A, B[:16]),
+    Holds(KEY, A, 3, B[:24], 5, True),
     Prepare(KEY, A, (2, 1)),
     Promise(KEY, A, (2, 1), (1, 0), b"value", (9, 4)),
     Propose(KEY, A, (2, 1), b"value"),
@@ -179,7 +180,9 @@ def filled(kind, chance):
         "codecs": tuple(
             CodecId("c" * chance.randrange(65), 7, chance.randbytes(8)) for _ in range(many)
         ),
-        "prefixes": chance.randbytes(8 * many),
+        "first": chance.randrange(2**62),
+        "known": chance.randrange(2**62),
+        "changes": chance.randbytes(12 * many),
         "floor": 9
         if kind is BranchSign
         else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
@@ -191,10 +194,10 @@ def filled(kind, chance):
         "digests": offer.digests,
         "sizes": offer.sizes,
         "weight": offer.weight,
-        **dict.fromkeys(("ask", "over", "notes"), chance.choice([False, True])),
+        **dict.fromkeys(("ask", "over", "notes", "offered"), chance.choice([False, True])),
         "sent_s": chance.uniform(-1e9, 1e9),
         "run_s": chance.uniform(-1e9, 1e9),
-        "shard": chance.randrange(MAX_SHARDS),
+        "bundle": chance.randrange(MAX_BUNDLES),
         "view": offer.view,
         "digest": chance.randbytes(32),
         "request": chance.randbytes(chance.choice([0, 1000])),
@@ -285,7 +288,9 @@ def test_the_head_is_as_documented():
     assert checksum == zlib.crc32(packed[:20] + packed[24:])
 
 
-@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 5}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": frames.VERSION + 1}], ids=str
+)
 def test_another_magic_flag_or_version_is_refused(wrong):
     raw = msgspec.msgpack.encode(Leave())
     assert unpack(sealed(raw)).message == Leave()
@@ -318,7 +323,7 @@ def limited(message, **fields):
 
 OVER_THE_LIMIT = {
     "too many digests": limited(
-        OFFER, digests=(A,) * (MAX_SHARDS + 1), sizes=(1,) * (MAX_SHARDS + 1)
+        OFFER, digests=(A,) * (MAX_BUNDLES + 1), sizes=(1,) * (MAX_BUNDLES + 1)
     ),
     "fewer sizes than digests": limited(OFFER, sizes=(5,)),
     "fewer sizes than digests in a pair's offer": msgspec.msgpack.encode(
@@ -328,9 +333,9 @@ OVER_THE_LIMIT = {
     "long digest": limited(Miss(A), digest=A + b"x"),
     "negative start": limited(Want(A, 0, 1), start=-1),
     "chunk too large": limited(Piece(A, 0, 1), size=MAX_CHUNK_BYTES + 1),
-    "shard too high": limited(SPECIMENS[4], shard=MAX_SHARDS),
+    "bundle too high": limited(SPECIMENS[4], bundle=MAX_BUNDLES),
     "mask too short": limited(SPECIMENS[4], mask=bytes(7)),
-    "prefixes too long": limited(SPECIMENS[5], prefixes=bytes(8 * MAX_SHARDS + 1)),
+    "changes too long": limited(SPECIMENS[5], changes=bytes(12 * MAX_CHANGES + 1)),
     "member too high": limited(SPECIMENS[6], ballot=(1, MAX_MEMBERS)),
     "value too long": limited(SPECIMENS[8], value=bytes(MAX_VALUE_BYTES + 1)),
     "proof too long": limited(SPECIMENS[9], proof=bytes(65)),
@@ -434,7 +439,7 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
     value = bytes(MAX_VALUE_BYTES)
     proofs = tuple((member, bytes(64)) for member in range(MAX_MEMBERS))
     long_key = Key("ä" * 64, 2**62, 255)
-    offer = Offer(long_key, A, (A,) * MAX_SHARDS, (MAX_CHUNK_BYTES,) * MAX_SHARDS, 1e18, 2**62, A)
+    offer = Offer(long_key, A, (A,) * MAX_BUNDLES, (MAX_CHUNK_BYTES,) * MAX_BUNDLES, 1e18, 2**62, A)
     for message in (
         Decided(long_key, A, value, (2**62, 63), proofs),
         Promise(long_key, A, (2**62, 63), (2**62, 63), value, (2**62, 1)),

@@ -12,10 +12,11 @@ import msgspec
 
 from farflock.swarm.messages import Key, Offer
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
+from farflock.swarm.protocol.exchange.bundles import BundleCut
 from farflock.swarm.protocol.exchange.close_list import (
     RoundTerms,
     decode_close_list,
-    last_shards,
+    last_bundles,
 )
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -31,6 +32,12 @@ STATE, OTHER_STATE = b"s" * 32, b"t" * 32
 TERMS = RoundTerms("mean", 2, DEADLINE_S)
 
 
+def one_shard_each(terms):
+    """Return the terms with a bundle per shard, as few shards as there are."""
+    object.__setattr__(terms, "cut", BundleCut(terms.shards, terms.shards))
+    return terms
+
+
 def digest_of(content):
     return hashlib.sha256(content).digest()
 
@@ -39,8 +46,8 @@ def mask(*members):
     return sum(1 << member for member in members).to_bytes(8, "little")
 
 
-def contribution(member, shard, *, broken=False):
-    return json.dumps({"of": member, "shard": shard, "broken": broken}).encode()
+def contribution(member, bundle, *, broken=False):
+    return json.dumps({"of": member, "bundle": bundle, "broken": broken}).encode()
 
 
 class ExchangeWorld:
@@ -53,7 +60,7 @@ class ExchangeWorld:
         seed,
         n=3,
         kind="mean",
-        shards=3,
+        bundles=3,
         *,
         loss=0.0,
         deadline_s=DEADLINE_S,
@@ -62,14 +69,15 @@ class ExchangeWorld:
         trip_s=0.2,
     ):
         self.chance = random.Random(seed)
-        self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
+        self.n, self.bundles, self.loss, self.trip_s = n, bundles, loss, trip_s
         self.waits = (
             (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
         )  # of a trip: long lines are not so by chance
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = RoundTerms(
-            "gather" if kind == "gather" else "mean", shards, deadline_s, **kinds
+            "gather" if kind == "gather" else "mean", bundles, deadline_s, **kinds
         )
+        one_shard_each(self.terms)
         self.now_s, self.serial = 0.0, itertools.count()
         self.queue = []
         self.content = {}
@@ -97,7 +105,7 @@ class ExchangeWorld:
                 self.terms,
                 0.0,
                 PRIOR_TOKENS,
-                self.holds[me].__contains__,
+                lambda bundle, digest, here=self.holds[me]: digest in here,
             )
             for me in range(n)
         ]
@@ -113,9 +121,9 @@ class ExchangeWorld:
         self.at(when_s, self.offer, me, state, weight, broken)
 
     def offer(self, me, state, weight, broken):
-        shards = [contribution(me, shard, broken=broken) for shard in range(self.shards)]
-        digests = tuple(self.keep(me, shard) for shard in shards)
-        sizes = tuple(len(shard) for shard in shards)
+        bundles = [contribution(me, bundle, broken=broken) for bundle in range(self.bundles)]
+        digests = tuple(self.keep(me, bundle) for bundle in bundles)
+        sizes = tuple(len(bundle) for bundle in bundles)
         if broken:
             self.broken.add(me)
         self.offered[me] = (state, weight)
@@ -196,18 +204,18 @@ class ExchangeWorld:
             "reduced what it does not hold"
         )
         assert all(
-            parts["of"] == member and parts["shard"] == wanted.shard for member, parts in inputs
+            parts["of"] == member and parts["bundle"] == wanted.bundle for member, parts in inputs
         )
         good = [member for member, parts in inputs if not parts["broken"]]
         if not good:
-            self.event(me, self.machines[me].unreduced, wanted.shard)
+            self.event(me, self.machines[me].unreduced, wanted.bundle)
             return
-        reduced = json.dumps({"members": good, "shard": wanted.shard}).encode()
+        reduced = json.dumps({"members": good, "bundle": wanted.bundle}).encode()
         rejected = tuple(member for member, parts in inputs if parts["broken"])
         self.event(
             me,
             self.machines[me].reduced,
-            wanted.shard,
+            wanted.bundle,
             self.keep(me, reduced),
             len(reduced),
             rejected,
@@ -252,7 +260,7 @@ class ExchangeWorld:
             if machine.complete and me in self.contributors:
                 assert all(item.digest in self.holds[me] for item in machine.close.items)
                 assert machine.taken() == tuple(
-                    self.is_in(machine.close, me, shard) for shard in range(self.shards)
+                    self.is_in(machine.close, me, bundle) for bundle in range(self.bundles)
                 )
         if decided:
             self.check_list(self.close)
@@ -270,10 +278,10 @@ class ExchangeWorld:
                 )
                 assert all(
                     item.digest in self.holds[machine.roster.me]
-                    for item in last_shards(close, self.shards)
+                    for item in last_bundles(close, self.bundles)
                 )
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
-            for item in last_shards(self.close, self.shards):
+            for item in last_bundles(self.close, self.bundles):
                 assert any(item.digest in self.holds[me] for me in self.live), (
                     "nobody knows any more what counts"
                 )
@@ -292,11 +300,11 @@ class ExchangeWorld:
         ]
         return not all(holders)
 
-    def is_in(self, close, member, shard):
-        """True if a member's contribution is in the content (not the mask) of a shard."""
+    def is_in(self, close, member, bundle):
+        """True if a member's contribution is in the content (not the mask) of a bundle."""
         for item in close.items:
             parts = json.loads(self.content[item.digest])
-            if parts["shard"] == shard and member in parts.get("members", [parts.get("of")]):
+            if parts["bundle"] == bundle and member in parts.get("members", [parts.get("of")]):
                 return True
         return False
 
@@ -307,7 +315,7 @@ class ExchangeWorld:
             members = parts.get("members", [parts.get("of")])
             assert len(set(members)) == len(members)
             assert int.from_bytes(item.mask, "little") == sum(1 << member for member in members)
-            assert item.index % self.shards == parts["shard"]
+            assert item.index % self.bundles == parts["bundle"]
             assert not self.broken & set(members), "a corrupt payload is in the result"
             included |= set(members)
         assert [member for member, _ in close.members] == sorted(included)
@@ -315,10 +323,10 @@ class ExchangeWorld:
         assert close.tokens == PRIOR_TOKENS + sum(10 + member for member in included)
         if self.terms.uniform:
             assert len({item.mask for item in close.items}) <= 1, (
-                "somebody's contribution is in half of the shards"
+                "somebody's contribution is in half of the bundles"
             )
         if self.terms.kind == "mean" and close.items:
-            assert [item.index for item in close.items] == list(range(self.shards))
+            assert [item.index for item in close.items] == list(range(self.bundles))
 
 
 def offering_world(seed, **options):
@@ -334,7 +342,7 @@ def unlucky_world(seed, kind, *, staged=False, witnessed=False):
         seed,
         n=(n := chance.randint(1, 7)),
         kind=kind,
-        shards=chance.randint(1, 5),
+        bundles=chance.randint(1, 5),
         loss=chance.choice([0, 0.1, 0.3]),
         voters=chance.randint(0, n - 1) if staged else 0,
         witnessed=witnessed,

@@ -1,4 +1,4 @@
-"""The actions of an exchange's machine: messages to send, chunks to fetch, shards to reduce."""
+"""The actions of an exchange's machine: messages to send, bundles to fetch and to reduce."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from farflock.swarm.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch this chunk, a payload of `shard`, from any of these members.
+    """Fetch this content of `bundle` from any of these members.
 
-    `holders` is called again during the fetch, since more members may get the chunk."""
+    `holders` is called again during the fetch, since more members may get it."""
 
-    shard: int
+    bundle: int
     digest: bytes
     size: int
     holders: Callable[[], tuple[int, ...]]
@@ -20,9 +20,9 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Reduce these members' chunks of a shard: (member, weight, digest)."""
+    """Reduce these members' contents of a bundle: (member, weight, digest)."""
 
-    shard: int
+    bundle: int
     inputs: tuple[tuple[int, float, bytes], ...]
 
 

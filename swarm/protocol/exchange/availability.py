@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Digest, Mask, Size
+from farflock.swarm.messages import MAX_BUNDLES, MAX_MEMBERS, Digest, Mask, Size
 from farflock.swarm.protocol.quorum import is_quorum
 
 PREFIX_BYTES = 8  # of a digest; enough to tell the few rivals for one place apart
@@ -22,7 +22,7 @@ class RoundItem(msgspec.Struct, frozen=True, array_like=True):
 
     Bit i of `mask` is set if member i's contribution is in the item."""
 
-    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_BUNDLES * MAX_MEMBERS)]
     digest: Digest
     size: Size
     mask: Mask
@@ -61,8 +61,10 @@ class Availability:
         self.version = 0  # changes with `agreed`
         # By announced digest, the places it is announced for.
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
-        self._prefixes = bytearray(PREFIX_BYTES * places)  # our own holdings
-        self._said: dict[int, bytes] = {}
+        # Our own holdings as they changed: a place, and the first bytes of the digest there.
+        self.changes: list[tuple[int, bytes]] = []
+        self._prefixes: dict[int, bytes] = {}
+        self._said: dict[int, dict[int, bytes]] = {}  # by member and place
         self._missing: set[int] = set()
         self._filled: set[int] = set()
 
@@ -87,13 +89,12 @@ class Availability:
         self.corrupt.update(digests)
         self._update_all(digests)
 
-    def hear(self, member: int, prefixes: bytes) -> None:
-        """Note the holdings that another member announced."""
-        before = self._said.get(member, b"")
-        self._said[member] = prefixes
-        for index in range(len(self.rivals)):
-            place = slice(PREFIX_BYTES * index, PREFIX_BYTES * (index + 1))
-            if prefixes[place] != before[place]:
+    def hear(self, member: int, changes: Iterable[tuple[int, bytes]]) -> None:
+        """Note changes of another member's holdings."""
+        said = self._said.setdefault(member, {})
+        for index, prefix in changes:
+            if index < len(self.rivals):
+                said[index] = prefix
                 self._agree(index)
 
     def rely_on(self, electorate: frozenset[int]) -> None:
@@ -105,14 +106,8 @@ class Availability:
 
     def said(self, item: RoundItem) -> list[int]:
         """Return the other members that announced that they hold this item."""
-        place = slice(PREFIX_BYTES * item.index, PREFIX_BYTES * (item.index + 1))
         prefix = item.digest[:PREFIX_BYTES]
-        return [member for member, prefixes in self._said.items() if prefixes[place] == prefix]
-
-    @property
-    def report(self) -> bytes:
-        """Our holdings as announced: for each place the first bytes of one digest, or zeros."""
-        return bytes(self._prefixes)
+        return [member for member, said in self._said.items() if said.get(item.index) == prefix]
 
     @property
     def filled(self) -> bool:
@@ -151,7 +146,10 @@ class Availability:
     def _update(self, index: int) -> None:
         rivals = self.rivals[index]
         here = next((digest for digest, _ in self._ranked(index) if digest in self.held), _NOTHING)
-        self._prefixes[PREFIX_BYTES * index : PREFIX_BYTES * (index + 1)] = here[:PREFIX_BYTES]
+        prefix = here[:PREFIX_BYTES]
+        if prefix != self._prefixes.get(index, _NOTHING):
+            self._prefixes[index] = prefix
+            self.changes.append((index, prefix))
         if here != _NOTHING:
             self._filled.add(index)
         if all(digest in self.held or digest in self.corrupt for digest in rivals):

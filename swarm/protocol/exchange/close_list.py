@@ -3,13 +3,14 @@
 import functools
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Count, Index, Weight
+from farflock.swarm.messages import MAX_BUNDLES, MAX_MEMBERS, Count, Index, Weight
 from farflock.swarm.protocol.exchange.availability import RoundItem
+from farflock.swarm.protocol.exchange.bundles import BundleCut
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
@@ -18,7 +19,7 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
     `members` are the included members with their weights. `tokens` are the run's agreed tokens
     after this round, `state` is the hash of the state before it that most members announced."""
 
-    items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     tokens: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
@@ -30,7 +31,7 @@ class RoundTerms:
 
     `group` is 0 for all members of the view and 2 for pairs. A gather with `enough` above 0 closes
     as soon as that many contributions are complete; 0 turns this off. In a `uniform` mean each
-    contribution is in all shards or in none. In a `witnessed` exchange a voter must hold the last
+    contribution is in all bundles or in none. In a `witnessed` exchange a voter must hold the last
     shards of a list before it accepts the list."""
 
     kind: Literal["mean", "gather"]
@@ -41,6 +42,16 @@ class RoundTerms:
     uniform: bool = False
     witnessed: bool = False
     group: int = 0
+    cut: BundleCut = field(init=False)
+
+    def __post_init__(self) -> None:
+        cut = BundleCut.of_gather if self.kind == "gather" else BundleCut.of_mean
+        object.__setattr__(self, "cut", cut(self.shards, last_alone=self.witnessed))
+
+    @property
+    def bundles(self) -> int:
+        """The number of bundles: of a contribution, and of a mean."""
+        return self.cut.bundles
 
 
 class BadCloseList(ValueError):
@@ -69,7 +80,7 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
         )
     if terms.uniform and len(set(masks)) > 1:
         raise BadCloseList(
-            "shards of a uniform mean with different contributions; each is in all shards or none"
+            "bundles of a uniform mean with different contributions; each is in all bundles or none"
         )
     _require_places(close, terms, members, masks)
     return close
@@ -78,21 +89,23 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
 def _require_places(
     close: CloseList, terms: RoundTerms, members: list[int], masks: list[int]
 ) -> None:
-    """Raise `BadCloseList` unless the items are its members' shards, in order."""
+    """Raise `BadCloseList` unless the items are its members' bundles, in order."""
     owners = members if terms.kind == "gather" else [0] if close.items else []
-    places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]
+    places = [owner * terms.bundles + bundle for owner in owners for bundle in range(terms.bundles)]
     if [item.index for item in close.items] != places:
         raise BadCloseList(
             f"a close list of {len(close.items)} items; the terms ask for {len(places)}, in order"
         )
     owned = (
-        mask == 1 << item.index // terms.shards
+        mask == 1 << item.index // terms.bundles
         for mask, item in zip(masks, close.items, strict=True)
     )
     if terms.kind == "gather" and not all(owned):
         raise BadCloseList("a gathered item has contributions of others than its owner")
 
 
-def last_shards(close: CloseList, shards: int) -> list[RoundItem]:
-    """Return the items of the last shard: one per contribution, or the one reduction of it."""
-    return [item for item in close.items if item.index % shards == shards - 1]
+def last_bundles(close: CloseList, bundles: int) -> list[RoundItem]:
+    """Return the items of the last bundle: one per contribution, or the one reduction of it.
+
+    In a witnessed exchange that is the last shard alone."""
+    return [item for item in close.items if item.index % bundles == bundles - 1]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
+    ContentMessage,
     Decided,
     Holds,
     Key,
@@ -29,7 +30,6 @@ from farflock.swarm.messages import (
     Promise,
     Propose,
     Reduced,
-    ShardMessage,
 )
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
@@ -37,17 +37,16 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.closing import Closing
 from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
+from farflock.swarm.protocol.exchange.holdings import RESEND_S, Holdings
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.voter import Voter
-
-RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 
 
 class Collective:
     """One exchange as one member of its group sees it.
 
-    `holding` returns whether the chunk store has a digest; see `Closing` for the others."""
+    `holding` returns whether the chunk store has a bundle; see `Closing` for the others."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Collective:
         terms: RoundTerms,
         started_s: float,
         prior_tokens: int | None = 0,
-        holding: Callable[[bytes], bool] = lambda digest: False,
+        holding: Callable[[int, bytes], bool] = lambda bundle, digest: False,
         holds_back: Callable[[], bool] = lambda: False,
     ) -> None:
         self.key, self.view, self.roster = key, view, roster
@@ -67,7 +66,8 @@ class Collective:
         kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
         self._terms, self.content = terms, kind(context)
         self.closing = Closing(context, self.content, prior_tokens, holds_back)
-        self._reported = b""
+        changes = self.content.availability.changes
+        self._holdings = Holdings(key, view, roster.others, changes, started_s)
         self._sent_s = 0.0
         self._rely_on_the_living()
 
@@ -80,7 +80,7 @@ class Collective:
             self._actions.to_others(offer)
         self._advance(now_s, everywhere=True)
 
-    def receive(self, now_s: float, sender: int, message: ShardMessage | PaxosMessage) -> None:
+    def receive(self, now_s: float, sender: int, message: ContentMessage | PaxosMessage) -> None:
         """Handle a member's message about this key.
 
         Raise `BadCloseList` if it carries a value that no correct member proposes."""
@@ -94,33 +94,39 @@ class Collective:
             # Content concerns contributors only; a voter would wait for what it never fetches.
             case Offer() | Reduced() | Holds() if not self.roster.brings(sender):
                 return
-            case Offer() | Reduced():
+            case Offer() if sender in self.content.offers:
+                self._holdings.answer(sender)  # it did not hear that its offer is here
+                return
+            case Offer():
                 self.content.take(sender, message)
-            case Holds(prefixes=prefixes):
-                self.content.availability.hear(sender, prefixes)
+                self._holdings.answer(sender)
+            case Reduced():
+                self.content.take(sender, message)
+            case Holds():
+                self.content.availability.hear(sender, self._holdings.hear(sender, message))
             case _:
                 self._actions.send(self.closing.decision.receive(sender, message))
         self._advance(now_s, everywhere=isinstance(message, Offer))
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
-        """Handle the end of a fetch: the chunk is here (`intact`), `corrupt`, or unavailable."""
+        """Handle the end of a fetch: the bundle is here (`intact`), `corrupt`, or unavailable."""
         self.content.fetched(digest, intact=intact, corrupt=corrupt)
         if intact and not corrupt:
             self._actions.send(self.closing.decision.resume())
         self._advance(now_s)
 
     def reduced(
-        self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]
+        self, now_s: float, bundle: int, digest: bytes, size: int, rejected: tuple[int, ...]
     ) -> None:
-        """Note that the reduction of a shard, without `rejected` members, is in the chunk store."""
+        """Note that a bundle's reduction, without `rejected` members, is in the chunk store."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
-        self.content.reduced(shard, digest, size, rejected)
+        self.content.reduced(bundle, digest, size, rejected)
         self._advance(now_s)
 
-    def unreduced(self, now_s: float, shard: int) -> None:
+    def unreduced(self, now_s: float, bundle: int) -> None:
         """Note that no payload of a reduction was usable; other payloads may still come."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
-        self.content.unreduced(shard)
+        self.content.unreduced(bundle)
         self._advance(now_s)
 
     def tick(self, now_s: float, suspects: frozenset[int]) -> None:
@@ -129,9 +135,9 @@ class Collective:
         if self.complete:
             return
         self._rely_on_the_living()
-        if now_s - self._sent_s >= RESEND_S:
+        if now_s - self._sent_s >= RESEND_S and not self.closing.is_decided:
             self._sent_s = now_s
-            self._repeat()
+            self._repeat(now_s)
         self.content.collect(self.content.availability.wanted())
         self._advance(now_s, everywhere=True)
 
@@ -158,19 +164,19 @@ class Collective:
         return tuple(roster.peers[member] for member in living if member not in offers)
 
     def taken(self) -> tuple[bool, ...]:
-        """Return for each shard whether our contribution is in the result."""
+        """Return for each bundle whether our contribution is in the result."""
         assert self.close is not None, f"{self.key} is not decided"
-        me, shards = self.roster.me, self._terms.shards
-        mine = {item.index % shards for item in self.close.items if has(item, me)}
-        return tuple(shard in mine and me in self.content.offers for shard in range(shards))
+        me, bundles = self.roster.me, self._terms.bundles
+        mine = {item.index % bundles for item in self.close.items if has(item, me)}
+        return tuple(bundle in mine and me in self.content.offers for bundle in range(bundles))
 
     # consequences of an event
 
     def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Take the steps that are now possible, in all shards or those that the event affects."""
+        """Take the steps that are now possible, in all bundles or those that the event affects."""
         if not self.closing.is_decided:
             self.content.work(now_s, everywhere=everywhere)
-            self._report()
+            self._report(now_s)
             self._actions.send(self.closing.put_forward(now_s))
         if self.closing.is_decided:
             self.closing.settle()
@@ -182,22 +188,19 @@ class Collective:
         if self.roster.has_voters:
             self.content.availability.rely_on(self.roster.living)
 
-    def _report(self) -> None:
-        """Announce our holdings once they are complete; until then `_repeat` announces them."""
+    def _report(self, now_s: float) -> None:
+        """Report our holdings: at once when they are complete, now and then while they grow."""
+        if not self.roster.contributes:
+            return
         availability = self.content.availability
         is_all = availability.whole and (availability.filled or self._terms.kind == "gather")
-        if is_all and availability.report != self._reported:
-            self._say_holdings()
+        self._actions.send(self._holdings.reports(now_s, self.content.offers, at_once=is_all))
 
-    def _say_holdings(self) -> None:
-        report = self.content.availability.report
-        if any(report):
-            self._reported = report
-            self._actions.to_others(Holds(self.key, self.view, report))
-
-    def _repeat(self) -> None:
+    def _repeat(self, now_s: float) -> None:
         """Repeat messages that may have been lost."""
-        for message in self.content.repeated:
-            self._actions.to_others(message)
-        self._say_holdings()
+        me, offers = self.roster.me, self.content.offers
+        if me in offers:
+            unsure = set(self.roster.others) - self._holdings.offered
+            self._actions.send((member, offers[me]) for member in sorted(unsure))
+        self._actions.send(self.content.repeats(now_s))
         self._actions.send(self.closing.decision.retry())

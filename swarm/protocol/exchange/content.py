@@ -1,7 +1,7 @@
 """The content of one exchange: the part that all kinds of exchanges share.
 
 A member runs one fetch per digest at a time, from members that announced the item or hold it. Items
-are numbered so that `index % shards` is their shard.
+are numbered so that `index % bundles` is their bundle.
 """
 
 import functools
@@ -26,7 +26,7 @@ Holders = Callable[[], tuple[int, ...]]  # returns the members to ask now
 class ExchangeContext:
     """The context of all parts of one exchange, which begins at `started_s` on the local clock.
 
-    `holding` returns whether the chunk store has a digest."""
+    `holding` returns whether the bundle with a number and a digest is in the chunk store."""
 
     key: Key
     view: bytes
@@ -34,7 +34,7 @@ class ExchangeContext:
     terms: RoundTerms
     started_s: float
     actions: Actions
-    holding: Callable[[bytes], bool]
+    holding: Callable[[int, bytes], bool]
 
     @property
     def soft_s(self) -> float:
@@ -55,7 +55,7 @@ class Content:
 
     def __init__(self, context: ExchangeContext, places: int, *, fewest: bool = False) -> None:
         self._context, self._roster, self._terms = context, context.roster, context.terms
-        self.offers = Offers(context.terms.shards)
+        self.offers = Offers(context.terms.bundles)
         self.availability = Availability(
             places, len(context.roster.peers), context.roster.me, fewest=fewest
         )
@@ -69,7 +69,7 @@ class Content:
         """Note a member's offer or reduction, our own included."""
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Take the steps that are now possible, in all shards or those that the event affects."""
+        """Take the steps that are now possible, in all bundles or those that the event affects."""
 
     def closable(self, now_s: float) -> Iterable[int] | None:
         """Return the places of the items that could be decided now; None to keep waiting."""
@@ -81,11 +81,9 @@ class Content:
         A contributor accepts any list that could be applied: it gets the content afterwards."""
         return True
 
-    @property
-    def repeated(self) -> list[Message]:
-        """Our messages about content that others may have missed."""
-        me = self._roster.me
-        return [self.offers[me]] if me in self.offers else []
+    def repeats(self, now_s: float) -> list[tuple[int, Message]]:
+        """Return the announcements to repeat now, and the members that may have missed them."""
+        return []
 
     def _makers(self, item: RoundItem) -> tuple[int, ...]:
         """Return the members that should have an item even if they did not announce it."""
@@ -112,21 +110,21 @@ class Content:
         """Fetch those items that are not here yet."""
         for item in items:
             holders = functools.partial(self._holders, item)
-            self.fetch(item.index % self._terms.shards, item.digest, item.size, holders)
+            self.fetch(item.index % self._terms.bundles, item.digest, item.size, holders)
 
-    def fetch(self, shard: int, digest: bytes, size: int, holders: Holders) -> None:
-        """Fetch a chunk unless it is here, corrupt, or being fetched."""
+    def fetch(self, bundle: int, digest: bytes, size: int, holders: Holders) -> None:
+        """Fetch a bundle unless it is here, corrupt, or being fetched."""
         held, corrupt = self.availability.held, self.availability.corrupt
         if digest in self._fetching or digest in held or digest in corrupt:
             return
-        if self._context.holding(digest):
+        if self._context.holding(bundle, digest):
             self.availability.hold(digest)
         else:
             self._fetching.add(digest)
-            self._context.actions.add(Fetch(shard, digest, size, holders))
+            self._context.actions.add(Fetch(bundle, digest, size, holders))
 
     def fetched(self, digest: bytes, *, intact: bool, corrupt: bool) -> None:
-        """Handle the end of a fetch; a chunk that was unavailable may be requested again."""
+        """Handle the end of a fetch; a bundle that was unavailable may be requested again."""
         self._fetching.discard(digest)
         if corrupt:
             self.availability.spoil(digest)

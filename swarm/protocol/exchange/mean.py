@@ -1,14 +1,14 @@
-"""A mean: for each shard, one member reduces all contributions.
+"""A mean: for each bundle, one member reduces all contributions.
 
-The reduced shards are the items. Shard s is reduced by the first live member of a rotation that is
-the same in all rounds. A reducer fetches the contributions to its shards as they are offered,
+The reduced bundles are the items. Bundle b is reduced by the first live member of a rotation that
+is the same in all rounds. A reducer fetches the contributions to its bundles as they are offered,
 reduces once no more are expected, and announces the result; the others fetch it. If the reducer
-dies or stays silent, the next in line takes over, and one shard may have rival results: the close
+dies or stays silent, the next in line takes over, and one bundle may have rival results: the close
 list names one of each.
 
-The table has the states of one shard at a member that reduces it. "spoilt": no contribution was
-usable. "narrowed": in a uniform mean, the result has contributions that another shard is missing. A
-shard that another member reduces stays idle here.
+The table has the states of one bundle at a member that reduces it. "spoilt": no contribution was
+usable. "narrowed": in a uniform mean, the result has contributions that another bundle is missing.
+A bundle that another member reduces stays idle here.
 """
 
 import functools
@@ -20,17 +20,19 @@ from farflock.swarm.protocol.decide import TAKEOVER_S
 from farflock.swarm.protocol.exchange.actions import Reduce
 from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
+from farflock.swarm.protocol.exchange.holdings import RESEND_S
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
 
 # Fraction of the deadline after which a live but silent reducer is replaced: after `SOFT`, when it
 # should have begun, and early enough for another to reduce and be heard.
 LATE_REDUCER = 0.7
+MAX_RESEND_S = 8.0
 
-ShardState = Literal["idle", "reducing", "announced"]
-ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
+BundleState = Literal["idle", "reducing", "announced"]
+BundleEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
 
-SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
+BUNDLE_TABLE: dict[tuple[BundleState, BundleEvent], BundleState] = {
     ("idle", "begun"): "reducing",
     ("reducing", "reduced"): "announced",
     ("reducing", "spoilt"): "idle",
@@ -41,23 +43,25 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 class Mean(Content):
     """The content of a mean at a contributor.
 
-    In a `uniform` mean each contribution is in all shards or in none: if one shard was reduced
-    without a member, because it died while others fetched from it, the reducers of the other shards
-    reduce again without it."""
+    In a `uniform` mean each contribution is in all bundles or in none: if one bundle was reduced
+    without a member, because it died while others fetched from it, the reducers of the other
+    bundles reduce again without it."""
 
     def __init__(self, context: ExchangeContext) -> None:
-        shards, uniform = context.terms.shards, context.terms.uniform
-        super().__init__(context, shards, fewest=uniform)
-        # Bit mask of members that may be in all shards; if not uniform, all.
+        bundles, uniform = context.terms.bundles, context.terms.uniform
+        super().__init__(context, bundles, fewest=uniform)
+        # Bit mask of members that may be in all bundles; if not uniform, all.
         self._common = (1 << MAX_MEMBERS) - 1
         self._may_narrow = False  # a reduction was announced since the last `_narrow`
-        self._states: list[ShardState] = ["idle"] * shards
-        # By shard, for those that this member reduces or has reduced.
+        self._states: list[BundleState] = ["idle"] * bundles
+        # By bundle, for those that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._results: dict[int, Reduced] = {}  # in order of announcement
-        # By missing contribution, the shards that need it.
+        # By bundle, when to repeat the announcement, and how much longer to wait after that.
+        self._repeats_s: dict[int, tuple[float, float]] = {}
+        # By missing contribution, the bundles that need it.
         self._waiting: dict[bytes, set[int]] = {}
-        self._concerned: set[int] = set()  # shards that may have become reducible
+        self._concerned: set[int] = set()  # bundles that may have become reducible
 
     # events
 
@@ -69,32 +73,33 @@ class Mean(Content):
             self.add_offer(member, message)
 
     def fetched(self, digest: bytes, *, intact: bool, corrupt: bool) -> None:
-        """Handle the end of a contribution's fetch, and reconsider the shards that need it."""
+        """Handle the end of a contribution's fetch, and reconsider the bundles that need it."""
         super().fetched(digest, intact=intact, corrupt=corrupt)
         self._concerned |= self._waiting.pop(digest, set())
 
-    def reduced(self, shard: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
-        """Announce our reduction of a shard, without the corrupt payloads of `rejected` members."""
-        self._move(shard, "reduced")
-        context, inputs = self._context, self._inputs[shard]
+    def reduced(self, bundle: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
+        """Announce our reduction of a bundle, without the corrupt content of `rejected` members."""
+        self._move(bundle, "reduced")
+        context, inputs = self._context, self._inputs[bundle]
         self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
         self.availability.hold(digest)
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
-        message = self._results[shard] = Reduced(
-            context.key, context.view, shard, digest, size, mask
+        self._repeats_s.pop(bundle, None)
+        message = self._results[bundle] = Reduced(
+            context.key, context.view, bundle, digest, size, mask
         )
         self._take_reduced(self._roster.me, message)
         context.actions.to_others(message)
 
-    def unreduced(self, shard: int) -> None:
+    def unreduced(self, bundle: int) -> None:
         """Mark a reduction's payloads as corrupt, as none was usable; new ones may still come."""
-        self._move(shard, "spoilt")
-        self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(shard)))
-        self._concerned.add(shard)
+        self._move(bundle, "spoilt")
+        self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(bundle)))
+        self._concerned.add(bundle)
 
     def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self._roster.peers)
-        if message.shard < self._terms.shards and known:
+        if message.bundle < self._terms.bundles and known:
             if self._terms.uniform:
                 self._common &= int.from_bytes(message.mask, "little")
                 self._may_narrow = True
@@ -103,71 +108,79 @@ class Mean(Content):
     # consequences of events
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Reduce what can be reduced now, in all shards or in those of the last event."""
-        shards = range(self._terms.shards) if everywhere else sorted(self._concerned)
+        """Reduce what can be reduced now, in all bundles or in those of the last event."""
+        bundles = range(self._terms.bundles) if everywhere else sorted(self._concerned)
         self._concerned.clear()
-        for shard in shards:
-            if self._states[shard] == "idle" and self._is_mine(shard, now_s):
-                self._try(shard, now_s)
+        for bundle in bundles:
+            if self._states[bundle] == "idle" and self._is_mine(bundle, now_s):
+                self._try(bundle, now_s)
         if self._may_narrow:
             self._may_narrow = False
             self._narrow()
 
-    @property
-    def repeated(self) -> list[Message]:
-        """The messages to repeat: our offer and our reductions."""
-        return [*super().repeated, *self._results.values()]
+    def repeats(self, now_s: float) -> list[tuple[int, Message]]:
+        """Return our reductions, to the members that do not hold them.
+
+        Less and less often, for a member may know of a bundle and still be fetching it."""
+        sends: list[tuple[int, Message]] = []
+        for bundle, message in self._results.items():
+            due_s, wait_s = self._repeats_s.get(bundle, (now_s, RESEND_S))
+            if now_s >= due_s:
+                self._repeats_s[bundle] = (now_s + wait_s, min(2 * wait_s, MAX_RESEND_S))
+                holders = {self._roster.me, *self.availability.said(item_of(message))}
+                sends += [(other, message) for other in self._roster.others if other not in holders]
+        return sends
 
     def closable(self, now_s: float) -> Iterable[int] | None:
-        """Return the places of all shards once one result of each is agreed."""
-        agreed, shards = self.availability.agreed, self._terms.shards
-        if len(agreed) < shards:
+        """Return the places of all bundles once one result of each is agreed."""
+        agreed, bundles = self.availability.agreed, self._terms.bundles
+        if len(agreed) < bundles:
             return None
         masks = {item.mask for item in agreed.values()}
-        return None if self._terms.uniform and len(masks) > 1 else range(shards)
+        return None if self._terms.uniform and len(masks) > 1 else range(bundles)
 
-    def _move(self, shard: int, event: ShardEvent) -> None:
-        self._states[shard] = after(SHARD_TABLE, self._states[shard], event)
+    def _move(self, bundle: int, event: BundleEvent) -> None:
+        self._states[bundle] = after(BUNDLE_TABLE, self._states[bundle], event)
 
-    def _begin(self, shard: int, event: ShardEvent, inputs: tuple[Input, ...]) -> None:
-        self._move(shard, event)
-        self._inputs[shard] = inputs
-        self._context.actions.add(Reduce(shard, inputs))
+    def _begin(self, bundle: int, event: BundleEvent, inputs: tuple[Input, ...]) -> None:
+        self._move(bundle, event)
+        self._inputs[bundle] = inputs
+        self._context.actions.add(Reduce(bundle, inputs))
 
-    def _try(self, shard: int, now_s: float) -> None:
-        """Fetch the contributions to one of our shards; reduce once no more are expected."""
-        inputs = self._usable(shard)
+    def _try(self, bundle: int, now_s: float) -> None:
+        """Fetch the contributions to one of our bundles; reduce once no more are expected."""
+        inputs = self._usable(bundle)
         held = self.availability.held
         missing = [(member, digest) for member, _, digest in inputs if digest not in held]
         for member, digest in missing:
-            self._waiting.setdefault(digest, set()).add(shard)
-            size = self.offers[member].sizes[shard]
-            self.fetch(shard, digest, size, functools.partial(_only, member))
+            self._waiting.setdefault(digest, set()).add(bundle)
+            size = self.offers[member].sizes[bundle]
+            self.fetch(bundle, digest, size, functools.partial(_only, member))
         if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
-            self._begin(shard, "begun", tuple(entry for entry in inputs if entry[2] in held))
+            self._begin(bundle, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
     def _narrow(self) -> None:
-        """Reduce again the shards with contributions that another shard is missing."""
-        for shard in list(self._results):
-            fewer = tuple(entry for entry in self._inputs[shard] if self._common >> entry[0] & 1)
-            has = contributions(item_of(self._results[shard]))
+        """Reduce again the bundles with contributions that another bundle is missing."""
+        for bundle in list(self._results):
+            fewer = tuple(entry for entry in self._inputs[bundle] if self._common >> entry[0] & 1)
+            has = contributions(item_of(self._results[bundle]))
             # A narrowed reduction has the same lower bound as any other (`_may_reduce`).
             if max(self._terms.min_participants, 1) <= len(fewer) < has:
-                del self._results[shard]  # until it is replaced
-                self._begin(shard, "narrowed", fewer)
+                del self._results[bundle]  # until it is replaced
+                self._begin(bundle, "narrowed", fewer)
 
-    def _is_mine(self, shard: int, now_s: float) -> bool:
-        """True if this member reduces the shard: it is first in line, or those before it are gone.
+    def _is_mine(self, bundle: int, now_s: float) -> bool:
+        """True if this member reduces the bundle: it is first in line, or those before it are gone.
 
         A live but silent reducer is replaced late in the round, if no usable result exists."""
-        order = self._roster.reducers(shard)
+        order = self._roster.reducers(bundle)
         rank = order.index(self._roster.me)
         if rank == 0:
             return True
-        # In a uniform mean, results with contributions that another shard lacks do not count.
+        # In a uniform mean, results with contributions that another bundle lacks do not count.
         rivals = [
             item.digest
-            for item in self.availability.rivals[shard].values()
+            for item in self.availability.rivals[bundle].values()
             if not int.from_bytes(item.mask, "little") & ~self._common
         ]
         if any(digest in self.availability.held for digest in rivals):
@@ -178,11 +191,11 @@ class Mean(Content):
         # Staggered by rank, so that one member at a time takes over.
         return not rivals and now_s >= late_s + TAKEOVER_S * rank
 
-    def _usable(self, shard: int) -> tuple[Input, ...]:
-        """Return the contributions to a shard that may be in its result, in member order."""
+    def _usable(self, bundle: int) -> tuple[Input, ...]:
+        """Return the contributions to a bundle that may be in its result, in member order."""
         return tuple(
             (member, weight, digest)
-            for member, weight, digest in self.offers.inputs(shard)
+            for member, weight, digest in self.offers.inputs(bundle)
             if digest not in self.availability.corrupt and self._common >> member & 1
         )
 
@@ -198,8 +211,8 @@ class Mean(Content):
 
 
 def item_of(message: Reduced) -> RoundItem:
-    """Return the item of a reduced shard."""
-    return RoundItem(message.shard, message.digest, message.size, message.mask)
+    """Return the item of a reduced bundle."""
+    return RoundItem(message.bundle, message.digest, message.size, message.mask)
 
 
 def _only(member: int) -> tuple[int, ...]:

@@ -5,19 +5,19 @@ from collections.abc import Collection, Iterable
 
 from farflock.swarm.messages import Offer
 
-Input = tuple[int, float, bytes]  # (member, weight, digest) of one contribution to one shard
+Input = tuple[int, float, bytes]  # (member, weight, digest) of one contribution to one bundle
 
 
 class Offers(dict[int, Offer]):
-    """The first offer of each member, with `shards` shards; later ones do not count."""
+    """The first offer of each member, with `bundles` bundles; later ones do not count."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, bundles: int) -> None:
         super().__init__()
-        self._shards = shards
+        self._bundles = bundles
 
     def add(self, member: int, offer: Offer) -> bool:
-        """Note an offer; return False if the member has made one or the shard count is wrong."""
-        if member in self or len(offer.digests) != self._shards:
+        """Note an offer; return False if the member has made one or the bundle count is wrong."""
+        if member in self or not len(offer.digests) == len(offer.sizes) == self._bundles:
             return False
         self[member] = offer
         return True
@@ -35,11 +35,11 @@ class Offers(dict[int, Offer]):
         counts = collections.Counter(offer.state for offer in self.values())
         return min(counts, key=lambda state: (-counts[state], state), default=b"")
 
-    def inputs(self, shard: int) -> tuple[Input, ...]:
-        """Return a shard's contributions that started from the common state, in member order."""
+    def inputs(self, bundle: int) -> tuple[Input, ...]:
+        """Return a bundle's contributions that started from the common state, in member order."""
         state = self.common_state()
         return tuple(
-            (member, offer.weight, offer.digests[shard])
+            (member, offer.weight, offer.digests[bundle])
             for member, offer in sorted(self.items())
             if offer.state == state
         )

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Key
+from farflock.swarm.messages import Key
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, last_shards
+from farflock.swarm.protocol.exchange.bundles import (
+    MAX_BUNDLE_SHARDS,
+    MAX_GATHER_BUNDLES,
+    MAX_MEAN_BUNDLES,
+)
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, last_bundles
 
 RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -75,8 +80,8 @@ class Stream:
                 f"stream {self.name}: enough {terms.enough}; only a gather of all members knows "
                 "`enough`, so set it to 0"
             )
-        # A gather has an item per member and shard, a mean one per shard.
-        max_shards = MAX_SHARDS // MAX_MEMBERS if gathers_all else MAX_SHARDS
+        bundles = MAX_GATHER_BUNDLES if terms.kind == "gather" else MAX_MEAN_BUNDLES
+        max_shards = bundles * MAX_BUNDLE_SHARDS
         if not 1 <= terms.shards <= max_shards:
             raise ValueError(
                 f"stream {self.name}: a {terms.kind} has 1 to {max_shards} shards, "
@@ -94,7 +99,7 @@ class Stream:
             case "all":
                 return list(close.items)
             case "last":
-                return last_shards(close, self.terms.shards)
+                return last_bundles(close, self.terms.bundles)
             case "none":
                 return []
 

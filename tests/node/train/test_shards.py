@@ -15,7 +15,8 @@ from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 from farflock.node.train.shards import (
     MAX_ABS,
-    SHARD_VALUES,
+    SEGMENT_VALUES,
+    SHARD_BYTES,
     Reducer,
     Segment,
     ShardLayout,
@@ -65,16 +66,31 @@ def covers_once(cut, shapes):
 
 @each_codec
 def test_the_cut_covers_every_value_once_in_order(name):
-    shapes = {"big": (SHARD_VALUES * 2 + 5,), "small": (3,), "wide": (1000, 700), "none": (0,)}
-    cut = ShardLayout.of(shapes, codec(name))
+    shapes = {"big": (SEGMENT_VALUES * 2 + 5,), "small": (3,), "wide": (1000, 700), "none": (0,)}
+    cut = ShardLayout.of(shapes, codec(name), back=codec("fp32"))
     covers_once(cut, shapes)
-    assert all(sum(part.count for part in shard) <= SHARD_VALUES for shard in cut.shards)
+    assert all(sum(part.count for part in shard) <= SEGMENT_VALUES for shard in cut.shards)
     assert len(cut.shards) >= 5
 
 
 @each_codec
+@pytest.mark.parametrize("back", [None, "bf16"])
+def test_a_shard_is_as_full_as_it_can_be(name, back):
+    back = None if back is None else codec(back)
+    cut = ShardLayout.of({"big": (3_000_000,), "b": (9,)}, codec(name), back=back)
+    codecs = [codec(name)] if back is None else [codec(name), back]
+
+    def most(parts):
+        return sum(max(each.max_bytes(part.count) for each in codecs) for part in parts)
+
+    for shard, following in itertools.pairwise(cut.shards):
+        assert most(shard) <= SHARD_BYTES or len(shard) == 1
+        assert most((*shard, following[0])) > SHARD_BYTES
+
+
+@each_codec
 def test_tensors_are_cut_at_multiples_of_the_codecs_granule_only(name):
-    shapes = {"big": (SHARD_VALUES * 3 + 1,)}
+    shapes = {"big": (SEGMENT_VALUES * 3 + 1,)}
     granule = codec(name).granule(shapes["big"])
     starts = [part.start for shard in ShardLayout.of(shapes, codec(name)).shards for part in shard]
     assert len(starts) >= 4
@@ -86,17 +102,18 @@ def test_the_cut_is_a_function_of_names_shapes_and_codec():
         dict(SHAPES), codec("int8"), 3
     )
     assert (
-        ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8:100")).shards
-        != ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8")).shards
+        ShardLayout.of({"a": (SEGMENT_VALUES + 1,)}, codec("int8:100")).shards
+        != ShardLayout.of({"a": (SEGMENT_VALUES + 1,)}, codec("int8")).shards
     )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 3 * SHARD_VALUES), min_size=1, max_size=6),
+    counts=st.lists(st.integers(0, 3 * SEGMENT_VALUES), min_size=1, max_size=6),
     name=st.sampled_from([*CODECS, "int8:100", "topk:64/65536"]),
+    back=st.sampled_from(["fp32", "bf16", None]),
 )
-def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name):
+def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name, back):
     """A second cutter, written from docs/wire-format.md alone."""
     shapes = {f"t{number}": (count,) for number, count in enumerate(counts)}
     granule = codec(name).granule((1,))
@@ -105,21 +122,23 @@ def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name):
     for what, (count,) in shapes.items():
         for start in range(0, count, segment) if count else [0]:
             size = min(segment, count - start)
-            if not shards or size > left:
+            most = max(codec(each).max_bytes(size) for each in {name, back or name})
+            if not shards or most > left:
                 shards.append([])
-                left = 262_144
-            shards[-1].append((what, start, start + size))
-            left -= size
-    cut = ShardLayout.of(shapes, codec(name))
+                left = 1024 * 1024
+            shards[-1].append((what, start, start + size, start // segment))
+            left -= most
+    cut = ShardLayout.of(shapes, codec(name), back=back and codec(back))
     assert [
-        [(part.tensor, part.start, part.stop) for part in shard] for shard in cut.shards
+        [(part.tensor, part.start, part.stop, part.number) for part in shard]
+        for shard in cut.shards
     ] == shards
 
 
 def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
-    cut = ShardLayout.of({"a": (10,), "b": (SHARD_VALUES - 10,), "c": (1,)}, codec("fp32"))
+    cut = ShardLayout.of({"a": (10,), "b": (SEGMENT_VALUES - 10,), "c": (1,)}, codec("fp32"))
     assert cut.shards == (
-        (Segment("a", 0, 10), Segment("b", 0, SHARD_VALUES - 10)),
+        (Segment("a", 0, 10), Segment("b", 0, SEGMENT_VALUES - 10)),
         (Segment("c", 0, 1),),
     )
 
@@ -145,7 +164,7 @@ def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tenso
 
 
 def test_many_shards_of_one_tensor_come_back_in_their_places():
-    shapes = {"big": (SHARD_VALUES * 2 + 9,), "tail": (2, 2)}
+    shapes = {"big": (SEGMENT_VALUES * 2 + 9,), "tail": (2, 2)}
     cut, tensors = ShardLayout.of(shapes, codec("fp32")), tensors_of(shapes)
     decoded = decode_all(
         cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes

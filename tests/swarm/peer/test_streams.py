@@ -1,21 +1,37 @@
 """The outcome of a decided round for a peer, from its close list and the chunks alone."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.collective import one_shard_each
 
 from farflock.swarm.chunks import Store
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key
+from farflock.swarm.messages import Decided, Key
+from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.round_log import LoggedRound, outcome, work_pin
 from farflock.swarm.protocol.exchange.availability import RoundItem
+from farflock.swarm.protocol.exchange.bundles import (
+    MAX_BUNDLE_SHARDS,
+    MAX_GATHER_BUNDLES,
+    MAX_MEAN_BUNDLES,
+)
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
+
+
+def outcome_of(stream, number, entry, store):
+    return outcome(stream, number, entry, Bundles(SimpleNamespace(store=store)))
+
 
 GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it
 
 
 def stream(kind="mean", shards=2, first=0, stride=1, **options):
     terms, cadence = RoundTerms(kind, shards, **options), Cadence(first, stride)
+    if shards <= 2:
+        one_shard_each(terms)
     return Stream("weights", terms, 1000, lambda *_: Reduction(b""), lambda *_: True, cadence)
 
 
@@ -55,7 +71,7 @@ def logged(store, members, contents, *, group=GROUP, taken=(True, True), tokens=
 def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():
     store = Store(10**6)
     entry = logged(store, {0: 1.0, 1: 2.0, 2: 3.0}, {0: b"first", 1: b"second"})
-    result = outcome(stream(), 4, entry, store)
+    result = outcome_of(stream(), 4, entry, store)
     assert (result.key, result.status, result.next_round) == (Key("weights", 4), "ok", 5)
     assert result.reduced == (b"first", b"second")
     assert result.gathered is None
@@ -71,15 +87,15 @@ def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():
 def test_the_next_round_is_a_stride_further():
     store = Store(10**6)
     entry = logged(store, {0: 1.0}, {0: b"first", 1: b"second"})
-    assert outcome(stream(first=1, stride=3), 4, entry, store).next_round == 7
+    assert outcome_of(stream(first=1, stride=3), 4, entry, store).next_round == 7
 
 
 def test_without_a_member_or_without_a_shard_of_mine_it_is_partial():
     store = Store(10**6)
     contents = {0: b"first", 1: b"second"}
-    missing = outcome(stream(), 4, logged(store, {1: 2.0, 2: 3.0}, contents), store)
+    missing = outcome_of(stream(), 4, logged(store, {1: 2.0, 2: 3.0}, contents), store)
     assert (missing.status, missing.participants) == ("partial", ("p1", "p2"))
-    left_out = outcome(
+    left_out = outcome_of(
         stream(), 4, logged(store, {0: 1.0, 1: 2.0, 2: 3.0}, contents, taken=(True, False)), store
     )
     assert (left_out.status, left_out.taken) == ("partial", (True, False))
@@ -88,12 +104,12 @@ def test_without_a_member_or_without_a_shard_of_mine_it_is_partial():
 def test_a_peer_that_is_the_whole_group_is_alone():
     store = Store(10**6)
     entry = logged(store, {0: 1.0}, {0: b"first", 1: b"second"}, group=("p1",))
-    assert outcome(stream(), 4, entry, store).status == "alone"
+    assert outcome_of(stream(), 4, entry, store).status == "alone"
 
 
 def test_a_round_that_was_decided_empty_failed_for_everybody_and_moves_nothing():
     store = Store(10**6)
-    result = outcome(stream(), 4, logged(store, {}, {}, taken=(False, False)), store)
+    result = outcome_of(stream(), 4, logged(store, {}, {}, taken=(False, False)), store)
     assert (result.status, result.reduced, result.gathered, result.participants) == (
         "failed",
         None,
@@ -111,7 +127,7 @@ def test_a_gather_gives_everybodys_own_shards():
         4: b"p2 a",
         5: b"p2 b",
     }  # items are numbered member by member
-    result = outcome(stream("gather"), 4, logged(store, {0: 1.0, 2: 1.0}, contents), store)
+    result = outcome_of(stream("gather"), 4, logged(store, {0: 1.0, 2: 1.0}, contents), store)
     assert result.gathered == {"p3": (b"p3 a", b"p3 b"), "p2": (b"p2 a", b"p2 b")}
     assert result.reduced is None
     assert result.status == "partial"
@@ -119,7 +135,11 @@ def test_a_gather_gives_everybodys_own_shards():
 
 @pytest.mark.parametrize(
     ("kind", "group", "most"),
-    [("mean", 0, MAX_SHARDS), ("gather", 0, MAX_SHARDS // MAX_MEMBERS), ("gather", 2, MAX_SHARDS)],
+    [
+        ("mean", 0, MAX_MEAN_BUNDLES * MAX_BUNDLE_SHARDS),
+        ("gather", 0, MAX_GATHER_BUNDLES * MAX_BUNDLE_SHARDS),
+        ("gather", 2, MAX_GATHER_BUNDLES * MAX_BUNDLE_SHARDS),
+    ],
 )
 def test_a_stream_has_as_many_shards_as_a_close_list_can_name(kind, group, most):
     assert stream(kind, shards=1, group=group).terms.shards == 1

@@ -5,10 +5,16 @@ import hashlib
 
 import msgspec
 import pytest
+from worlds.collective import one_shard_each
 
 from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
 from farflock.swarm.protocol.exchange.availability import RoundItem
+from farflock.swarm.protocol.exchange.bundles import (
+    MAX_BUNDLE_SHARDS,
+    MAX_GATHER_BUNDLES,
+    MAX_MEAN_BUNDLES,
+)
 from farflock.swarm.protocol.exchange.close_list import (
     BadCloseList,
     CloseList,
@@ -24,7 +30,7 @@ STATE, OTHER_STATE = b"s" * 32, b"t" * 32
 
 
 TERMS = RoundTerms("mean", 2, DEADLINE_S)
-GATHER = RoundTerms("gather", 2, DEADLINE_S)
+GATHER = one_shard_each(RoundTerms("gather", 2, DEADLINE_S))
 
 
 def digest_of(content):
@@ -121,24 +127,30 @@ def test_rival_announcements_of_one_shard_are_bounded():
     assert sum(isinstance(action, Fetch) for action in machine.take()) <= 2
 
 
-def test_the_largest_mean_fits_one_value():
-    from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, MAX_VALUE_BYTES
+def test_the_largest_close_lists_fit_one_value():
+    from farflock.swarm.messages import MAX_MEMBERS, MAX_VALUE_BYTES
 
     everybody = mask(*range(MAX_MEMBERS))
-    rows = tuple(RoundItem(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
+    bundles = MAX_MEAN_BUNDLES
+    rows = tuple(RoundItem(bundle, bytes(32), 2**22, everybody) for bundle in range(bundles))
     close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
     assert len(wire_of(close)) <= MAX_VALUE_BYTES
     assert (
-        decode_close_list(wire_of(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS))
+        decode_close_list(wire_of(close), RoundTerms("mean", 10**6, 1.0), range(MAX_MEMBERS))
         == close
     )
-    shards = MAX_SHARDS // MAX_MEMBERS
+    bundles = MAX_GATHER_BUNDLES
     rows = tuple(
-        RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS)
+        RoundItem(index, bytes(32), 2**22, mask(index // bundles))
+        for index in range(MAX_MEMBERS * bundles)
     )
     close = CloseList(rows, close.members, 2**62, STATE)
     assert len(wire_of(close)) <= MAX_VALUE_BYTES
     assert (
-        decode_close_list(wire_of(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS))
+        decode_close_list(
+            wire_of(close),
+            RoundTerms("gather", bundles * MAX_BUNDLE_SHARDS, 1.0),
+            range(MAX_MEMBERS),
+        )
         == close
     )

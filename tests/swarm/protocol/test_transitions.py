@@ -16,14 +16,14 @@ from farflock.swarm.protocol import decide, pair
 from farflock.swarm.protocol.decide import PROPOSER_TABLE, Proposer
 from farflock.swarm.protocol.exchange import closing, mean
 from farflock.swarm.protocol.exchange.closing import CLOSING_TABLES, Closing
-from farflock.swarm.protocol.exchange.mean import SHARD_TABLE, Mean
+from farflock.swarm.protocol.exchange.mean import BUNDLE_TABLE, Mean
 from farflock.swarm.protocol.pair import PAIR_TABLES, Pair
 from farflock.swarm.protocol.transitions import after
 
 TABLES = {
     "closing, contributor": (CLOSING_TABLES["contributor"], "open", {"complete"}),
     "closing, voter": (CLOSING_TABLES["voter"], "open", {"complete"}),
-    "shard": (SHARD_TABLE, "idle", set()),
+    "bundle": (BUNDLE_TABLE, "idle", set()),
     "proposer": (PROPOSER_TABLE, "idle", {"decided"}),
     "pair, leader": (PAIR_TABLES["leader"], "open", {"done"}),
     "pair, follower": (PAIR_TABLES["follower"], "open", {"done"}),
@@ -132,9 +132,9 @@ def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_oth
     }
 
 
-def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
+def test_real_means_make_every_transition_of_a_bundle_and_no_other(monkeypatch):
     made = recorded(
-        monkeypatch, Mean, lambda self: "shard", lambda self, shard, _: self._states[shard]
+        monkeypatch, Mean, lambda self: "bundle", lambda self, bundle, _: self._states[bundle]
     )
     spoilt = ExchangeWorld(7)
     for me in range(3):
@@ -144,7 +144,7 @@ def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
         narrowed = offering_world(2, n=4, kind="uniform")
         narrowed.crash_after[1] = step + 1
         narrowed.run()
-    assert made["shard"] == rows(SHARD_TABLE)
+    assert made["bundle"] == rows(BUNDLE_TABLE)
 
 
 def test_real_proposers_make_every_transition_and_no_other(monkeypatch):

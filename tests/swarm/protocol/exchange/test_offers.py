@@ -6,9 +6,9 @@ from farflock.swarm.protocol.exchange.offers import Offers
 KEY, VIEW = Key("weights", 3), bytes(32)
 
 
-def offer(state=b"s", *, shards=2, tokens=10, weight=1.0):
-    digests = tuple(bytes([shard]) * 32 for shard in range(shards))
-    return Offer(KEY, VIEW, digests, (5,) * shards, weight, tokens, state)
+def offer(state=b"s", *, bundles=2, tokens=10, weight=1.0):
+    digests = tuple(bytes([bundle]) * 32 for bundle in range(bundles))
+    return Offer(KEY, VIEW, digests, (5,) * bundles, weight, tokens, state)
 
 
 def filled(states):
@@ -20,7 +20,7 @@ def filled(states):
 
 def test_the_first_offer_of_a_member_stands_and_one_of_another_size_is_refused():
     offers = Offers(2)
-    assert not offers.add(0, offer(shards=3))
+    assert not offers.add(0, offer(bundles=3))
     assert not offers
     assert offers.add(0, offer(tokens=1))
     assert not offers.add(0, offer(tokens=2))

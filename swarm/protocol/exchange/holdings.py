@@ -1,0 +1,93 @@
+"""Reports of holdings: each member tells each other one what it holds, by difference.
+
+A member's holdings are a row of changes. A message brings those that its receiver has not
+confirmed, and says how many of the receiver's changes, and whether its offer, are known here: so
+only what was lost is sent again.
+"""
+
+import struct
+from collections.abc import Collection, Sequence
+
+from farflock.swarm.messages import MAX_CHANGES, Holds, Key, Message
+
+# A place, and the first bytes of the digest that is now held there (zeros: nothing).
+_CHANGE = struct.Struct("<I8s")
+RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
+COLLECT_S = 2.0  # between reports while holdings grow, so that each has many changes
+
+Change = tuple[int, bytes]
+
+
+class Holdings:
+    """The reports between this member and `others`; `changes` is the row of its own holdings."""
+
+    def __init__(
+        self,
+        key: Key,
+        view: bytes,
+        others: Sequence[int],
+        changes: Sequence[Change],
+        started_s: float,
+    ) -> None:
+        self._key, self._view, self._others, self._changes = key, view, others, changes
+        self._known = dict.fromkeys(others, 0)  # of each other member's changes, here
+        self._confirmed = dict.fromkeys(others, 0)  # of ours, there
+        self._sent = dict.fromkeys(others, 0)  # of ours, on their way or there
+        self._sent_s = dict.fromkeys(others, started_s)
+        self._unanswered: set[int] = set()  # members that sent news, or sent it again
+        self.offered: set[int] = set()  # members that have our offer
+
+    def hear(self, member: int, message: Holds) -> list[Change]:
+        """Note a report; return the changes that were not known here."""
+        self._confirmed[member] = min(message.known, len(self._changes))
+        if message.offered:
+            self.offered.add(member)
+        changes = _changes_of(message.changes)
+        if changes:
+            self._unanswered.add(member)
+        known = self._known[member]
+        # What comes after a gap is sent again, once the sender knows of the gap.
+        fresh = changes[known - message.first :] if message.first <= known else []
+        self._known[member] += len(fresh)
+        return fresh
+
+    def answer(self, member: int) -> None:
+        """Answer a member's message, even if there is nothing to report."""
+        self._unanswered.add(member)
+
+    def reports(
+        self, now_s: float, offers: Collection[int], *, at_once: bool
+    ) -> list[tuple[int, Message]]:
+        """Return the reports to send now, with their receivers; `offers` names the members whose
+        offers are here. `at_once`: holdings are complete, so news does not wait for more."""
+        sends: list[tuple[int, Message]] = []
+        for member in self._others:
+            changes = self._due(member, now_s, at_once)
+            if changes is None and member not in self._unanswered:
+                continue
+            self._unanswered.discard(member)
+            first, known = self._confirmed[member], self._known[member]
+            raw = b"".join(_CHANGE.pack(*change) for change in changes or ())
+            sends.append(
+                (member, Holds(self._key, self._view, first, raw, known, member in offers))
+            )
+        return sends
+
+    def _due(self, member: int, now_s: float, at_once: bool) -> Sequence[Change] | None:
+        """Return the changes to send to a member now, perhaps none; None to send nothing."""
+        first, count = self._confirmed[member], len(self._changes)
+        waited_s = now_s - self._sent_s[member]
+        news = count > self._sent[member] and at_once
+        again = self._sent[member] > first and waited_s >= RESEND_S
+        # Even without news: if the round is decided, the answer says so.
+        if not (news or again or waited_s >= COLLECT_S):
+            return None
+        changes = self._changes[first : first + MAX_CHANGES]
+        self._sent[member], self._sent_s[member] = first + len(changes), now_s
+        return changes
+
+
+def _changes_of(raw: bytes) -> list[Change]:
+    """Return the changes in a message; a rest that is too short for one is ignored."""
+    whole = len(raw) // _CHANGE.size * _CHANGE.size
+    return list(_CHANGE.iter_unpack(raw[:whole]))
