@@ -401,7 +401,7 @@ def test_the_gradient_under_the_mask_is_the_gradient_of_what_was_computed(values
     )
 
 
-def test_a_mask_that_nobody_gives_is_asked_for():
+def test_a_missing_mask_is_asked_for():
     c, grad = Masked(codec("topk:3/10")), torch.ones(1, 1, 20)
     with pytest.raises(ValueError, match="give it to the gradient's context"):
         c.encode_grad(grad, ActivationContext((1, 1, 20), direction="backward"), bytearray())

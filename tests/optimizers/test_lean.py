@@ -325,7 +325,7 @@ def test_a_step_that_moved_nothing_corrects_nothing(adam):
     assert torch.equal(read(replica, "exp_avg"), before)
 
 
-# Who holds what
+# What each peer holds
 
 
 def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):

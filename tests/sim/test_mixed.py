@@ -127,7 +127,7 @@ def test_replicas_and_pipelines_train_one_model():
     assert replica.work["backward"] > 0, "trainers do not ask it"
     assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
     telling = {number for number, node in one.sim.nodes.items() if node.peer.loads.mine is not None}
-    assert telling == set(range(6)), "who tells its load may be told to move"
+    assert telling == set(range(6)), "a peer that tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
     assert brought == {me(one, number) for number in (1, 4, 8)}
 
@@ -181,7 +181,7 @@ POINTS = [
 
 
 @pytest.mark.ci_more
-def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_for_the_rest():
+def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks_for_the_rest():
     one = audit(2, 1, 1, replicas=2)
     points, dying, lost = list(POINTS), [], set()
 

@@ -273,7 +273,7 @@ async def test_a_fetch_without_holders_gives_up_in_time_and_uses_a_holder_that_a
 
 
 @in_virtual_time
-async def test_a_final_fetch_ends_as_soon_as_nobody_is_left_who_could_have_the_chunk(net):
+async def test_a_final_fetch_ends_as_soon_as_no_peer_is_left_that_could_have_the_chunk(net):
     data = data_of(100)
     reader = net.peer("reader")
     for name in ("one", "other"):
@@ -375,7 +375,7 @@ def forged(digest, start, size, body):
 
 
 @in_virtual_time
-async def test_pieces_that_nobody_asked_for_are_dropped_and_counted(net):
+async def test_pieces_that_were_not_asked_for_are_dropped_and_counted(net):
     data = data_of(2 * PIECE_BYTES)
     holder, reader = net.peer("holder", data), net.peer("reader")
     net.latency_s = 0.5

@@ -113,7 +113,7 @@ def test_nonsense_is_not_signed_by_anybody(peer, message, signature):
 # Keys.
 
 
-def test_a_seed_always_gives_the_same_key_and_a_fresh_key_is_nobody_elses():
+def test_a_seed_always_gives_the_same_key_and_a_fresh_key_is_new():
     assert Identity.from_seed(bytes([1]) * 32).peer == A.peer
     assert Identity.generate().peer != Identity.generate().peer
 

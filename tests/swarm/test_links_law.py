@@ -140,7 +140,7 @@ async def test_frames_of_many_senders_come_to_one_reader_each_under_its_own_name
 
 
 @on_all_links
-async def test_nobody_unknown_is_reached(world):
+async def test_no_unknown_peer_is_reached(world):
     (links, _) = await world.open(1)
     assert not links.send(STRANGER, b"x")
     assert not await links.send_bulk(STRANGER, b"x", 0.1)

@@ -11,7 +11,7 @@ KEY, VIEW = Key("weights", 3), bytes(32)
 
 
 class Ruled(AcceptanceRules):
-    """Members for whom some of the rules are others."""
+    """Members for which some of the rules are different."""
 
     def __init__(self, **rules):
         for name, rule in rules.items():

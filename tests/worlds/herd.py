@@ -124,9 +124,8 @@ class Node:
         while self.herd.stream.terms.enough and (
             missed := self.peer.decided(STREAM, self.applied + self.herd.stream.cadence.stride)
         ):
-            self.apply(
-                missed, None
-            )  # rounds that wait for nobody are many: a node takes in all that it missed at once
+            # Rounds that wait for no peer are many: a node takes in all that it missed at once.
+            self.apply(missed, None)
         number = self.applied + self.herd.stream.cadence.stride
         outcome = self.peer.decided(STREAM, number)
         name = None

@@ -1,13 +1,13 @@
-"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model.
+"""An audit of a simulated pipeline: what its rounds applied must be what the unsplit model gives.
 
 Every pass is recorded with the weights that it saw, and every payload with the pass that made it.
-So the gradient that a microbatch is to have at a stage is known, whatever path it took,
-how often it was asked for, who died meanwhile and how far apart the weights were along its way:
-that of the unsplit model whose stages have these weights, with activations as the forward passes
-made them and derivatives by the weights of the backward passes.
+So the gradient that a microbatch must have at a stage is known, whatever path it took, however
+often it was asked for, whichever servers died meanwhile and however far apart the weights were
+along its way. It is that of the unsplit model whose stages have these weights, with activations as
+the forward passes made them and derivatives by the weights of the backward passes.
 
-Where the rate is too small to change a double, `STILL`, all of these are the initial weights,
-and the unsplit model's gradient is computed once more without any of the records.
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and
+the unsplit model's gradient is computed once more without any of the records.
 """
 
 import asyncio

@@ -155,7 +155,7 @@ class Switchboard:
         sender.context.send(to.name, message)
 
     async def empty(self, within_s=LEASE_S + DEAD_S + 1.0):
-        """Wait until nothing is kept for any call at those who live, which must be soon."""
+        """Wait until no living peer keeps anything for any call, which must be soon."""
         living = [life for life in self.lives if life.tasks]
         begun_s = now()
         while any(any(life.kept) for life in living):

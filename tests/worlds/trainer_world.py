@@ -42,7 +42,7 @@ class Asked(collections.namedtuple("Asked", "peer request payloads")):
 
 
 class Order(dict):
-    """By stage, who serves it."""
+    """The servers of each stage."""
 
     @property
     def stages(self):
@@ -114,7 +114,7 @@ class World:
     def skipped(self):
         return self.doubtful.pop() if self.doubtful else None
 
-    # the policy: the first in line; who did not do it goes to its end
+    # The policy: ask the first in line; a server that fails goes to the end of the line.
 
     def stage_order(self, microbatch):
         return tuple(range(STAGES))

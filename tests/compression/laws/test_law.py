@@ -323,7 +323,7 @@ class Patient(Whole):
 
 
 class Trusting(Whole):
-    """Decodes to NaN where somebody wrote one."""
+    """Decodes to NaN where the payload has one."""
 
     __slots__ = ()
 

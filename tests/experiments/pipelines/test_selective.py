@@ -1,5 +1,5 @@
-"""The experiment's machinery: who compresses stays in the subspace, the others are free,
-and a round is the same to all."""
+"""The experiment's machinery: peers that compress stay in the subspace, the others are free, and a
+round is the same to all."""
 
 import math
 

@@ -148,7 +148,7 @@ def test_an_invite_that_is_far_too_long_is_not_even_decoded():
     "change",
     [{"addresses": ()}, {"run": "short"}, {"addresses": ("here",)}, {"addresses": (ADDRESS,) * 9}],
 )
-def test_nobody_mints_what_nobody_could_read(change):
+def test_an_invite_that_could_not_be_read_is_not_minted(change):
     with pytest.raises(ValueError, match="Expected"):
         mint(msgspec.structs.replace(INVITE, **change))
 

@@ -359,7 +359,7 @@ def test_several_codecs_are_in_the_order_of_the_manifest_as_far_as_they_are_know
     newer = parse(manifest.canonical().decode().replace("int4 | int8", "vq:9 | int8"))
     edges = edges_of(newer.plan(), newer.pipeline_plan())
     assert (edges.codec.name, edges.others) == ("int8,int8", ()), (
-        "who joins does without what it does not know"
+        "a joiner does without what it does not know"
     )
 
 

@@ -169,7 +169,7 @@ def test_peers_that_do_not_come_in_are_a_violation():
     assert violations[0].startswith("peer 1 has made ")
 
 
-def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violations():
+def test_a_task_that_outlives_its_peer_and_uncounted_bytes_are_violations():
     async def main(disaster):
         looking = asyncio.create_task(asyncio.sleep(1e9))
         looking.cancel()

@@ -1,4 +1,4 @@
-"""Judging norms: who is rejected, what the others weigh, and the statistics behind it."""
+"""Judging norms: which peers are rejected, what the others weigh, and the statistics behind it."""
 
 import math
 
@@ -155,7 +155,7 @@ def test_a_score_is_taken_before_its_norm_enters():
     assert (norm - after[0]) / math.sqrt(after[1]) < 3
 
 
-def test_nobody_is_rejected_during_the_warm_up_or_without_threshold():
+def test_no_peer_is_rejected_during_the_warm_up_or_without_threshold():
     stats = [5.0, 4.0, 0.0, 0.0]
     assert judge(warmup=3).anomalies([1e5], stats, 2)[0] == [False]
     assert judge(warmup=3).anomalies([1e5], stats, 3)[0] == [True]

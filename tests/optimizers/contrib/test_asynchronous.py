@@ -255,7 +255,7 @@ def test_staleness_and_speed_survive_the_codec(codec):
 
 
 @pytest.mark.parametrize(("said", "read"), [(-5.0, 1.0), (0.4, 1.0), (2.0**99, 0.0)])
-def test_a_staleness_that_nobody_has_is_read_as_the_nearest_possible(said, read):
+def test_an_impossible_staleness_is_read_as_the_nearest_possible(said, read):
     made, replica = Async(buffer=1, lr=1.0, momentum=0.0, staleness="drop"), Still()
     arrive(made, replica, a=payload(torch.ones(SIZE), said))
     assert phi(made, replica).tolist() == [-read] * SIZE
@@ -300,7 +300,7 @@ def test_waiting_for_an_answer_is_no_slowness():
 
 
 @pytest.mark.parametrize("claim", [FASTEST * 2, -3.0, 2.0**99])
-def test_an_absurd_speed_makes_nobody_slow(claim):
+def test_an_absurd_speed_makes_no_peer_slow(claim):
     made, replica = Async(period=10), Still()
     (asked,) = train(made, replica, 10)
     answer(made, replica, asked, liar=payload(torch.ones(SIZE), speed=claim))

@@ -136,7 +136,7 @@ def test_work_that_is_no_number_is_sent_as_zeros_and_phi_takes_its_place(replica
 
 
 @pytest.mark.parametrize("said", [-1.0, -1e30, 2.0**60, 2.0**99])
-def test_a_norm_that_nobody_has_is_an_anomaly_even_in_the_warm_up(replica, said):
+def test_an_impossible_norm_is_an_anomaly_even_in_the_warm_up(replica, said):
     made = plain(temperature=1.0, threshold=3.0, warmup=9)
     asked = first_phase(made, replica)
     made.apply(replica, asked, gathered(asked, liar=norms(said, said)))
@@ -387,7 +387,7 @@ def steps_until_due(made, replica, start_s, seconds, count):
 
 
 @pytest.mark.parametrize("start_s", [0.0, 7.0, 9.9])
-def test_a_timed_round_ends_when_run_time_crosses_a_multiple_whoever_began_when(replica, start_s):
+def test_a_timed_round_ends_when_run_time_crosses_a_multiple_whenever_it_began(replica, start_s):
     due = steps_until_due(timed(), replica, start_s, 1.5, 30)
     assert [int(at // 10) for at in due] == list(range(1, len(due) + 1))
     assert all(at % 10 < 1.5 for at in due)

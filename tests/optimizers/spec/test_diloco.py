@@ -205,9 +205,8 @@ def test_feedback_is_settled_only_where_a_message_was_taken(loopback):
     world.apply(0, exchange, Result("failed", 1))
     world.step(0, ones(0.0))
     again = world.due(0)[0]
-    assert torch.equal(
-        again.tensors["x"], exchange.tensors["x"]
-    )  # nobody took it: nothing is lost, nothing doubled
+    # It was not taken: nothing is lost, nothing doubled.
+    assert torch.equal(again.tensors["x"], exchange.tensors["x"])
     taken = {"x": [(0, 6)]}
     world.apply(
         0, again, Result("ok", 2, ("p",), (1.0,), mean={"x": kept}, sent={"x": kept}, taken=taken)

@@ -144,7 +144,7 @@ def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_no
 
 
 @each_mode
-def test_with_several_peers_what_nobody_took_is_sent_again(loopback, mode):
+def test_with_several_peers_what_was_not_taken_is_sent_again(loopback, mode):
     swarm = loopback(delayed(mode, 3, outer=OuterSGD(1.0)), "ab")
     swarm.taken = lambda peer, number: (
         lambda what, n: [] if (peer, number % 3) == ("a", 1) else [(0, n)]
@@ -327,7 +327,7 @@ def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(
 @pytest.mark.parametrize("tick", [8, 9, 10, 11])
 def test_a_joiner_replays_the_pending_mean_and_is_in_a_round_soon(loopback, mode, tick):
     swarm = loopback(delayed(mode, 4), "ab", inner="adamw", lr=0.01)
-    swarm.late = lambda peer, number: 2  # of a decided round nobody knows at first
+    swarm.late = lambda peer, number: 2  # at first no peer knows that a round is decided
     swarm.steps(tick)
     joiner = swarm.join("c", "a")
     swarm.steps(30)

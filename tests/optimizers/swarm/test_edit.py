@@ -286,7 +286,7 @@ def test_a_peer_that_misses_the_mean_is_divided_out_and_keeps_its_work(loopback)
 
 
 @pytest.mark.parametrize("stream", [NORMS, DELTA])
-def test_one_phase_that_fails_stops_nobody(loopback, same, stream):
+def test_one_phase_that_fails_stops_no_peer(loopback, same, stream):
     swarm = loopback(edit(), "abc")
     swarm.struck, swarm.fails = {stream}, lambda number: number == 1
     swarm.steps(12)

@@ -273,8 +273,8 @@ def test_a_joiner_that_adopts_takes_part_from_the_next_round_on(loopback, same):
 
 
 def test_permuting_the_peers_names_of_equal_work_leaves_phi_bitwise_unchanged(loopback, same):
-    """The sum is made in the order of peers, so only who did what may matter,
-    never who came first."""
+    """The sum is made in the order of peers, so only what each peer did may matter, never which
+    came first."""
     swarms = [loopback(local_sgd(3), order) for order in ("abcdefg", "gfedcba", "dagcebf")]
     for swarm in swarms:
         swarm.steps(9)

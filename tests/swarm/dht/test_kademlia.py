@@ -415,7 +415,7 @@ async def test_no_reply_of_a_hostile_peer_hides_or_changes_the_honest_records(st
 
 
 @in_loop
-async def test_nobody_takes_or_clears_anothers_place_in_the_table(stack, folder):
+async def test_no_peer_takes_or_clears_anothers_place_in_the_table(stack, folder):
     a, b = await swarm(stack, folder, 2)
     evil = await hostile(stack, [a, b])
     table, victim = a.protocol.routing_table, b.protocol.node_id
@@ -625,7 +625,7 @@ async def test_closing_ends_what_is_in_flight(stack, folder):
 
 
 @in_loop
-async def test_calls_keep_their_deadline_when_nobody_answers(stack, folder):
+async def test_calls_keep_their_deadline_when_no_peer_answers(stack, folder):
     a, b = await swarm(stack, folder, 2)
     async with stopped(b):
         started_s = time.monotonic()

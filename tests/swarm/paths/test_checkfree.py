@@ -1,4 +1,4 @@
-"""CheckFree+'s swap: who changes places, which layouts allow it, and that it is half of the
+"""CheckFree+'s swap: which stages change places, which layouts allow it, and that it is half of the
 microbatches."""
 
 import random

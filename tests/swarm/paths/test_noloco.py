@@ -26,7 +26,7 @@ def holder(draw, stages, stage, lane):
 
 
 def crossing(draw, stages, here, there, peer, lanes):
-    """Of each lane that a server of stage `here` holds, who holds it at stage `there`."""
+    """The server of stage `there` in each lane that a server of stage `here` holds."""
     held = [lane for lane in range(lanes) if holder(draw, stages, here, lane) == peer]
     return tuple((lane, holder(draw, stages, there, lane)) for lane in held)
 
@@ -172,5 +172,5 @@ def test_all_survivors_agree_without_the_dead_one(draw, dead, lane):
     ) == dict.fromkeys(left, 1)
 
 
-def test_a_stage_that_nobody_serves_has_an_empty_line():
+def test_a_stage_without_servers_has_an_empty_line():
     assert line(DRAW, (), 1, 3) == ()

@@ -24,7 +24,7 @@ from farflock.swarm.paths.skippipe import (
 )
 
 HIDDEN = StageKind("hidden", "hidden", ((8, 8),))
-BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # whoever begins also ends
+BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # its first server is also its last
 HEADED = PlanTerms(
     (StageKind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, StageKind("hidden", "logits")),
     visited=4,
@@ -270,7 +270,7 @@ def test_a_place_is_the_peer_that_came_at_that_turn_and_a_name_is_that_peer():
     )
 
 
-def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates():
+def test_a_place_that_is_vacant_or_whose_server_is_gone_is_taken_over_by_mates():
     policy = PlannedPaths(
         plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2
     )
@@ -279,7 +279,7 @@ def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates(
     assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"
 
 
-def test_stage_mates_take_over_one_after_the_other_until_nobody_is_left():
+def test_stage_mates_take_over_one_after_the_other_until_none_is_left():
     policy, known, tried = PlannedPaths(GOOD, 5), serving(2, 5, 2, 2, 2), []
     while (peer := policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0, 1.0, tried)) is not None:
         tried.append(peer)

@@ -302,7 +302,7 @@ async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_i
 
 
 @lines(4)
-async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_back_to_the_others(
+async def test_a_founder_that_starts_the_run_again_while_it_sees_no_peer_finds_back_to_the_others(
     herd,
 ):
     await until(
@@ -351,7 +351,7 @@ def told(herd, number, sender, message, incarnation=1):
 
 
 @lines(3)
-async def test_nobody_signs_a_branch_while_a_quorum_is_there(herd):
+async def test_no_member_signs_a_branch_while_a_quorum_is_there(herd):
     node, other = herd.nodes[0], herd.nodes[1]
     sent = []
     node.peer.context.links.send = lambda peer, frame: sent.append(frame) or True

@@ -33,7 +33,7 @@ def test_a_lost_message_of_any_kind_costs_time_only(kind):
 
 
 @in_a_world
-async def test_an_answer_that_nobody_hears_is_kept_for_its_lease_only_and_never_made_twice(world):
+async def test_an_answer_that_is_not_heard_is_kept_for_its_lease_only_and_never_made_twice(world):
     caller, server = world.pair()
     world.lose(Heard)
     await caller.ask("server", b"do", (data_of(1000),))
@@ -71,7 +71,7 @@ async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_af
     await asyncio.sleep(1.0)
     assert server.calls.handler.judged == {("caller", b"do"): 1}
     assert caller.context.counters["dropped: answer to no call"] == 2, (
-        "who still waited would wait in vain"
+        "a caller that still waited would wait in vain"
     )
 
 

@@ -42,7 +42,7 @@ async def test_an_answer_counts_only_from_the_peer_asked_and_for_the_call_and_li
 
 
 @in_a_world
-async def test_nobody_ends_the_call_of_another_peer_or_of_another_life(world):
+async def test_no_peer_ends_the_call_of_another_peer_or_of_another_life(world):
     caller, server = world.pair(Echo(slow_s=2.0))
     liar = world.peer("liar")
     asking = asyncio.create_task(caller.ask("server", b"do"))

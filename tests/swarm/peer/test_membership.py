@@ -380,7 +380,7 @@ def stranger_frames(herd, sender):
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a member in an earlier life"])
-def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
+def test_only_a_member_in_its_present_life_changes_anything(who):
     @in_virtual_time(3)
     async def main(herd):
         node = herd.nodes[0]

@@ -132,7 +132,7 @@ def test_the_old_log_is_bounded_and_what_has_left_it_is_said_to_be_skipped(
 
 
 @flock(0, 0, 1, NOTHING, witnessed=True)
-async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another_has_it(made):
+async def test_one_that_has_forgotten_a_round_makes_no_peer_skip_it_while_another_has_it(made):
     looker, ears = made.nodes[3], Ears(made.nodes[3])
     made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
     await asyncio.sleep(1.0)
@@ -166,8 +166,8 @@ async def test_a_new_onlooker_goes_on_with_the_newest_round_that_most_know(
 
 @flock(0, 0, 1, NOTHING)
 async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
-    """They cannot say that a round is gone of which they never heard: the few who can are
-    enough."""
+    """Other onlookers cannot say that a round is gone if they never heard of it: the few peers that
+    can are enough."""
     lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     made.network.kill(made.nodes[1].id)
@@ -183,7 +183,7 @@ async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made):
+async def test_one_that_lives_and_answers_nothing_delays_no_other_for_ever(made):
     looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
     mute.rounds._catch_up.answer_query = lambda *question: None
     await away(made, looker, 2 * LOG_ROUNDS)
@@ -197,7 +197,7 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[0]
     await made.go_on(0, 3)
     for node in made.nodes.values():
-        node.stage = NOTHING  # nobody brings anything: the next round is decided late
+        node.stage = NOTHING  # no peer brings anything: the next round is decided late
     await asyncio.sleep(10.0)
     before = looker.rounds.newest(name)
     word = Forgotten(Key(name, before + 1), 2**40, 2**40)

@@ -126,7 +126,7 @@ async def test_a_peer_that_meets_the_run_knows_the_views_and_is_let_in_only_when
 
 
 @in_a_world
-async def test_nobody_answers_so_meeting_the_run_times_out(world):
+async def test_meeting_the_run_times_out_if_no_peer_answers(world):
     newcomer = await world.begin()
     with pytest.raises(TimeoutError):
         await newcomer.meet([world.record(7)], 4.0)
@@ -233,7 +233,7 @@ async def back_in_another_life(world, number):
 
 
 @in_a_world
-async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
+async def test_no_peer_waits_for_what_a_member_began_in_its_previous_life(world):
     """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each
     round until the next view."""
     members = await world.members(3)

@@ -81,8 +81,8 @@ def test_a_stream_with_a_stride_has_its_own_rounds_of_the_axis_and_every_law_hol
 
 @in_virtual_time(4, kind="gather", enough=1)
 async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_later_rounds(herd):
-    """Nobody waits for the others; what was not in a round goes into a later one,
-    and everybody has every round."""
+    """No member waits for the others; what was not in a round goes into a later one, and every
+    member has every round."""
     start = herd.nodes[0].applied
     for number in (1, 2, 3):
         herd.nodes[number].quiet = True
@@ -263,7 +263,7 @@ async def test_the_word_of_one_member_loses_no_round(herd):
 
 
 @in_virtual_time(3)
-async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_leaves_the_log(herd):
+async def test_a_round_whose_content_no_peer_can_deliver_ends_as_lost_when_it_leaves_the_log(herd):
     """One peer gets no payload for a while: its exchange must not wait for ever for content that
     all have dropped."""
     node = herd.nodes[2]
@@ -288,8 +288,8 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
 async def test_a_round_begun_under_a_view_that_does_not_hold_for_it_is_begun_again(
     herd,
 ):
-    """The proposer of a view may lag one round behind: then somebody can have begun,
-    under the old view, the very round with which the new one begins. The indices of members differ
+    """The proposer of a view may lag one round behind: then another member can have begun, under
+    the old view, the very round with which the new one begins. The indices of members differ
     between the two."""
     await calm(herd, 0, 1, 2)
     early = herd.nodes[2]

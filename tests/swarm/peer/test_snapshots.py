@@ -1,5 +1,5 @@
-"""A joiner gets the state that most members announce, whole, from all who hold it,
-or learns that it cannot."""
+"""A joiner gets the state that most members announce, whole, from all that hold it, or learns that
+it cannot."""
 
 import asyncio
 
@@ -142,7 +142,7 @@ def test_the_joiner_takes(offers, taken):
 
 
 @in_a_world
-async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobody_else(world):
+async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_no_other_peer(world):
     members = {0: ["a"], 1: ["b", "c"], None: list(MEMBERS)}
     world.asked = members.get
     liar, one, other = (world.peer(name).serve(snapshot(7, name.encode())) for name in "abc")
@@ -184,7 +184,7 @@ async def test_only_members_are_asked_and_believed(world):
 
 
 @in_a_world
-async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
+async def test_an_offer_that_was_not_asked_for_is_kept_nowhere(world):
     world.joiner.snapshots.receive(
         "a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0)
     )
@@ -265,7 +265,7 @@ async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
 
 
 @in_a_world
-async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
+async def test_if_no_peer_answers_in_time_the_message_says_what_came_and_what_to_do(world):
     with pytest.raises(
         SnapshotUnavailable,
         match=r"no snapshot of state within 5 s \(0 members .*; check the network",

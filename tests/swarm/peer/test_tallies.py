@@ -125,7 +125,7 @@ def test_what_is_over_stays_so_whatever_else_is_said():
     tallies.say(STREAM, 1, 5, 2)
     assert port.sent[-1][1] == Tally(Key(STREAM, 5), 2, over=True)
     heard(tallies, "mate", 5, 9)
-    assert tallies.total(STREAM) == 9, "of who has not heard of the end yet"
+    assert tallies.total(STREAM) == 9, "of a peer that has not heard of the end yet"
     over(tallies, "mate")
     assert not heard(tallies, "mate", 6, 9), "said before the end, and come after it"
     assert tallies.total(STREAM) == 0

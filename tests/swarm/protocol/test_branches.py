@@ -231,7 +231,7 @@ def test_the_other_line_is_verified_from_the_fork_on():
     assert branches.first_parting(chain, mine) is None
 
 
-def test_a_founding_anew_by_the_same_founder_is_another_line_and_one_by_somebody_else_is_none():
+def test_a_second_founding_by_the_same_founder_is_another_line_and_one_by_another_peer_is_none():
     chain = chain_of()
     for founder, good in ((MEMBERS[0].peer, True), (MEMBERS[1].peer, False)):
         again = Chain(RUN, [Certified(genesis(RUN, Member(founder, 77)))])

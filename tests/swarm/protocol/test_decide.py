@@ -18,7 +18,7 @@ def group(size, proposers=None, **options):
     return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
 
 
-def test_no_schedule_decides_two_values_or_one_that_nobody_proposed():
+def test_no_schedule_decides_two_values_or_one_that_was_never_proposed():
     decided = 0
     for seed in range(EVERYDAY_SCHEDULES):
         schedule = Schedule(seed)
@@ -87,7 +87,7 @@ def refusing_group(size, refusers):
     return members
 
 
-def test_a_value_that_too_many_refuse_for_good_binds_nobody():
+def test_a_value_that_too_many_refuse_for_good_binds_no_member():
     members = [None, *refusing_group(5, {2, 3, 4})[1:]]
     run(members, members[2].propose(b"first try"), sender=2)
     assert members[2].decided is None, "it had to repeat the old one"
@@ -182,7 +182,7 @@ def test_only_the_first_proposer_may_use_ballot_zero():
     assert answer == (1, Accepted(KEY, VIEW, (0, 1)))
 
 
-def test_nobody_may_use_the_ballot_of_somebody_else():
+def test_no_member_may_use_the_ballot_of_another():
     members = group(3)
     assert members[2].receive(0, Prepare(KEY, VIEW, (4, 1))) == []
     assert members[2].receive(0, Propose(KEY, VIEW, (4, 1), b"v")) == []
@@ -193,9 +193,8 @@ def test_a_later_proposer_takes_over_the_value_that_may_have_been_chosen():
     members = group(3)
     for to, message in members[0].propose(b"first"):
         if to == 1:
-            members[1].receive(
-                0, message
-            )  # 0 and 1 have accepted: chosen, though nobody knows; 0 dies
+            # 0 and 1 have accepted: chosen, though no member knows; 0 dies
+            members[1].receive(0, message)
     run([None, *members[1:]], members[1].propose(b"second"), sender=1)
     assert members[1].decided == members[2].decided == b"first"
 

@@ -38,7 +38,7 @@ def told(*peers, number=7, members=ABCDE):
         ("abcd", "ab", False),
     ],
 )
-def test_most_of_those_who_live_have_to_say_so(living, said, agreed):
+def test_a_majority_of_the_living_has_to_say_so(living, said, agreed):
     assert bool(told(*said).agreed(7, list(living))) == agreed
 
 

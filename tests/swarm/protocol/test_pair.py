@@ -211,7 +211,7 @@ def test_every_state_ends_and_only_a_follower_that_holds_both_is_unsure(make, ve
     [(lead, "alone"), (follow, "alone"), (matched_leader, "failed"), (matched_follower, "failed"),
      (held_leader, "failed"), (held_follower, "failed")],
 )  # fmt: skip
-def test_an_abort_ends_every_state_and_leaves_nobody_unsure(make, verdict):
+def test_an_abort_ends_every_state_and_leaves_no_side_unsure(make, verdict):
     side = make()
     side.receive(0.5, ABORT)
     assert (side.stage, side.verdict, side.unsure) == ("done", verdict, False)

@@ -212,8 +212,8 @@ def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
 
 
 async def member(stack, network, directory, number):
-    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it
-    shows somebody."""
+    """A peer that starts the run if its number is 0, and otherwise looks in the directory until it
+    shows a peer."""
     links = network.links(directory.me)
     peer = Peer(
         RunTerms(RUN, 1, 2.0),
@@ -236,7 +236,7 @@ async def member(stack, network, directory, number):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_peers_that_know_nobody_form_one_run_through_a_bad_directory(seed):
+def test_peers_that_know_no_other_form_one_run_through_a_bad_directory(seed):
     async def main():
         loop = asyncio.get_running_loop()
         table = MemoryTable(RUN, seed, loop.time, DirectoryFaults(stale_s=20.0, lost=0.3))

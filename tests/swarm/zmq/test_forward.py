@@ -124,7 +124,7 @@ def test_a_road_that_loses_half_of_everything_is_still_made(seed):
     assert wire.got[-1] == (wire.b, CONTROL, b"x")
 
 
-def test_a_handshake_that_nobody_answers_is_given_up():
+def test_a_handshake_without_an_answer_is_given_up():
     tunnel = Tunnel(A, B.peer, "run")
     tunnel.knock(0.0)
     hellos = 0

@@ -161,7 +161,7 @@ def test_control_is_received_before_bulk_and_each_class_fills_alone():
     asyncio.run(main())
 
 
-def test_closing_an_inbox_wakes_whoever_waits():
+def test_closing_an_inbox_wakes_a_waiting_task():
     async def main():
         inbox = Inbox()
         task = asyncio.create_task(inbox.get())

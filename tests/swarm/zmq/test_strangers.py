@@ -70,7 +70,7 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
     run(main)
 
 
-def test_a_routing_id_of_ones_own_choice_gives_nobodys_name():
+def test_a_routing_id_of_ones_own_choice_gives_no_other_peers_name():
     async def main(fleet):
         a, b = await fleet.pair()
         victim = a.table.partners[b.me].best(0).address

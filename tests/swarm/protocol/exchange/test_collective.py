@@ -85,7 +85,7 @@ def test_where_a_member_dies_while_others_fetch_from_it_they_reduce_again_withou
 
 
 @KINDS
-def test_in_seeded_bad_luck_all_who_complete_agree_and_every_live_majority_completes(kind):
+def test_in_seeded_bad_luck_all_that_complete_agree_and_every_live_majority_completes(kind):
     outcomes = collections.Counter()
     for seed in range(60):
         world = unlucky_world(seed, kind).run(until_s=200.0)
@@ -255,7 +255,7 @@ def test_an_offer_that_comes_after_the_end_changes_nothing_and_is_not_taken(kind
 
 
 @KINDS
-def test_a_round_that_nobody_fills_is_decided_empty_by_all_soon_after_the_deadline(kind):
+def test_a_round_without_contributions_is_decided_empty_by_all_soon_after_the_deadline(kind):
     world = ExchangeWorld(6, n=4, kind=kind).run()
     assert world.close == CloseList((), (), PRIOR_TOKENS)
     assert DEADLINE_S <= max(world.finished_s.values()) < DEADLINE_S + 3
@@ -283,7 +283,7 @@ def test_a_corrupt_payload_is_left_out_and_the_others_are_in(kind):
     assert world.machines[2].taken() == (False,) * 3
 
 
-def test_a_mean_takes_only_those_who_started_from_the_state_that_most_started_from():
+def test_a_mean_takes_only_members_that_started_from_the_most_common_state():
     world = ExchangeWorld(9, n=5)
     for me in range(5):
         world.offer_at(0.1, me, state=OTHER_STATE if me in (0, 3) else STATE)
@@ -347,7 +347,7 @@ def test_a_result_with_an_offer_that_no_survivor_knows_fails_at_the_deadline():
     assert world.close.items == ()
 
 
-def test_a_gathered_payload_whose_owner_dies_is_fetched_from_whoever_holds_it_by_then():
+def test_a_gathered_payload_whose_owner_dies_is_fetched_from_a_member_that_holds_it_by_then():
     """Two have the dead member's payload, the third asks them as soon as they say so,
     not after its first patience."""
     world = offering_world(13, n=4, kind="gather", shards=2)
