@@ -66,8 +66,8 @@ def quick():
 
 @pytest.fixture
 def same_bits(processors):
-    """A check that `digest()` of a test's file says the same in a process with these vector
-    instructions of torch."""
+    """A check that `digest()` of a test's file returns the same in a process in which torch uses
+    these vector instructions."""
 
     def check(capability, file, digest):
         if torch.backends.cpu.get_cpu_capability().lower() == capability:

@@ -148,7 +148,8 @@ def test_a_wide_spread_of_recent_scores_widens_the_threshold():
 
 
 def test_a_score_is_taken_before_its_norm_enters():
-    """Entering first would pull the mean towards the norm and widen the variance: self-masking."""
+    """A norm that entered first would pull the mean towards itself and widen the variance: it would
+    mask itself."""
     norm, stats = 5.0 + 2.0 * 3.001, [5.0, 4.0, 0.0, 0.0]
     rejected, after = judge(alpha=0.5).anomalies([norm], stats, 1)
     assert rejected == [True]

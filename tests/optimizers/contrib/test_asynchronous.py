@@ -1,5 +1,5 @@
-"""Asynchronous local SGD by hand: delayed Nesterov against a slow twin, staleness,
-local steps by speed, messages that wait. Whole swarms are in
+"""Asynchronous local SGD by hand: delayed Nesterov compared with a slow twin, staleness, local
+steps by speed, and messages that wait. Whole swarms are in
 tests/optimizers/swarm/test_asynchronous.py."""
 
 import hashlib
@@ -21,7 +21,7 @@ SIZE = 5
 
 
 class Still:
-    """A replica of one vector; its steps take a given amount away."""
+    """A replica of one vector; each step subtracts a given amount."""
 
     def __init__(self, size=SIZE, step=1.0):
         self.shapes, self.names = {"x": (size,)}, ("x",)
@@ -53,7 +53,7 @@ def payload(g, staleness=0.0, speed=1.0):
 
 
 def arrive(made, replica, **payloads):
-    """A round that others closed: each peer's payload."""
+    """Hand over a round that other peers closed, with each peer's payload."""
     number = made._book.number
     found = dict(sorted(payloads.items()))
     result = Result("ok", number + 1, tuple(found), (1.0,) * len(found), {}, found)
@@ -64,7 +64,7 @@ def arrive(made, replica, **payloads):
 
 
 def answer(made, replica, asked, taken=True, **others):
-    """My exchange's result; others are payloads."""
+    """Hand over the result of this peer's exchange; `others` are the other peers' payloads."""
     sent = dict(asked.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = {name: [(0, x.numel())] for name, x in sent.items()} if taken else {}
@@ -83,7 +83,7 @@ def phi(made, replica):
 
 
 def train(made, replica, steps, start_s=0.0, seconds=1.0):
-    """Local steps of equal length; what the last one asks for."""
+    """Take local steps of equal length; return the exchanges that are due after the last one."""
     asked = []
     for step in range(steps):
         assert not asked

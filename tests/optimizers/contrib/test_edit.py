@@ -1,5 +1,5 @@
-"""EDiT by hand: two phases in any order, what is sent and at which weight, portable bits,
-and what the constructor refuses. Whole swarms are in tests/optimizers/swarm/test_edit.py."""
+"""EDiT by hand: two phases in any order, what is sent and with which weight, portable bits, and
+what the constructor refuses. Whole swarms are in tests/optimizers/swarm/test_edit.py."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
 
 def plain(**options):
-    """Everything off but what is asked for: parameter averaging."""
+    """EDiT with everything off except what is asked for: parameter averaging."""
     off = {"temperature": None, "threshold": None, "clip": None, "warmup": 0}
     return EDiT(**{"period": 1, "outer": OuterSGD(1.0), **EXACT, **off, **options})
 
@@ -33,7 +33,7 @@ def norms(a, b, steps=1.0):
 
 
 def gathered(exchange, taken=True, **others):
-    """The result of a first phase in which `me` and others were; `me` only if taken."""
+    """The result of a first phase with `me`, if taken, and others."""
     sent = dict(exchange.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = everything(sent) if taken else {}
@@ -242,8 +242,8 @@ def test_a_peer_missing_from_the_first_phase_offers_weightless_zeros_and_keeps_i
 
 
 def teacher_and_pupil(vectors, **options):
-    """Two equal peers, of which the second hears of rounds later; and the rounds: norms and mean,
-    twice."""
+    """Two equal peers, of which the second hears of rounds later, and the two rounds: norms and
+    mean of each."""
     teacher, pupil = plain(temperature=1.0, **options), plain(temperature=1.0, **options)
     replicas = [vectors(a=torch.zeros(4), b=torch.zeros(3)) for _ in range(2)]
     rounds = []
@@ -316,7 +316,8 @@ def test_nothing_is_due_while_a_mean_is_open(vectors):
 
 
 def test_what_is_agreed_of_the_means_does_not_move_with_later_norms(vectors):
-    """Offers are hashed when they leave: norms of the next round may have been replayed by then."""
+    """Offers are hashed when they are sent: by then, norms of the next round may have been
+    replayed."""
     _, pupil, (_, mine), rounds = teacher_and_pupil(vectors)
     pupil.apply(mine, replay(NORMS, 0), replayed(rounds[0][2]))
     before = state_hash(pupil.agreed(mine, DELTA))
@@ -373,7 +374,8 @@ def timed(**options):
 
 
 def steps_until_due(made, replica, start_s, seconds, count):
-    """Local steps of equal length from a time on; the times at which something was due."""
+    """Take local steps of equal length from a time on; return the times at which an exchange was
+    due."""
     due = []
     for step in range(count):
         now_s = start_s + step * seconds

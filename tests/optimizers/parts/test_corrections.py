@@ -1,5 +1,5 @@
-"""Corrections of late gradients against slow twins in NumPy, written from the papers' recursions;
-and that without a delay nothing happens."""
+"""Corrections of late gradients compared with slow twins in NumPy, written from the papers'
+recursions; without a delay nothing changes."""
 
 import itertools
 import math
@@ -49,8 +49,8 @@ def sgd(point, **options):
 
 
 def trajectory(point, inner, delay, age=None, predict=None, steps=STEPS):
-    """All weights under gradients of the weights served `delay` steps ago,
-    of the oldest at first."""
+    """All weights of a run whose gradients are those of the weights `delay` steps ago, or of the
+    oldest ones at first."""
     predict = predict or (lambda: point.w.detach().clone())
     served, path = [predict()], [point.w.detach().numpy().copy()]
     for step in range(steps):

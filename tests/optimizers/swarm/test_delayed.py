@@ -1,5 +1,5 @@
-"""Outer steps one round late in whole swarms: the invariants of the specification,
-and that no work is lost or doubled."""
+"""Outer steps one round late in whole swarms: the invariants of the specification, and no work lost
+or doubled."""
 
 import hashlib
 import itertools
@@ -119,7 +119,7 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
     loopback, data, period, mode
 ):
-    """The work in phi, under way, to be sent again and not sent yet is all the work done."""
+    """The work in phi, on its way, to be sent again, and not sent yet adds up to all work done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
     cuts = data.draw(
@@ -179,8 +179,8 @@ def test_alone_the_eager_form_is_diloco(loopback):
 
 @pytest.mark.parametrize("mix", [None, 0.25])
 def test_it_is_the_eager_update_of_the_paper_written_down_slowly(loopback, gradients, values, mix):
-    """Each replica has its own phi_m and u_m there. M of the first round is 1, since no replica
-    knows of another yet."""
+    """In the paper, each replica has its own phi_m and u_m. M is 1 in the first round, since no
+    replica knows of another yet."""
     period, rounds, peers = 3, 12, "abc"
     swarm = loopback(
         delayed("eager", period, eager_mix=mix, refresh=1000),

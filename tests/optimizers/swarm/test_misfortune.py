@@ -1,5 +1,5 @@
-"""Whole swarms under misfortune: late, partial, dropped and missed results.
-Nothing is lost and nothing is counted twice.
+"""Whole swarms with late, partial, dropped and missed results: nothing is lost and nothing is
+counted twice.
 
 Gradients are dyadic and do not depend on the parameters, so all local work can be added up exactly:
 with plain SGD at rate 1 it is the sum of the gradients.
@@ -54,7 +54,7 @@ def phi_of(peer):
 
 
 def drop(*missing):
-    """Taken by rounds: nothing of (peer, round) in `missing`, all of the others."""
+    """A loopback's `taken`: nothing of the (peer, round) pairs in `missing`, all of the others."""
     return lambda peer, number: lambda what, n: [] if (peer, number) in missing else [(0, n)]
 
 
@@ -345,7 +345,7 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
 
 @pytest.mark.parametrize("gamma", [0.7, 0.6])
 def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
-    """Also where both vectors are sent, so that what was taken is named `delta.NAME`."""
+    """This also holds where both vectors are sent and what was taken is named `delta.NAME`."""
     swarm = loopback(lambda: NoLoCo(4, gamma=gamma, codec="fp32"), "ab")
     swarm.taken = lambda peer, number: (
         (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])

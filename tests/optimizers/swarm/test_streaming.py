@@ -1,5 +1,5 @@
-"""Streaming DiLoCo in whole swarms: the invariants of its specification,
-bit for bit where gradients are dyadic."""
+"""Streaming DiLoCo in whole swarms: the invariants of its specification, bit for bit where
+gradients are dyadic."""
 
 import hashlib
 import itertools
