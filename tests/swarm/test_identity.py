@@ -1,4 +1,4 @@
-"""One key, one name: the libp2p id, the key file, and signatures that are good for one purpose
+"""One key, one name: the libp2p id, the key file, and signatures that are valid for one purpose
 only."""
 
 import os

@@ -1,4 +1,4 @@
-"""A record is its owner's word, whole and within limits, or it is nothing."""
+"""A record is its owner's statement, whole and within limits, or it is refused."""
 
 import math
 

@@ -92,8 +92,8 @@ async def swarm(stack, folder, count):
 
 
 def in_loop(test):
-    """Run a test's coroutine with an exit stack that closes whatever it opened,
-    and look for what is left behind."""
+    """Run a test's coroutine with an exit stack that closes whatever it opened, and check that
+    nothing is left behind."""
 
     def run(tmp_path):
         async def main():
@@ -110,7 +110,7 @@ def in_loop(test):
 
 
 def daemons():
-    """My living children, but for what is kept once a test has used a pool of processes or a
+    """The living child processes, except those that stay once a test has used a process pool or a
     nursery."""
     living = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
@@ -123,7 +123,7 @@ def daemons():
 
 
 async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20):
-    """A peer of plain hivemind, without validator and limits, in the tables of all honest ones."""
+    """A peer of plain hivemind without validator or limits, in the tables of all honest peers."""
     p2p = await P2P.create(
         initial_peers=[honest[0].addresses[0]],
         nat_port_map=False,

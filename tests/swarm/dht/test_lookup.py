@@ -9,7 +9,8 @@ HIT = StoredItem(b"owner", b"value", 1.0)
 
 
 class Table:
-    """Peers are numbers and their own node ids; each knows some others; `stores` hold the item."""
+    """Peers that are numbers and their own node ids. Each knows some others; `stores` hold the
+    item."""
 
     def __init__(self, knows, stores=(), silent=()):
         self.knows, self.stores, self.silent = knows, set(stores), set(silent)

@@ -1,5 +1,5 @@
-"""Seeded permutations at every stage: all peers compute the same, both sides of a boundary agree,
-and load is even."""
+"""Seeded permutations at every stage: all peers compute the same ones, both sides of a boundary
+agree, and load is even."""
 
 import collections
 import dataclasses
@@ -147,8 +147,8 @@ def test_over_many_steps_every_pair_meets_equally_often(counts, boundary):
 
 
 def test_where_a_lane_comes_from_says_nothing_of_where_it_goes():
-    """The crossings of two boundaries are independent: all nine combinations of the peers before
-    and after are met."""
+    """The crossings of two boundaries are independent: all nine combinations of the peer before and
+    the peer after occur."""
     stages, met = grid(3, 3, 3), collections.Counter()
     for step in range(2000):
         draw = dataclasses.replace(DRAW, step=step)

@@ -1,4 +1,4 @@
-"""The law of path policies, over all of them; then what each one promises beyond it."""
+"""The law of path policies, checked for all of them, and what each promises beyond it."""
 
 import collections
 import random

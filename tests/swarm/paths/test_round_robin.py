@@ -30,7 +30,7 @@ from farflock.swarm.paths.round_robin import (
 
 
 def stage(rates, seed=0, **options):
-    """A balancer that knows servers of these announced rates from the start."""
+    """A balancer that knows servers with these announced rates from the start."""
     balancer = Balancer(random.Random(seed), **options)
     balancer.refresh([Announced(peer, 1, rate) for peer, rate in rates.items()], 0.0)
     return balancer
@@ -82,8 +82,8 @@ def test_ties_are_broken_by_the_chance_that_was_given_and_by_nothing_else():
 
 
 def test_measured_speed_overrules_what_was_announced():
-    """A window of eight calls over servers that work on one call at a time, at speeds that they do
-    not announce."""
+    """Eight calls at a time go to servers that each work on one call at a time, at speeds that they
+    do not announce."""
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
     balancer, free_s, counts = (
         stage(dict.fromkeys(speeds, 2.0)),

@@ -1,5 +1,5 @@
-"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy,
-a good one is followed."""
+"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy, and a
+good one is followed."""
 
 import collections
 import random
@@ -192,7 +192,7 @@ intervals = st.tuples(st.integers(0, 20), st.integers(1, 3), st.integers(0, 6), 
 @given(st.lists(intervals, max_size=6), st.integers(1, 3))
 @settings(deadline=None)
 def test_refusals_are_those_of_counting_at_every_moment(drawn, memory):
-    """The slow twin looks at each half second."""
+    """The slow twin counts at every half second."""
     works, spans = [], []
     for number, (start, forward, gap, backward) in enumerate(drawn):
         end = start + forward + gap + backward

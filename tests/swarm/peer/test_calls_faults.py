@@ -117,8 +117,8 @@ def test_on_bad_links_every_call_is_answered_rightly_and_served_once(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
-    """Two servers and two callers, each of which dies and comes back; some callers' patience is
-    short."""
+    """Two servers and two callers, each of which dies and comes back; some calls have short
+    timeouts."""
 
     async def main():
         world, chance = Switchboard(seed), random.Random(seed)

@@ -1,5 +1,5 @@
-"""The notes of rounds are kept long after their content: a peer that only watches misses none,
-however far behind it is."""
+"""The notes of rounds are kept long after their content, so a peer that only watches misses no
+round, however far behind it is."""
 
 import asyncio
 import json
@@ -16,8 +16,7 @@ from farflock.swarm.roles import NOTHING
 
 
 class Ears:
-    """The rounds of stage 0 from now on as an observer reads them: in order, as soon as they are
-    there."""
+    """An observer's view of the rounds of stage 0 from now on: in order, as soon as they exist."""
 
     def __init__(self, looker):
         self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0
@@ -213,8 +212,8 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
     witnessed, number, beyond
 ):
-    """A peer that knows decisions but lacks their content may have to give up all rounds of its
-    log, noted ones included."""
+    """A peer that knows decisions but not their content may have to give up all rounds of its log,
+    noted ones included."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
     async def main(made):
@@ -240,7 +239,7 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
-    """As a peer does that takes over an abandoned stage, once it has watched for long enough to
+    """A peer that takes over an abandoned stage does so, once it has watched for long enough to
     know where the stage is."""
 
     @flock(0, 0, 1, NOTHING, witnessed=True)

@@ -76,7 +76,7 @@ class Peer:
                 self.pairing.receive(sender, frame.incarnation, frame.message)
 
     def offer(self, number, tokens=0, weight=1.0):
-        """My payloads for a round, put into the store as `Peer.exchange` does."""
+        """This member's payloads for a round, put into the store as `Peer.exchange` does."""
         key = Key(NAME, number)
         payloads = shards_of(self.name, number)
         digests = tuple(self.store.put(payload, work_pin(key)) for payload in payloads)
@@ -97,12 +97,12 @@ class PairingWorld(Spawner):
         self.peers = {name: Peer(self, name, self.view, 1) for name in self.names}
 
     def roles(self, number=0):
-        """Leader and follower of a round of two."""
+        """The leader and the follower of a round of two."""
         order = group_of("a", self.names, 2, 5, self.view.hash, Key(NAME, number))
         return [self.peers[name] for name in order]
 
     def led_by(self, name, after=-1):
-        """The first round after `after` that this one of two leads."""
+        """The first round after `after` that this one of two members leads."""
         return next(
             number for number in range(after + 1, 100) if self.roles(number)[0].name == name
         )

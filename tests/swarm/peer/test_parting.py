@@ -15,7 +15,7 @@ SOON_S = 2.5
 
 
 async def parted(herd, *numbers):
-    """These leave together, as processes do, and are gone; how long each took."""
+    """Let these members leave together, as processes do; return how long each took."""
 
     async def one(number):
         began_s = now()

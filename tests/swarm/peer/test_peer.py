@@ -1,4 +1,4 @@
-"""One peer as its node sees it: it founds, joins, exchanges and leaves, survives any frame,
+"""One peer as its node sees it: it starts a run, joins, exchanges and leaves, survives any frame,
 and ends with all its tasks."""
 
 import asyncio
@@ -65,7 +65,7 @@ class PeerWorld:
         return await self.stack.enter_async_context(self.make(directory).running())
 
     async def members(self, count):
-        """So many members of one view, with both kinds of streams open from its first round on."""
+        """Return `count` members of one view, with both streams open from its first round on."""
         for number in range(count):
             peer = await self.begin()
             if number == 0:
@@ -208,8 +208,8 @@ async def test_what_is_waited_for_is_told_with_whom_and_for_how_long(world):
 
 
 async def back_in_another_life(world, number):
-    """A member is killed and at once begins its next life, in which it is known and alive,
-    and not yet a member."""
+    """Kill a member and begin its next life at once, in which it is known and alive, but not yet a
+    member."""
     world.network.kill(identity(number).peer)
     links = world.network.links(identity(number).peer)
     record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
@@ -234,8 +234,8 @@ async def back_in_another_life(world, number):
 
 @in_a_world
 async def test_no_peer_waits_for_what_a_member_began_in_its_previous_life(world):
-    """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each
-    round until the next view."""
+    """Neither a group nor a pair waits, although the member is alive again: otherwise each round
+    until the next view would last until its deadline."""
     members = await world.members(3)
     number, began_s = members[0].context.views.newest.first_round, now()
     _, others = await back_in_another_life(world, 2)

@@ -1,5 +1,5 @@
-"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever,
-nothing believed of liars."""
+"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever, and no
+liar believed."""
 
 import asyncio
 import collections
@@ -38,7 +38,7 @@ KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
 
 
 async def calm(herd, *numbers):
-    """Let these nodes finish what they are at, and begin no more."""
+    """Let these nodes finish their rounds and begin no more."""
     for number in numbers:
         herd.nodes[number].quiet = True
     await asyncio.sleep(3)
@@ -232,7 +232,7 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
 
 @in_virtual_time(4)
 async def test_a_member_that_lost_a_round_adopts_no_state_from_before_it(herd):
-    """Others that lag behind offer theirs, and are perhaps the first to do so."""
+    """Others that lag behind offer their states, and are perhaps the first to do so."""
     node = herd.nodes[2]
     await calm(herd, 0, 1, 2, 3)
     lost = node.applied + 1
@@ -461,8 +461,8 @@ async def test_an_unknown_stream_is_dropped_and_counted(herd):
 
 @in_virtual_time(3)
 async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
-    """`reduce` says whose payloads were no payloads; they are not in the result,
-    and their owner is told so."""
+    """`reduce` says whose payloads were corrupt; they are not in the result, and their owner is
+    told so."""
     await calm(herd, 0, 1, 2)
 
     def picky(number, shard, inputs):
@@ -496,7 +496,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
 
 @in_virtual_time(4, link=LinkModel(up_bytes_per_s=1.25e6, down_bytes_per_s=1.25e6))
 async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
-    """A mean of n moves 2 (n - 1) / n of the payload up each line; the rest is waiting."""
+    """A mean of n members moves 2 (n - 1) / n of the payload up each line; the rest is waiting."""
     herd.padding = 90_000
     node = herd.nodes[0]
     await calm(herd, 0, 1, 2, 3)

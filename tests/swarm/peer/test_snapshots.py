@@ -196,8 +196,7 @@ async def test_an_offer_that_was_not_asked_for_is_kept_nowhere(world):
 
 @in_a_world
 async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
-    """It would bring one line's state into another, and all that the other one had done would be
-    lost."""
+    """It would bring one line's state into another, and all work of that line would be lost."""
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":

@@ -1,5 +1,5 @@
-"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, all
-members vote, and whichever peers come, leave or die, each contribution counts once and each stage
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute and all
+members vote. Whichever peers come, leave or die, each contribution counts once and each stage
 continues."""
 
 import asyncio
@@ -128,7 +128,7 @@ def starved(node):
 async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_next_server(
     made,
 ):
-    """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
+    """When the only server dies, a newcomer has the stage's state but not the rounds since then."""
     newcomer = made.start(4, 0)
     await until(lambda: newcomer.applied >= 0, 20.0, "its state")
     made.network.tap = starved(newcomer)

@@ -1,4 +1,4 @@
-"""Branches as records: what one is, when it may be founded, and which of two lines stays."""
+"""Branches as records: what a branch is, when it may be founded, and which of two lines stays."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ MEMBERS = tuple(Member(identity.peer, 10 + number) for number, identity in enume
 
 
 def chain_of(members=MEMBERS, first_round=5):
-    """Genesis and one view of these members."""
+    """A chain of genesis and one view of these members."""
     chain = Chain(RUN, [Certified(genesis(RUN, MEMBERS[0]))])
     assert chain.extend(decided(chain, members, first_round, [0]))
     return chain
@@ -66,7 +66,7 @@ def signed(view, signers, domain=None):
 
 
 def branched(chain, founders, first_round=7):
-    """The same chain with a branch of these members of its newest view."""
+    """The same chain with a branch that these members of its newest view founded."""
     other = Chain(RUN, list(chain.views))
     assert other.extend(signed(branch_of(chain.newest, founders, first_round), founders))
     return other

@@ -17,8 +17,8 @@ SLOW = PipelineTimes((NO_TIME,) * STAGES, (HOP,) * (STAGES - 1))
 
 
 class Simulation:
-    """One step of a pipeline, event by event: a stage does one thing at a time,
-    and so does each direction of a wire.
+    """One step of a pipeline, event by event: a stage does one thing at a time, and so does each
+    direction of a wire.
 
     `pick(stage, forwards done, backwards done, can go forward, can go back)` says "F",
     "B" or None to wait.
@@ -88,7 +88,8 @@ class Simulation:
 
 
 def one_forward_one_back(depth, microbatches):
-    """The fixed pattern: `depth(stage)` forwards, then a backward and a forward in turn."""
+    """The fixed pattern: `depth(stage)` forward passes, then backward and forward passes in
+    turn."""
 
     def pick(stage, forwards, backs, can_forward, can_back):
         if forwards < microbatches and forwards - backs < depth(stage):
@@ -236,9 +237,8 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
 
 
 def followed(depth, trip_s, bottleneck_s, microbatches):
-    """Let a trainer's depth follow a pipeline from which one microbatch comes back every
-    `bottleneck_s` at best, and `trip_s` after it set out at the soonest; returns how many it wants
-    in flight at the end."""
+    """Let a trainer's depth follow a pipeline. A microbatch comes back at most every `bottleneck_s`
+    and at least `trip_s` after it set out. Return how many it wants in flight at the end."""
     now_s = free_s = depth._ends_s[-1] if depth._ends_s else 0.0
     out = []
     for _ in range(microbatches):

@@ -1,4 +1,4 @@
-"""The server's book: what it computes, keeps aside, merges and drops. With trainers:
+"""The server's leases: what it computes, sets aside, merges and drops. With trainers:
 test_exactly_once.py."""
 
 import pytest

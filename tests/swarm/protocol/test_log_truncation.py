@@ -1,5 +1,5 @@
-"""Enough members have to say that a round is gone: whose word counts, when it is believed,
-and how far it leads."""
+"""Enough members must say that a round is gone: whose word counts, when it is believed, and how far
+it leads."""
 
 import random
 

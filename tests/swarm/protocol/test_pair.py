@@ -260,8 +260,8 @@ def test_nothing_changes_a_verdict():
 
 
 def check(end):
-    """The law of pairs: `applied` means that both held both; one side alone only if the other could
-    not hear of it."""
+    """The law of pairs: `applied` means that both sides held both payloads; one side alone applies
+    only if the other could not hear of it."""
     leader, follower = end.sides
     if follower.verdict == "applied":
         assert leader.verdict == "applied", "a follower applied without its leader"

@@ -1,5 +1,5 @@
-"""Rebalancing: everybody computes the same move, no stage is emptied, and a swarm that churns is
-the faster for it."""
+"""Rebalancing: all peers compute the same move, no stage is emptied, and a swarm that churns is
+faster with it."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ def snapshot(*stages, needs=None, number=4):
 
 
 def after(known, move):
-    """The same servers, one of them elsewhere and new there."""
+    """The same servers, but one of them is at another stage and new there."""
     mover = next(server for server in known.stages[move.source] if server.peer == move.peer)
     stages = [
         [server for server in servers if server.peer != move.peer] for servers in known.stages
@@ -257,7 +257,7 @@ STAGES, PEERS, LIFE_S, HOURS = 16, 160, 2 * 3600.0, 8
 
 
 def churn(seed, period_s):
-    """Equal peers come to random stages and leave at random times. Returns the share of the best
+    """Let equal peers come to random stages and leave at random times. Return the share of the best
     assignment's throughput in each hour; the throughput is that of the slowest stage."""
     chance = random.Random(seed)
     home = {

@@ -126,8 +126,8 @@ def test_a_round_belongs_to_the_last_view_that_begins_at_or_before_it():
 
 
 def test_a_view_that_begins_where_the_one_before_it_does_takes_its_place():
-    """Else views that change faster than rounds would run ahead of them, and leave rounds to
-    members long gone."""
+    """Otherwise views that change faster than rounds would run ahead of them, and leave rounds to
+    members that are long gone."""
     chain = grown(first_round=5)
     assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), (5,)) == ()
     assert chain.extend(certify(successor(chain, MEMBERS[:3], 5), signers(5)))

@@ -1,5 +1,5 @@
-"""The directory in memory does the real one's misdeeds on request, and peers find each other in
-spite of them."""
+"""The in-memory directory misbehaves like the real one on request, and peers find each other all
+the same."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def record(number, sequence=1, **fields):
 
 
 class TableWorld:
-    """A table with a clock that is moved by hand, and `count` directories on it."""
+    """A table with a clock that tests move by hand, and `count` directories on it."""
 
     def __init__(self, count, seed=1, **faults):
         self.now_s = 0.0

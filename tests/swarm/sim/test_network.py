@@ -1,5 +1,5 @@
-"""The simulated network: frames take the time that their bytes and the lines say,
-and get lost as the seed says."""
+"""The simulated network: frames take the time that their bytes and the lines imply, and the seed
+decides which are lost."""
 
 import asyncio
 import collections
@@ -36,7 +36,7 @@ class Net:
             self.begin(peer)
 
     def begin(self, peer):
-        """A life of a peer that reads whatever comes."""
+        """Begin a life of a peer that reads whatever comes."""
         line = self.network.links(peer)
         if peer in self.readers:
             self.readers[peer].cancel()

@@ -1,5 +1,5 @@
-"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter;
-the window."""
+"""Tunnels between two peers over a relay that loses, repeats, reorders and lies, the relay's meter,
+and the window."""
 
 import contextlib
 import random
@@ -26,7 +26,7 @@ A, B = (Identity.from_seed(bytes([seed]) * 32) for seed in (1, 2))
 
 
 class Wire:
-    """Two tunnels and what is between them; every payload ever carried is kept, for the attacks."""
+    """Two tunnels and the wire between them, which keeps every payload for the attacks."""
 
     def __init__(self, loss: float = 0.0, seed: int = 0) -> None:
         self.now_s = 100.0

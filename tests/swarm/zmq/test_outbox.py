@@ -1,4 +1,5 @@
-"""Queues never hold more than their limits, whichever senders fill them and whichever wait."""
+"""Queues never hold more than their limits, whichever senders fill them and whichever tasks
+wait."""
 
 import asyncio
 

@@ -198,7 +198,7 @@ def test_a_senseless_message_is_dropped_and_counted(message):
 
 
 def is_cut_off(links, guest):
-    """It may be forgotten already."""
+    """True if the connection is cut off; the peer may have forgotten it already."""
     partner = links.table.partners.get(guest.owner.peer)
     return partner is None or not partner.routes[0]
 
