@@ -77,7 +77,7 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
         for kind, fields in reports[2]
         if kind == "round" and fields["status"] == "partial"
     }
-    assert missed, "nobody was late, so this test shows nothing"
+    assert missed, "no peer was late, so this test shows nothing"
     for number, states in hashes_by_round(nodes).items():
         assert len(states) == 1, f"states differ after round {number}"
 

@@ -71,7 +71,7 @@ def same_bits(processors):
 
     def check(capability, file, digest):
         if torch.backends.cpu.get_cpu_capability().lower() == capability:
-            return  # this process is the one that the other is held against
+            return  # the other process is compared with this one
         source = (
             "import importlib.util, torch\n"
             f"spec = importlib.util.spec_from_file_location('elsewhere', {file!r})\n"

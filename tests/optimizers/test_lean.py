@@ -76,7 +76,7 @@ def adam():
     return made
 
 
-# What travels, and what stays
+# What is sent, and what stays
 
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:31", "int8", "topk:4/32"])

@@ -380,7 +380,7 @@ def test_after_an_outer_step_all_replicas_equal_the_outer_parameters_in_any_orde
     shadow = [theta.clone() for theta in swarm.thetas()]
     for peer, theta in enumerate(shadow):
         theta -= torch.cat([swarm.gradient(peer, "a", 10), swarm.gradient(peer, "b", 4)])
-    swarm.steps(1)  # with a delay the old sparse mean arrives here, and is of no use any more
+    swarm.steps(1)  # with a delay the old sparse mean arrives here, too late to be used
     assert all(torch.equal(now, theta) for now, theta in zip(swarm.thetas(), shadow, strict=True))
 
 

@@ -166,7 +166,7 @@ def test_a_server_that_dies_between_two_passes_is_replaced_by_one_with_its_weigh
             forwards, _ = Ways(one).of(back)
             there = forwards.get(back.stage)
             taken_over += there is not None and by[id(there)] in dead and by[id(back)] not in dead
-    assert taken_over > 0, "nobody took a dead server's forward pass over"
+    assert taken_over > 0, "no server took over a dead one's forward pass"
     check_ages(one)
 
 

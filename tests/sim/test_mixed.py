@@ -95,7 +95,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
     assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
-    assert not one.events["forward computed"], "an activation went to somebody"
+    assert not one.events["forward computed"], "an activation went to a server"
 
 
 def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had():
@@ -120,7 +120,7 @@ def test_replicas_and_pipelines_train_one_model():
     )
     assert in_step(one)
     assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, (
-        "somebody's work does not count"
+        "a replica's work does not count"
     )
     replica = one.sim.nodes[8]
     assert replica.role == "replica"
@@ -206,7 +206,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks
     mine = me(one, 4)
     asked = [peer for life in one.lives for peer, _ in life.computed if life.number != 4]
     assert asked
-    assert mine not in asked, "its microbatches were computed by somebody else"
+    assert mine not in asked, "another peer computed its microbatches"
     named = {number for keys in one.named[0].values() for peer, number in keys if peer == mine}
     assert len({number // NUMBERS for number in named}) == len(POINTS) + 1, (
         "a life's work does not count"

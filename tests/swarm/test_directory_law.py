@@ -224,7 +224,7 @@ async def test_announcements_outlive_their_directory_and_calls_after_closing_end
     await soon(seen, lambda: leaver.announce(RUN, blob))
     await leaver.close()
     assert not await leaver.announce(RUN, record(3, 2))
-    assert set(await leaver.peers(RUN)) <= {blob, record(3, 2)}, "it sees nobody else"
+    assert set(await leaver.peers(RUN)) <= {blob, record(3, 2)}, "it sees no other peer"
     await soon(seen)
     await leaver.close()
 

@@ -225,7 +225,7 @@ async def test_a_peer_that_ended_is_suspect_in_a_second_dead_in_five_and_its_nex
     assert not await a.send_bulk(b.me, b"x", 0.1)
     again = await world.again(2, [a])
     if isinstance(world, Real):
-        a.send(again.me, b"hello")  # the road is built by the first frame
+        a.send(again.me, b"hello")  # the first frame builds the route
     await until(lambda: is_now("alive"), 10.0, every_s=0.01)
     assert a.send(again.me, b"welcome back")
     while (await got(again))[1] != b"welcome back":

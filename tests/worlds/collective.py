@@ -275,7 +275,7 @@ class ExchangeWorld:
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
             for item in last_shards(self.close, self.shards):
                 assert any(item.digest in self.holds[me] for me in self.live), (
-                    "nobody knows any more what counts"
+                    "no member knows any more what counts"
                 )
 
     @property
@@ -315,7 +315,7 @@ class ExchangeWorld:
         assert close.tokens == PRIOR_TOKENS + sum(10 + member for member in included)
         if self.terms.uniform:
             assert len({item.mask for item in close.items}) <= 1, (
-                "somebody's contribution is in half of the shards"
+                "a member's contribution is in some of the shards only"
             )
         if self.terms.kind == "mean" and close.items:
             assert [item.index for item in close.items] == list(range(self.shards))

@@ -209,7 +209,7 @@ class Flock:
         if mine is not None and outcome.status != "failed":
             assert outcome.taken == (mine in names,) * SHARDS
         served = {peer for (peer, _), other in self.serving.items() if other == stage}
-        assert set(outcome.participants) <= served, "somebody of another stage contributed"
+        assert set(outcome.participants) <= served, "a member of another stage contributed"
 
     def check(self):
         """Of each stage all rounds are there, and tokens are those of what counted in it."""

@@ -87,7 +87,7 @@ def test_it_trains_on_n_batches_and_its_middle_stage_can_be_made_from_its_neighb
     assert manifest.exchange.start_peers == STAGES * SERVERS
     held = [names_of(model, span) for span in pipeline.stages]
     assert all(names < set(dict(build(model, 0).named_parameters())) for names in held), (
-        "somebody holds it all"
+        "a stage holds the whole model"
     )
     assert parse(manifest.canonical()) == manifest
 

@@ -229,7 +229,7 @@ def test_a_member_that_does_not_run_yet_lets_calls_wait():
 
     look, one.watch = one.watch, late_founder
     one.run().check()
-    assert began[0] > 0, "nobody asked the founder before it ran"
+    assert began[0] > 0, "no peer asked the founder before it ran"
     assert one.tale.virtual_s < 120
 
 
@@ -277,7 +277,7 @@ def test_full_replicas_and_pipelines_that_step_on_their_own_agree_on_each_stages
         )
     named = collections.Counter(peer for keys in one.named[0].values() for peer, _ in keys)
     assert min(named[identity_of(made, number).peer] for number in (4, 5, 6)) > 5, (
-        "somebody's work does not count"
+        "a server's work does not count"
     )
     start = dict(build(MODEL, made.run_seed).named_parameters())
     moved = {

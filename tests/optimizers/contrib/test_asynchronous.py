@@ -396,7 +396,7 @@ def test_carrying_a_snapshot_puts_the_work_since_the_pull_on_top():
         assert len(train(made, replica, 2)) == 1
 
 
-# states from elsewhere
+# states from other peers
 
 
 def some_state():

@@ -207,8 +207,8 @@ def test_a_lossy_codec_carries_the_root_of_the_second_moment_and_keeps_its_scale
     ratio = small.held("exp_avg_sq")[0] / exact.held("exp_avg_sq")[0]
     assert (
         ratio < 1.1
-    ).all()  # (mean sqrt v)^2 is at most mean v, but for the rounding of small halves
-    assert (ratio > 0.45).all()  # and of two at least half of it
+    ).all()  # (mean sqrt v)^2 is at most mean v, except for the rounding of small halves
+    assert (ratio > 0.45).all()  # and for two values at least half of it
 
 
 def test_without_loss_the_second_moment_itself_is_averaged_and_a_negative_mean_is_cut_off():
@@ -242,7 +242,7 @@ def test_clipped_moments_drift_no_farther_than_the_bound(rho, steps):
         )
     assert (
         np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
-    )  # the clip did not silence it
+    )  # the clip did not suppress it
 
 
 def join(swarm, options):

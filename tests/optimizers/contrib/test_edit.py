@@ -325,7 +325,7 @@ def test_what_is_agreed_of_the_means_does_not_move_with_later_norms(vectors):
     assert state_hash(pupil.agreed(mine, DELTA)) == before
 
 
-# states from elsewhere
+# states from other peers
 
 
 def between_phases(vectors):

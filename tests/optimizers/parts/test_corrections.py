@@ -91,9 +91,8 @@ def test_spike_compensation_is_the_papers_recursion(delay):
         a = MOMENTUM ** (step - then)
         b = (1 - a) / (1 - MOMENTUM)
         g = A @ past[then]
-        v = (
-            MOMENTUM * v + a * g
-        )  # the paper has a·v in the step; `a` differs between steps only while the line fills
+        # The paper has a·v in the step; `a` differs between steps only while the pipeline fills.
+        v = MOMENTUM * v + a * g
         w = w - RATE * (v + b * g)
         past.append(w)
         expected.append(w)
@@ -370,7 +369,7 @@ def test_a_trend_forgets_within_its_gap_and_for_none_is_the_last_move():
         Trend(sgd(Point()), 1.0)
 
 
-# Without a delay, and in company.
+# Without a delay, and combined.
 
 KINDS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -425,7 +424,7 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert torch.equal(idle.w, Point().w)
 
 
-# Batches of other sizes, and what no correction is needed for.
+# Batches of other sizes, and cases that need no correction.
 
 
 @given(st.floats(0.1, 0.999), st.floats(1, 1000), st.floats(1, 1000))

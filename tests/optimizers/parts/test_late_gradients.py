@@ -30,7 +30,7 @@ from farflock.optimizers.parts.corrections import (
 )
 from farflock.optimizers.parts.inner import InnerConfig
 
-LATE = 4  # steps, for what corrects long delays
+LATE = 4  # steps, for corrections of long delays
 ANNEALED = 0.25  # of the run: PipeMare's lower rates
 CONDITION = 100.0
 POINTS_A_DECADE = 230

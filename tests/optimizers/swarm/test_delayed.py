@@ -171,7 +171,7 @@ def test_alone_the_eager_form_is_diloco(loopback):
     outer = OuterNesterov(0.4, 0.9)
     ours = loopback(delayed("eager", 3, outer=outer), "a", lr=0.125)
     theirs = loopback(lambda: DiLoCo(3, outer, **EXACT), "a", lr=0.125)
-    for _ in range(70):  # past the rounds at which peers in company begin their lead anew
+    for _ in range(70):  # past the rounds at which peers in a swarm reset their lead
         ours.steps(1), theirs.steps(1)
         for name, x in ours.peers["a"].theta().items():
             torch.testing.assert_close(x, theirs.peers["a"].theta()[name], rtol=0, atol=1e-5)

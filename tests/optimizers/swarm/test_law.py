@@ -120,7 +120,7 @@ def daily(every, *others):
     return [*(pytest.param(other, marks=pytest.mark.long) for other in others), every]
 
 
-# 0
+# Law 0
 
 
 @each_method
@@ -138,7 +138,7 @@ def test_no_global_random_number_is_drawn(name, more):
     check.check_no_global_chance(subject(name, more))
 
 
-# 1 to 5
+# Laws 1 to 5
 
 
 @each_with_sizes_and_fates()
@@ -156,7 +156,7 @@ def test_denominators_come_from_the_participants_alone(name, more):
     check.check_denominators(subject(name, more))
 
 
-# 6
+# Law 6
 
 
 @each_method_at_rest
@@ -181,7 +181,7 @@ def test_a_snapshot_is_a_copy(name, more):
     check.check_snapshot_is_a_copy(subject(name, more))
 
 
-# 7
+# Law 7
 
 
 @each(daily=lambda name, more: not more)
@@ -203,7 +203,7 @@ def test_stopping_and_going_on_once_changes_no_bit(name, more, moment):
     check.check_stopping_once(subject(name, more), moment)
 
 
-# 8
+# Law 8
 
 
 @each_method
@@ -211,7 +211,7 @@ def test_work_in_ranges_that_were_not_taken_is_kept(name, more):
     check.check_untaken_work_is_kept(subject(name, more))
 
 
-# the laws bite
+# Methods that break a law are found
 
 
 @dataclass(slots=True)
@@ -317,7 +317,7 @@ def test_choosing_by_range_mends_it():
     )
 
 
-# what is missing is said
+# Missing options are named
 
 
 @dataclass(slots=True)

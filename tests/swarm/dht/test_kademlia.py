@@ -531,7 +531,7 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
         attempts.append(options)
         try:
             return await start(**options)
-        except P2PDaemonError:  # and the door opens
+        except P2PDaemonError:  # now the peer of the invite starts
             if len(attempts) == 1:
                 await opened(stack, folder, 1, listen=[address.partition("/p2p/")[0]])
             raise
@@ -539,7 +539,7 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundDaemon, "start", watched)
         b = await opened(stack, folder, 2, [address])
-    assert len(attempts) == 3  # of them one is the door's own
+    assert len(attempts) == 3  # one of them is that of the peer of the invite
     assert await b.announce(RUN, record(2))
 
 

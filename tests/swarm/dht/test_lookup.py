@@ -69,7 +69,7 @@ def test_made_up_neighbours_close_to_the_key_hide_no_peer():
     search = walk(table, [liar, *honest])
     assert len(found(search)) == len(honest)
     assert table.asked.index(5009) < table.asked.index(1), (
-        "friends are asked before those that somebody named"
+        "known peers are asked before those that a reply names"
     )
 
 

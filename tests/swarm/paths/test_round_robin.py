@@ -235,9 +235,8 @@ def test_a_deadline_bans_no_server_and_no_failure_gives_a_charge_back():
         assert balancer.choose(1.0, 0.0) == "a"
         balancer.failed("a", reason, 0.0)
         balancer.refresh([Announced("a", {"deadline": 1, "dial": 2, "rpc": 3}[reason], 1.0)], 0.0)
-    assert balancer.charges == {
-        "a": 1.0 + 2.0 + 2.0
-    }  # twice double: once its deadline has not been forgiven
+    # Doubled twice: once because its deadline has not been forgiven.
+    assert balancer.charges == {"a": 1.0 + 2.0 + 2.0}
 
 
 def test_busy_neither_bans_nor_gives_the_charge_back():
@@ -439,7 +438,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(peer=peers, taken_s=st.floats(0.0, 3.0))
     def finish(self, peer, taken_s):
         self.balancer.finished(peer, 1.0, self.now_s - taken_s, self.now_s)
-        if peer in self.known.keys() - self.measured:  # what was charged by a guess is charged anew
+        # What was charged by a guess is charged again.
+        if peer in self.known.keys() - self.measured:
             self.measured.add(peer)
             self.charges.pop(peer, None)
 

@@ -276,7 +276,7 @@ def test_a_place_that_is_vacant_or_whose_server_is_gone_is_taken_over_by_mates()
     )
     without = StageServers(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
     heirs = {policy.next_hop(Microbatch(step, 0, 0), 1, without, 0.0) for step in range(8)}
-    assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"
+    assert heirs == {"s1-0", "s1-1"}, "the server that had the place is not there"
 
 
 def test_stage_mates_take_over_one_after_the_other_until_none_is_left():

@@ -15,7 +15,7 @@ from farflock.swarm.peer.calls import KEEP_S, RESEND_S, CallFailed
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-# Losses, copies, disorder.
+# Losses, duplicates and reordering.
 
 
 @pytest.mark.parametrize("kind", [Call, Answer, Want, Piece, Heard])
@@ -167,7 +167,7 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
     run_virtual(main())
 
 
-# Lives.
+# Restarts.
 
 
 @in_a_world

@@ -95,7 +95,7 @@ async def test_a_server_that_contributes_nothing_and_fell_behind_hears_that_its_
 ):
     idle, name = made.nodes[2], name_of(0)
     await made.go_on(0, 2)
-    idle.stage = NOTHING  # it serves the stage still, and waits for a batch
+    idle.stage = NOTHING  # it still serves the stage, and waits for a batch
     await asyncio.sleep(10.0)
     assert not idle.rounds.called(name) or idle.rounds.newest(name) == made.newest(0)
     await away(made, idle, 2 * LOG_ROUNDS)

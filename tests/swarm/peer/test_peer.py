@@ -278,7 +278,7 @@ async def test_a_view_that_names_another_life_is_believed_before_it_is_heard(wor
     born, others = await back_in_another_life(world, 2)
     born.ask_in()
     while others[1].context.views.newest.index(born.me, 77) is None and now() < 60.0:
-        others[1].context.lives[born.me] = 2  # the last that it heard was of the life before
+        others[1].context.lives[born.me] = 2  # the last that it heard was of the previous life
         await asyncio.sleep(0.01)
     assert not others[1].context.gone(others[1].context.views.newest, born.me)
 

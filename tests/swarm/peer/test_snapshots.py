@@ -207,7 +207,7 @@ async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_t
         await world.joiner.fetch(timeout_s=5.0)
     assert world.joiner.context.counters["dropped: snapshot of an unknown view"] >= 3
     assert world.joiner.context.counters["stale view"] >= 3, (
-        "nobody is asked for the views that are lacking"
+        "no peer is asked for the missing views"
     )
     world.joiner.context.chain = Chain("run", [Certified(GENESIS), there])
     assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
@@ -237,7 +237,7 @@ async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(worl
     assert await world.joiner.fetch() == snapshot(5, b"new")
 
 
-# When it is hard.
+# With faults.
 
 
 @in_a_world

@@ -19,7 +19,7 @@ from farflock.swarm.protocol.views import view_key
 from farflock.swarm.roles import NOTHING
 from farflock.swarm.sim.network import Faults
 
-# Contributors, voters, and what lookers-on hear.
+# Contributors, voters, and what onlookers hear.
 
 
 @flock(0, 0, 1, NOTHING)
@@ -103,7 +103,7 @@ async def test_a_round_is_called_once_another_member_has_brought_its_part_to_it(
     bringing = asyncio.create_task(one.step())
     await asyncio.sleep(0.5)
     assert other.rounds.called(name_of(0))
-    assert not one.rounds.called(name_of(0)), "its own part calls nobody"
+    assert not one.rounds.called(name_of(0)), "its own part calls no other"
     joining = asyncio.create_task(other.step())
     await asyncio.sleep(0.01)
     assert not other.rounds.called(name_of(0)), (

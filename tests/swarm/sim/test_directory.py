@@ -196,7 +196,7 @@ def test_a_closed_directory_neither_stores_nor_shows_but_its_records_stay_until_
     assert not world.announce(0, sequence=2)
     assert world.seen(0) == []
     assert world.seen(1) == [(0, 1)]
-    assert not world.announce(1), "nobody else is open"
+    assert not world.announce(1), "no other directory is open"
 
 
 def test_the_end_of_an_earlier_life_does_not_close_the_next_one():

@@ -452,7 +452,7 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         await got(a)
         a.table.partners[process.peer].hang_up(
             0.0
-        )  # what is left, if any, was dialled by the other
+        )  # a link that is left, if any, was dialled by the other side
         await asyncio.sleep(1.0)
         a.send(process.peer, b"echo")
         await got(a)
