@@ -154,7 +154,7 @@ class ActivationCodec(Protocol):
 
     @property
     def scope(self) -> Scope:
-        """What the codec requires of routes."""
+        """The requirements on routes."""
         ...
 
     @property
