@@ -46,9 +46,8 @@ SHAPES = [(2, 5, WIDTH), (1, 1, WIDTH), (3, 7, WIDTH), (0, 4, WIDTH), (2, 0, WID
 KINDS = ("usual", "any", "huge", "denormal", "half", "rare", "zeros", "largest")
 REFUSALS = (CorruptPayload, Incompatible, ResyncNeeded)
 
-pytestmark = pytest.mark.usefixtures(
-    "oracle"
-)  # the kernel has its bits (test_native.py); hostile bytes go to both
+# the kernel has its bits (test_native.py); hostile bytes go to both
+pytestmark = pytest.mark.usefixtures("oracle")
 each_codec = pytest.mark.parametrize("name", NAMES)
 few = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -328,9 +327,8 @@ def memory_taken(action):
     """Bytes of tensors, and peak of Python's own memory, while `action` runs;
     a refusal counts as an end."""
     with Taken():
-        torch.empty(
-            1
-        )  # what torch imports when it is watched for the first time is no codec's memory
+        # what torch imports when it is watched for the first time is no codec's memory
+        torch.empty(1)
     tracemalloc.start()
     with Taken() as taken, contextlib.suppress(*REFUSALS):
         action()

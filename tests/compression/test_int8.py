@@ -31,9 +31,8 @@ def test_the_mean_of_blocks_survives(values):
     x = values("usual", 256 * 400)
     drift = (round_trip(Int8(), x).double() - x.double()).view(400, 256).mean(dim=1)
     step = x.view(400, 256).abs().amax(dim=1).double() / 127
-    assert (
-        float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5
-    )  # five standard deviations of 256 fair roundings
+    # five standard deviations of 256 fair roundings
+    assert float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5
     assert abs(float((drift / step).mean())) < 5 / (12 * 256 * 400) ** 0.5
 
 

@@ -108,9 +108,8 @@ def test_what_is_no_whole_number_of_rows_is_sent_as_bf16():
 
 def test_a_payload_is_as_long_as_the_page_says():
     assert len(payload_of(LowRank(4), normal(96, 256), 256)) == 4 * (96 + 256 + 4)
-    assert len(payload_of(LowRank(9), normal(3, 500), 500)) == 3 * (
-        3 + 500 + 4
-    )  # there are no more directions
+    # there are no more directions
+    assert len(payload_of(LowRank(9), normal(3, 500), 500)) == 3 * (3 + 500 + 4)
     assert len(payload_of(LowRank(2), normal(3, 500), 500)) == 2 * (3 + 500 + 4)
 
 

@@ -147,9 +147,8 @@ def test_a_level_that_is_negative_or_not_finite_is_refused(level):
 
 
 def test_codes_choose_sign_and_level_plane_by_plane():
-    payload = payload_of(
-        [0, 0, 0], codes=0b110_011
-    )  # signs of the first two, upper level of the last two
+    # signs of the first two, upper level of the last two
+    payload = payload_of([0, 0, 0], codes=0b110_011)
     assert decoded(TopK2(3, 10), payload, 10)[:3].tolist() == [-1.0, -2.0, 2.0]
 
 

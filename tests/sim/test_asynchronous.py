@@ -26,9 +26,8 @@ BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 RATE = 0.3
-SLOW = LinkModel(
-    latency_s=0.1
-)  # of each of the two lines between peers: a call takes 0.4 s and more
+# of each of the two lines between peers: a call takes 0.4 s and more
+SLOW = LinkModel(latency_s=0.1)
 
 
 def late(

@@ -38,9 +38,8 @@ LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
 ITEM = 60  # in a close list, for each shard of each peer: a digest, the members in it, its size
-CONTROL = (
-    FRAME + 160 + ITEM * 3 * PEERS
-)  # any other message: at most a close list with three shards of each peer
+# any other message: at most a close list with three shards of each peer
+CONTROL = FRAME + 160 + ITEM * 3 * PEERS
 # Of these for each two peers in a round: offers, wants, holdings and votes, each sent again every
 # half second.
 MESSAGES = 40

@@ -53,10 +53,11 @@ def test_a_key_of_another_length_has_no_name(size):
     ("name", "reason"),
     [
         ("", "not the id of an Ed25519 key"),
+        # of an RSA key
         (
             "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
             "not the id of an Ed25519 key",
-        ),  # of an RSA key
+        ),
         (str(base58.b58encode(bytes.fromhex("002408011220") + bytes(31)), "ascii"), "not the id"),
         (A.peer[:-1], "not the id"),
         (A.peer[:-1] + "0", "not a peer id"),  # base58 has no 0

@@ -175,9 +175,8 @@ async def test_bulk_for_a_peer_that_does_not_read_ends_at_its_timeout_and_contro
     a, b = await acquainted(world, 1, 2)
     loop, queued = asyncio.get_running_loop(), 0
     if isinstance(world, Simulated):
-        world.network.set_link(
-            a.me, LinkModel(up_bytes_per_s=1000)
-        )  # as slow as a reader that does not read
+        # as slow as a reader that does not read
+        world.network.set_link(a.me, LinkModel(up_bytes_per_s=1000))
     while True:
         begun_s = loop.time()
         if not await a.send_bulk(b.me, FRAME, 0.3):

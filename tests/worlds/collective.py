@@ -63,9 +63,8 @@ class ExchangeWorld:
     ):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
-        self.waits = (
-            (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
-        )  # of a trip: long lines are not so by chance
+        # of a trip: long lines are not so by chance
+        self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = RoundTerms(
             "gather" if kind == "gather" else "mean", shards, deadline_s, **kinds

@@ -155,14 +155,14 @@ class Flock:
         self.pace_s = collections.defaultdict(lambda: 0.5)
         self.nodes, self.lives, self.serving = {}, 100, {}
         self.quiet = set()  # stages that bring nothing by themselves
-        self.results = {
-            stage: {} for stage in range(stages)
-        }  # by round: (names, participants, tokens)
+        # by round: (names, participants, tokens)
+        self.results = {stage: {} for stage in range(stages)}
         self.counted = collections.Counter()
+        # rounds that were applied by some, and had failed for others
         self.given_up, self.may_give_up = (
             set(),
             False,
-        )  # rounds that were applied by some, and had failed for others
+        )
 
     def records(self):
         return [node.record for node in self.nodes.values()]

@@ -49,9 +49,8 @@ TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
 TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-STORE_BYTES = (
-    2**20
-)  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+# rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+STORE_BYTES = 2**20
 WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
 
 
@@ -91,12 +90,10 @@ class Audit:
         # by stage, round and peer, the backward passes of each key of its contribution
         self.brought = {}
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
-        self.ages = collections.defaultdict(
-            dict
-        )  # by stage and round, how late each key is that counts
-        self.applied = collections.defaultdict(
-            dict
-        )  # by stage and round, the results that servers applied
+        # by stage and round, how late each key is that counts
+        self.ages = collections.defaultdict(dict)
+        # by stage and round, the results that servers applied
+        self.applied = collections.defaultdict(dict)
         self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
         self.events = collections.Counter()
         self.on_event = lambda what, number: None
@@ -294,9 +291,8 @@ class Audit:
 
         def bringing(number):
             noted = brought(number)
-            if (
-                number not in audit.named[life.stage]
-            ):  # else it is over, and the contribution goes into the next one
+            # else it is over, and the contribution goes into the next one
+            if number not in audit.named[life.stage]:
                 audit.brought[life.stage, number, peer] = {
                     key: life.merged[key] for key in counted(noted)
                 }

@@ -36,9 +36,8 @@ class Life:
     number: int
     stage: int
     serving: Any
-    computed: dict[tuple[str, int], Pass] = field(
-        default_factory=dict
-    )  # the backward pass whose gradient is put aside
+    # the backward pass whose gradient is put aside
+    computed: dict[tuple[str, int], Pass] = field(default_factory=dict)
     merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
     used: Any = None  # the weights that the stage computed with last
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round

@@ -19,9 +19,8 @@ from farflock.compression.check import CodecLawBroken, check_codec
 from farflock.compression.codec import CorruptPayload, require_finite, require_length
 from farflock.compression.payload import append, values_at
 
-pytestmark = pytest.mark.usefixtures(
-    "oracle"
-)  # the kernel has its bits (test_native.py); hostile bytes go to both here
+# the kernel has its bits (test_native.py); hostile bytes go to both here
+pytestmark = pytest.mark.usefixtures("oracle")
 
 NAMES = [
     *CODECS,
@@ -235,9 +234,8 @@ def test_encode_and_decode_are_pure(name):
 # 6
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if not name.startswith("ecsq")]
-)  # its step is of all it is given
+# its step is of all it is given
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("ecsq")])
 def test_shards_cut_at_granules_decode_as_the_whole_does(name):
     check.check_cut_at_granules(codec(name))
 

@@ -82,9 +82,8 @@ def test_the_format_is_what_was_documented():
 
 def test_every_mistyped_character_is_found():
     text = mint(INVITE)
-    for place in range(
-        len(PREFIX), len(text) - 1
-    ):  # the last one may carry bits that count for nothing
+    # the last one may carry bits that count for nothing
+    for place in range(len(PREFIX), len(text) - 1):
         other = "A" if text[place] != "A" else "B"
         assert "the invite is damaged" in refusal(text[:place] + other + text[place + 1 :])
 

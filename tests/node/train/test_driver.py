@@ -230,9 +230,8 @@ def test_tokens_go_with_the_first_stream_and_pairs_say_what_they_believe_of_the_
 def test_a_round_that_failed_for_all_is_over_and_one_that_no_peer_knows_of_is_asked_for_again(
     driver,
 ):
-    driver.apply(
-        Apply(ask(), Result("failed", 0)), Progress(0)
-    )  # as a restored node says of its open exchange
+    # as a restored node says of its open exchange
+    driver.apply(Apply(ask(), Result("failed", 0)), Progress(0))
     assert driver.position.rounds["x"] == -1
     driver.apply(Apply(ask(), Result("failed", 1)), Progress(0))
     assert driver.position.rounds["x"] == 0

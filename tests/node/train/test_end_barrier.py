@@ -43,10 +43,11 @@ class Here:
         self.ended[name] = number
 
     def reports(self, name):
+        # a peer that has told nothing has no book
         return {
             "me": TallyReport(True, self.ended[name]),
             **self.said[name],
-        }  # a peer that has told nothing has no book
+        }
 
     def called(self, name):
         return name in self.open_rounds

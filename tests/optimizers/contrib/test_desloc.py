@@ -240,9 +240,8 @@ def test_clipped_moments_drift_no_farther_than_the_bound(rho, steps):
         assert max(np.abs(a - b).max() for a, b in zip(then, now, strict=True)) <= bound * (
             1 + 1e-5
         )
-    assert (
-        np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
-    )  # the clip did not suppress it
+    # the clip did not suppress it
+    assert np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
 
 
 def join(swarm, options):

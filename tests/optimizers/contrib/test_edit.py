@@ -126,10 +126,11 @@ def test_work_that_is_no_number_is_sent_as_zeros_and_phi_takes_its_place(replica
     assert asked.tensors["norms"][0] == HUGE
     (delta,) = made.apply(replica, asked, gathered(asked, you=norms(1.0, 1.0)))
     assert delta.tensors["a"].tolist() == [0.0] * 4
+    # the other's: twice the weight in a
     zero = {
         "a": torch.full((4,), 2.0),
         "b": torch.full((3,), 1.0),
-    }  # the other's: twice the weight in a
+    }
     made.apply(replica, delta, mean_of(delta, you=(1.0, zero)))
     assert replica.read(["a"], "param")["a"].tolist() == [-1.0] * 4
     assert phi(made, replica) == {"a": [-1.0] * 4, "b": [-1.0] * 3}

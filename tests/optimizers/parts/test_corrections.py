@@ -29,9 +29,8 @@ from farflock.optimizers.parts.corrections import (
     trend_decay,
 )
 
-A = np.array(
-    [[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]]
-)  # the quadratic's matrix; its minimum is at 0
+# the quadratic's matrix; its minimum is at 0
+A = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]])
 W0 = np.array([1.0, -2.0, 0.5])
 STEPS = 60
 RATE, MOMENTUM = 0.01, 0.9
@@ -282,9 +281,8 @@ def test_without_a_delay_it_is_nesterovs_method():
     gamma, rate = 0.9, 0.1
     y, u = W0.copy(), W0
     expected = [y]
-    for _ in range(
-        STEPS
-    ):  # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
+    # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
+    for _ in range(STEPS):
         step_end = y - rate * (1 - gamma) * (A @ y)
         y, u = step_end + gamma * (step_end - u), step_end
         expected.append(y)
@@ -307,9 +305,8 @@ def test_nadam_is_its_recursion_with_decoupled_decay(delay):
         past.append(w)
     point = Point()
     inner = nadam([{"params": [point.w], "weight_decay": decay}], rate, (b1, b2))
-    np.testing.assert_allclose(
-        trajectory(point, inner, delay), past, rtol=1e-6
-    )  # torch keeps the product in float32
+    # torch keeps the product in float32
+    np.testing.assert_allclose(trajectory(point, inner, delay), past, rtol=1e-6)
 
 
 # PipeMare.

@@ -113,9 +113,8 @@ def test_a_failed_round_leaves_outer_state_and_local_work_untouched(loopback):
     assert torch.equal(before["momentum.x"], after["momentum.x"])
     assert torch.equal(world.theta(0), ones(-1.0))
     world.step(0, ones(1.0))
-    assert torch.equal(
-        world.due(0)[0].tensors["x"], ones(2.0)
-    )  # the next message covers both steps
+    # the next message covers both steps
+    assert torch.equal(world.due(0)[0].tensors["x"], ones(2.0))
 
 
 def test_a_late_result_keeps_the_steps_made_since_and_counts_nothing_twice(loopback):

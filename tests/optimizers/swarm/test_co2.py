@@ -242,9 +242,8 @@ def test_work_that_was_not_taken_is_sent_again(loopback):
     start = phi_of(swarms[0].build("new"))
     for name in SHAPES:
         assert torch.equal(lost.tensors[name], first.tensors[name])
-        drift = (
-            phi_of(calm)[name] - start[name]
-        )  # of the anchor, which did not move where the round failed
+        # of the anchor, which did not move where the round failed
+        drift = phi_of(calm)[name] - start[name]
         assert torch.equal(again.tensors[name], second.tensors[name] - drift + lost.tensors[name])
         assert torch.equal(phi_of(failed)[name], start[name])
 

@@ -318,9 +318,8 @@ def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(
     assert all("c" in result.participants for result in swarm.peers["a"].results[-5:])
     outside, total = c.method.untold(c.theta()), work(swarm, "c", c.step)
     delivered = [result.sent["bias"] for result in c.results if result.taken]
-    torch.testing.assert_close(
-        sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5
-    )  # thirds are rounded
+    # thirds are rounded
+    torch.testing.assert_close(sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5)
 
 
 @each_mode

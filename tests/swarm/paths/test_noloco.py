@@ -101,9 +101,8 @@ def test_the_answer_does_not_depend_on_how_servers_are_listed(draw, data):
 
 def test_the_order_is_that_of_the_documented_hash_and_the_line_a_rotation_of_it():
     peers = grid(5, 5)[1]
-    salt = b"\x00".join(
-        (b"mixing", b"7", b"3", b"11", b"2", b"1", b"1")
-    )  # lane 6 of 5 is in block 1
+    # lane 6 of 5 is in block 1
+    salt = b"\x00".join((b"mixing", b"7", b"3", b"11", b"2", b"1", b"1"))
     ordered = sorted(
         peers, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest()
     )

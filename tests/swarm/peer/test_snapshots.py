@@ -177,9 +177,8 @@ async def test_only_members_are_asked_and_believed(world):
     world.peer("a").serve(snapshot(7))
     for name in "bcd":
         stranger = world.peer(name).serve(snapshot(9, b"lie"))
-        stranger.snapshots.receive(
-            "joiner", StateQuery(NAME)
-        )  # as if it had been asked: it answers
+        # as if it had been asked: it answers
+        stranger.snapshots.receive("joiner", StateQuery(NAME))
     assert await world.joiner.fetch() == snapshot(7)
 
 

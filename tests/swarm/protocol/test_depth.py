@@ -175,11 +175,12 @@ def test_without_links_the_rule_is_that_of_1f1b():
     pipeline = PipelineTimes((StageTime(1.0, 2.0),) * 5, (HopTime(0.0),) * 4)
     assert [pipeline.wanted_depth(stage) for stage in range(5)] == [5, 4, 3, 2, 1]
     tenths = PipelineTimes((StageTime(0.1, 0.0),) * 3, (HopTime(0.0),) * 2)
+    # 3 x 0.1 is a little more than 0.3
     assert [tenths.wanted_depth(stage) for stage in range(3)] == [
         3,
         2,
         1,
-    ]  # 3 x 0.1 is a little more than 0.3
+    ]
     pick = one_forward_one_back(lambda stage: 5 - stage, 20)
     assert Simulation(pipeline, 20, pick).run() == pytest.approx((20 + 5 - 1) * 3.0)
 

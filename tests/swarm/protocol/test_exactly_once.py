@@ -40,9 +40,8 @@ class LedgerWorld:
                 ledger.begin(number)
         self.servers = [self.born(stage) for stage in range(STAGES) for _ in range(SERVERS)]
         self.named = {stage: [] for stage in range(STAGES)}
-        self.heard = [
-            dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)
-        ]  # rounds that a trainer knows
+        # rounds that a trainer knows
+        self.heard = [dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)]
         self.gone = []  # (server, rounds it could be in)
         self.told = set()
         self.committed = set()
@@ -176,9 +175,8 @@ class LedgerWorld:
         server = self.random.choice(self.servers)
         if server.alive and len(self.living(server.stage)) > 1:
             server.alive = False
-            self.gone.append(
-                (server, len(self.named[server.stage]) + 1)
-            )  # the open round may still have it
+            # the open round may still have it
+            self.gone.append((server, len(self.named[server.stage]) + 1))
             fresh = self.born(server.stage)
             fresh.applied = len(self.named[server.stage]) - 1  # with a snapshot
             self.servers.append(fresh)

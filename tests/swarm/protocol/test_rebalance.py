@@ -260,9 +260,8 @@ def churn(seed, period_s):
     """Let equal peers come to random stages and leave at random times. Return the share of the best
     assignment's throughput in each hour; the throughput is that of the slowest stage."""
     chance = random.Random(seed)
-    home = {
-        f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)
-    }  # stage, since when
+    # stage, since when
+    home = {f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)}
     born, tick_s, shares = PEERS, 20.0, collections.defaultdict(list)
     for tick in range(int(HOURS * 3600 / tick_s)):
         now_s = tick * tick_s

@@ -86,9 +86,8 @@ def test_a_dialled_peer_that_is_another_than_the_record_says_is_not_believed():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
         theirs = unseal(b.record(), "run")
-        lie = Record(
-            "run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints
-        )  # b's key and place as its own
+        # b's key and place as its own
+        lie = Record("run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints)
         assert a.learn(seal(identity(7), lie))
         assert a.send(identity(7).peer, b"for seven")
         await until(lambda: a.counters["stranger: another peer than dialled"])
