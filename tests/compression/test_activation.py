@@ -1,5 +1,5 @@
-"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue,
-and how peers agree on one."""
+"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue, and how
+peers agree on a codec."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ def basis(values):
 
 @pytest.fixture
 def ends(basis):
-    """A function name -> the sender's and the receiver's codec."""
+    """A function from a name to the sender's and the receiver's codec."""
     return lambda name: tuple(activation_codec(name, edge="a>b", basis=basis) for _ in range(2))
 
 
@@ -85,8 +85,8 @@ def backward_of(ctx, arrived):
 
 @pytest.fixture
 def activation(values, basis):
-    """A function (name, ctx, kind, seed) -> what a stage may send: any values,
-    but of subspaces what lies in them."""
+    """A function (name, ctx, kind, seed) -> an activation that a stage may send: any values, or for
+    a subspace codec values in the subspace."""
 
     def make(name, ctx, kind="usual", seed=0):
         if not name.startswith("subspace"):
@@ -110,7 +110,7 @@ def ctx_limit(encode, ctx):
 
 
 def twin(name, x, ctx):
-    """The result of the flat codec of the same name; a codec without memory must equal it."""
+    """The result of the flat codec of the same name, which a codec without memory must equal."""
     c, out, payload = codec(name), torch.empty(x.numel()), bytearray()
     c.encode(x.reshape(-1), ctx.flat(), payload)
     c.decode(payload, ctx.flat(), out)
@@ -305,8 +305,7 @@ def test_every_truncation_and_extension_is_refused(ends, activation, name):
 
 
 class Taken(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside, also of those that are freed again:
-    no less than the peak."""
+    """A count of the bytes of all tensors made inside, freed ones too: at least the peak."""
 
     def __init__(self):
         super().__init__()
@@ -324,10 +323,10 @@ class Taken(TorchDispatchMode):
 
 
 def memory_taken(action):
-    """Bytes of tensors, and peak of Python's own memory, while `action` runs;
-    a refusal counts as an end."""
+    """Return the bytes of tensors and the peak of Python's own memory while `action` runs, to its
+    end or to a refusal."""
     with Taken():
-        # what torch imports when it is watched for the first time is no codec's memory
+        # torch's imports at its first watched call are not the codec's memory
         torch.empty(1)
     tracemalloc.start()
     with Taken() as taken, contextlib.suppress(*REFUSALS):

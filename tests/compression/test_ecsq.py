@@ -1,4 +1,4 @@
-"""Tests specific to ecsq: codes and steps as a slow twin finds them, bits near their entropy,
+"""Tests specific to ecsq: codes and steps as a slow twin finds them, bits near their entropy, and
 hostile lists refused."""
 
 import math
@@ -25,7 +25,7 @@ def step_of(payload):
 
 
 def codes_of(x, step):
-    """The slow twin, in fp32 as the page says."""
+    """A slow twin, in fp32 as the page says."""
     step, up = np.float32(step), np.float32(5 / 16)
     return [math.floor(np.float32(abs(number)) / step + up) for number in x.numpy()]
 

@@ -1,5 +1,5 @@
-"""Tests specific to int8: how good its stated bound is, no drift of block means,
-and the code it never writes."""
+"""Tests specific to int8: how tight its stated bound is, no drift of block means, and the code it
+never writes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("version")
 
 
 def half_steps(values, block, top):
-    """Blocks of values that lie exactly between two codes, where rounding errs most."""
+    """Blocks of values exactly half-way between two codes, where rounding errs most."""
     x = ((values("usual", block * 64).view(torch.int32) % (2 * top) - top).float() + 0.5).view(
         -1, block
     )

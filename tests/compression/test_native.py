@@ -1,5 +1,5 @@
-"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine
-has."""
+"""The compiled kernel compared with torch alone, to the bit, for every instruction set that this
+machine has."""
 
 import importlib
 import math
@@ -114,7 +114,7 @@ def refused(untouched):
 
 @contextmanager
 def without_kernel(monkeypatch):
-    """As on a machine where none was built."""
+    """Import as on a machine on which no kernel was built."""
 
     def fail(name):
         raise ImportError(name)

@@ -63,7 +63,7 @@ class ExchangeWorld:
     ):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
-        # of a trip: long lines are not so by chance
+        # of a trip: a long line varies less
         self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = RoundTerms(
@@ -221,7 +221,7 @@ class ExchangeWorld:
     # running and checking
 
     def run(self, until_s=60.0):
-        """Until all live members are complete, or the time is over."""
+        """Run until all live members are complete, or the time is over."""
         while self.queue and self.now_s < until_s and not self.all_complete():
             self.now_s, _, what, args = heapq.heappop(self.queue)
             what(*args)

@@ -1,4 +1,4 @@
-"""A group that decides a value, by schedules of chance: what is delivered, doubled or lost, and
+"""A group that decides a value under random schedules of what is delivered, doubled or lost, and
 which member crashes."""
 
 import random
@@ -76,7 +76,7 @@ class Schedule:
             assert value in self.proposed, f"{value} was never proposed"
 
     def refuse(self, me, value):
-        """From now on and for ever, unless this member has just accepted it."""
+        """Make a member refuse the value for good, unless it has just accepted it."""
         accepted = self.members[me].accepted
         if accepted is None or accepted[1] != value:
             self.refused[me].add(value)

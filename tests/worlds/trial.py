@@ -43,7 +43,7 @@ class Dishonest(Population):
 
 
 class Trial(Chaos):
-    """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
+    """A swarm of `peers` at first; `shown` counts the faults that took effect."""
 
     def __init__(self, arm: ChaosCase, peers: int, misfortunes=MISFORTUNES, seed=0):
         super().__init__(
@@ -69,7 +69,7 @@ class Trial(Chaos):
         return bool(self.shown[kind])
 
     async def until(self, shown):
-        """True if something comes to pass in time."""
+        """Return True if the condition holds in time."""
         end_s = now() + MOST_S
         while not (there := shown()) and now() < end_s:  # noqa: ASYNC110 - anything may show
             await asyncio.sleep(0.1)
@@ -176,7 +176,7 @@ class Trial(Chaos):
 
 
 def tried(arm, peers, misfortunes=MISFORTUNES, seed=0):
-    """The trial of an arm, once it has ended, and its report."""
+    """Run the trial of an arm; return it and its report."""
 
     async def whole():
         trial = Trial(arm, peers, misfortunes, seed)

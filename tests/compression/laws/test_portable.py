@@ -72,7 +72,8 @@ print(json.dumps(report))
 
 
 def report(processor):
-    """The script's JSON line, run with torch and numpy held to one level of vector instructions."""
+    """The JSON line of the script, run with torch and numpy limited to one level of vector
+    instructions."""
     done = processor.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
     )

@@ -44,7 +44,7 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
-    # not for int8
+    # int8 does not have these
     spelt_out = set(manifest.pipeline.__struct_fields__) - {
         "asynchronous",
         "basis",
