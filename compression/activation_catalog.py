@@ -47,9 +47,8 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
     """Return the activation codec for a name: a key of `ACTIVATIONS`, perhaps with other numbers
     (`int8:128`, `subspace:16`) or followed by a gradient codec (`int4,int8`).
 
-    `edge` pins a codec of edge scope; each call returns a new end without any state. A subspace
-    codec needs `basis`. Raise `ValueError` for anything else, with the nearest choice or what is
-    missing.
+    `edge` pins a codec of edge scope; each call returns a new end without state. A subspace codec
+    needs `basis`. Raise `ValueError` for anything else, with the nearest choice or what is missing.
     """
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     kind = re.split("[:+]", forward)[0]
@@ -78,9 +77,8 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
 
 
 def alternatives(spec: str) -> tuple[str, ...]:
-    """Return the names in a list such as `int4 | int8`, the preferred one first. Raise `ValueError`
-    for duplicates, for more than 8 names, or if one of several needs state at both ends (subspace,
-    aqsgd)."""
+    """Return the names in a list such as `int4 | int8`, best first. Raise `ValueError` for over 8
+    names, a duplicate, or one of several that needs state at both ends (subspace, aqsgd)."""
     names = tuple(name.strip() for name in spec.split("|"))
     for name in names if len(names) > 1 else ():
         kind = re.split("[:+,]", name)[0]
@@ -113,8 +111,7 @@ def _is_known(name: str) -> bool:
 
 
 def flat_codec(name: str) -> Codec:
-    """Return the codec for a name: one of `catalog` of exact length, or Hadamard tiles
-    (`hadamard4`, `hadamard8:32`)."""
+    """Return the named `catalog` codec of exact length, or `hadamard4`, `hadamard8:32`."""
     if match := re.fullmatch("hadamard([48])(?::([1-9][0-9]{0,3}))?", name):
         return Hadamard(4 if match[1] == "4" else 8, int(match[2] or 64))
     return require_exact_length(catalog.codec(name))

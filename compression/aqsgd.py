@@ -115,8 +115,7 @@ class Cache:
         self.held_bytes -= entry.values.nbytes if entry else 0
 
     def admits(self, size_bytes: int) -> bool:
-        """Return whether there is room for a new sample, once samples that were absent for too long
-        are dropped.
+        """Drop samples that were absent for too long; return whether a new one then has room.
 
         Samples come in shuffled epochs. If newcomers always displaced the oldest, a cache for half
         of the samples would lose nearly all of them before their next use; if newcomers wait, it
@@ -325,8 +324,7 @@ class AqSgd(FlatGradient):
             )
 
     def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
-        """Hold what the sender holds and copy it to `row`. Return False, and hold what was held, if
-        the part does not build on that."""
+        """Hold the sender's m and copy it to `row`; False if the part builds on another m."""
         self.cache.clock += 1
         if part.kind == FULL:
             self.cache.drop(sample)

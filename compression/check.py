@@ -78,8 +78,7 @@ def _mixed_bits(count: int, seed: int) -> Bits:
 
 
 def _exponents(low: int, high: int) -> Callable[[Bits], NDArray[np.float32]]:
-    """Return a function from bits to values of any sign and fraction, with biased exponents in
-    [low, high)."""
+    """Return a function that turns bits into values with biased exponents in [low, high)."""
 
     def make(bits: Bits) -> NDArray[np.float32]:
         exponent = np.uint32(low) + (bits >> np.uint32(8)) % np.uint32(high - low)
@@ -284,8 +283,7 @@ def check_zeros(codec: Codec) -> None:
 
 
 def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
-    """Check that these bytes give `count` finite values, or are refused and leave `out` as it
-    was."""
+    """Check that these bytes give `count` finite values, or are refused and leave `out` alone."""
     out = torch.full((count,), UNTOUCHED)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
@@ -336,8 +334,7 @@ def check_cut_and_extended(codec: Codec) -> None:
 
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
-    """Check that `decode` allocates at most `multiple` times `out` in tensors, and half of that in
-    Python."""
+    """Check that `decode` allocates at most `multiple` times `out` in tensors, half in Python."""
     payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
     for taken, limit, what in (

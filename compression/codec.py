@@ -64,13 +64,11 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True if decoding loses mass systematically (sparse, sign); a mean then needs error
-        feedback."""
+        """True if mass is systematically lost (sparse, sign): a mean then needs error feedback."""
         ...
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return the number of values that belong together; a tensor of this shape may be cut at
-        its multiples."""
+        """Return the length at whose multiples a tensor of this shape may be cut."""
         ...
 
     def max_bytes(self, count: int) -> int:

@@ -77,8 +77,7 @@ class Ecsq:
         return 1
 
     def max_bytes(self, count: int) -> int:
-        """Return the length at the rate, but at least at two bits a value, for values of one
-        magnitude."""
+        """Return the length at the rate, or at two bits a value (for equal magnitudes) if more."""
         if not count:
             return 0
         return _HEAD.size + _ROUNDED_UP + blocks_of(count * max(self.rate, 200), 800)
@@ -183,8 +182,7 @@ def _read_codes(
 
 
 def _read_places(payload: Buffer, start: int, count: int, end: int) -> tuple[rice.Numbers, int]:
-    """Return `count` ascending places below `end` from the gaps at byte `start`, and the byte after
-    those."""
+    """Return `count` ascending places below `end`, and the byte after their gaps at `start`."""
     gaps, after = rice.read(payload, start, count)
     places = np.cumsum(gaps + 1) - 1
     if count and int(places[-1]) >= end:

@@ -48,8 +48,7 @@ class Kernel:
         )
 
     def peak(self, x: Tensor) -> float | None:
-        """Return the largest magnitude (NaN if any value is, 0 if empty); None unless `x` is flat
-        float32."""
+        """Return the largest magnitude: NaN if any is, 0 if empty, None unless flat float32."""
         return self.module.peak(self.instructions, x.data_ptr(), x.numel()) if _usual(x) else None
 
 

@@ -77,8 +77,7 @@ def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
 
 
 def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the bf16 bits of non-negative finite numbers: rounded to nearest, ties to even, but
-    never to infinity."""
+    """Return non-negative finite numbers as bf16 bits: nearest, ties to even, never infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.clip(max=BF16_MAX_BITS).astype(np.uint16)

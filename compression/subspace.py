@@ -192,8 +192,7 @@ class Basis:
 
 
 def _orthonormal(columns_DK: Tensor) -> Tensor:
-    """Return the orthonormal columns of QR, with signs such that each points as its original
-    does."""
+    """Return the orthonormal columns of QR, signed like the original columns."""
     q_DK, r_KK = torch.linalg.qr(columns_DK)
     signed_DK: Tensor = q_DK * torch.where(r_KK.diagonal() < 0, -1.0, 1.0)
     return signed_DK

@@ -51,8 +51,7 @@ class SubspaceVersions:
         return MappingProxyType({version: codec.basis for version, codec in self._held.items()})
 
     def hold(self, basis: Basis) -> None:
-        """Read this version too, if it is not held yet; raise `ValueError` for a basis of another
-        size."""
+        """Read this version too; raise `ValueError` for a basis of another size."""
         mine = self.first.basis
         if (basis.rank, basis.width, basis.fixed_VD.shape) != (
             mine.rank,

@@ -48,8 +48,7 @@ class ChunkedTopK:
         return self.chunk
 
     def places(self, x: Tensor, rest: int) -> Tensor:
-        """Return the ascending flat positions of the kept values, `rest` of them in a last, shorter
-        chunk."""
+        """Return ascending flat positions of kept values, `rest` of them in a short last chunk."""
         whole = within(x).numel() // self.chunk * self.chunk
         last = places_of_largest(x[whole:], rest, x.numel() - whole) + whole
         return torch.cat((places_of_largest(x[:whole], self.k, self.chunk), last))

@@ -79,8 +79,7 @@ class Zstd:
 
 
 def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
-    """Return a one-frame payload's content; check what the frame claims before allocating
-    memory."""
+    """Return a one-frame payload's content; check the frame's claims before allocating memory."""
     if not payload and not limit_bytes:
         return b""
     # zstd rounds the content's size up to a power of two
