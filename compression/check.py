@@ -23,7 +23,7 @@ LAWS = {
     0: "a codec is a frozen value, and equal codecs stand for each other",
     1: "decode(encode(x)) fills `out` with finite values, within the codec's stated bound of x",
     2: "`encode` appends exactly the number of bytes that it returns, at most `max_bytes(len(x))`",
-    3: "what is no flat finite float32 tensor is `UnencodableTensor`; "
+    3: "a tensor that is not flat, finite float32 is `UnencodableTensor`; "
     "empty and all-zero tensors round-trip",
     4: "`decode` of any bytes fills `out` with finite values or raises `CorruptPayload`, "
     "in little memory",

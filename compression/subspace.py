@@ -479,7 +479,7 @@ class Subspace:
             inside = torch.empty(count)
             codec.decode(memoryview(payload)[STAMP.size :], ctx.flat(), inside)
         if count and not float(inside.abs().amax()) <= 2 * LARGEST:
-            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61, or none at all")
+            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61 or is not a number")
         return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
 
     def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
