@@ -1,6 +1,8 @@
-# Each target sets up .venv by itself, once. `make PYTHON=/path/to/python3.12 demo` chooses another Python.
+# Each target sets up .venv by itself, once. To choose another Python:
+# `make PYTHON=/path/to/python3.12 demo`.
+SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
-	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$name && break; done)
+	$$name -c '$(SUITS)' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 READY := .venv/ready
 VIEW := .venv/view
@@ -10,7 +12,8 @@ WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 COMMIT := $(shell git rev-parse HEAD 2>/dev/null || echo none)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Where bytecode is switched off, each of the hundreds of processes that the tests start would compile all of the code again.
+# Where bytecode is switched off, each of the hundreds of processes that the tests start would
+# compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check ci-more test-long bench imports docs clean
@@ -44,22 +47,26 @@ docs: $(READY)
 	$(BIN)/python docs/make_reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# import-linter follows imports only from packages at the root of a search path; here the front door hides the folders
-# behind it. Seen through a folder of links, without the front door, they are the portions of one namespace package.
+# import-linter follows imports only from packages at the root of a search path; here the front door
+# hides the folders behind it. Seen through a folder of links, without the front door, they are the
+# portions of one namespace package.
 imports: $(READY)
 	mkdir -p $(VIEW)/farflock
-	for folder in experiments node swarm optimizers compression; do ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
+	for folder in experiments node swarm optimizers compression; do \
+	ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
 	cd $(VIEW) && ../bin/lint-imports --config ../../pyproject.toml
 
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
-	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it: make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
-	{ echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is another one; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it:" \
+	"make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c '$(SUITS)' || { echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is" \
+	"another one; name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf]"
 	touch $(READY)
 
 clean:
-	rm -rf .venv build dist site *.egg-info compression/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info compression/*.so
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

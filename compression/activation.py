@@ -1,9 +1,9 @@
 """The seam between a pipeline's activations and bytes: `ActivationCodec`, its law, and the
-agreement of two peers on one.
+agreement of two peers on a codec.
 
 Activations go forward over an edge between two stages and their gradients come back over it. Unlike
 a `Codec`, which sees flat tensors and is stateless, an activation codec may know tokens and
-samples; `scope` declares what routes must grant it. docs/activation-format.md defines the wire
+samples; `scope` declares what it requires of routes. docs/activation-format.md defines the wire
 formats to the bit.
 
 Shapes: B sequences, L positions, D model width.
@@ -53,20 +53,20 @@ EXACT_LENGTH = (
 
 
 class Incompatible(Exception):
-    """Raised if two peers' codecs, or a payload and its receiver, are incompatible; names the
-    remedy."""
+    """Raised if two peers' codecs, or a payload and its receiver, are incompatible; the message
+    names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationContext:
-    """One passage over an edge, equal on sender and receiver, from the checked header.
+    """One transfer over an edge, equal at sender and receiver, taken from the checked header.
 
-    `shape` is (B, L, D) of values of `dtype`; `samples` are the ids of the B sequences, `tokens`
-    their integer ids (B, L), both only if a codec needs them. `edge` names the directed pair of
-    peers or stages, `epoch` the optimizer step. `arrived`, for a gradient, is the activation as
-    `decode` returned it, known to both ends: its zeros are the forward mask. `version` is the
-    sender's choice among versions of what both ends share; a receiver reads it from the payload.
-    `ValueError` for impossible values, before memory is allocated.
+    `shape` is (B, L, D), the values are of `dtype`. `samples` are the ids of the B sequences and
+    `tokens` (B, L) their integer token ids, both only if a codec needs them. `edge` names the
+    directed pair of peers or stages, `epoch` the optimizer step. `arrived`, for a gradient, is the
+    activation as `decode` returned it, known to both ends: its zeros are the forward mask.
+    `version` is the sender's choice among the versions of the shared state; a receiver reads it
+    from the payload. Impossible values raise `ValueError` before memory is allocated.
     """
 
     shape: tuple[int, int, int]
@@ -124,37 +124,37 @@ class ActivationContext:
 
 
 class ActivationCodec(Protocol):
-    """An encoder of activations (B, L, D), and separately of their gradients, to bytes, with its
+    """An encoder of activations (B, L, D) to bytes and another of their gradients, with both
     decoders.
 
     Law, for every name of `activation_catalog` (tests/compression/test_activation.py):
 
-    1. `decode` of what `encode` wrote has the context's shape and dtype and finite values within
-       the stated bound; so does `decode_grad`. `encode` takes contexts of direction forward,
-       `encode_grad` backward, else `ValueError`.
-    2. NaN or infinity anywhere, or another shape or dtype than the context's: `UnencodableTensor`,
-       `out` unchanged.
-    3. Any bytes at all decode to finite values, or raise `CorruptPayload`, `Incompatible` or
-       `ResyncNeeded` without a trace. No payload is longer than `max_bytes(ctx)`; its exact length
-       follows from the context (and for `aqsgd` its first bytes) and is checked before memory is
-       allocated for values.
-    4. Deterministic. Memoryless and edge-scoped ones decode the same bits on every machine
-       (docs/architecture.md, "portable arithmetic"); in `subspace`, matrix products round as the
-       machine's do.
+    1. `decode` returns what `encode` wrote in the context's shape and dtype, finite and within the
+       stated bound; so does `decode_grad`. `encode` takes contexts of direction forward,
+       `encode_grad` of direction backward; any other raises `ValueError`.
+    2. A tensor with a NaN or infinity, or of another shape or dtype than the context's, raises
+       `UnencodableTensor` and leaves `out` unchanged.
+    3. Any bytes at all decode to finite values, or raise `CorruptPayload` or `Incompatible` and
+       change no state, or raise `ResyncNeeded` (see `AqSgd`). No payload is longer than
+       `max_bytes(ctx)`; its exact length follows from the context (and for `aqsgd` its first bytes)
+       and is checked before memory is allocated for values.
+    4. All four are deterministic. Memoryless and edge-scoped codecs decode to the same bits on
+       every machine (docs/architecture.md, "portable arithmetic"); the matrix products of
+       `subspace` round as the machine's do.
 
-    `scope` declares what the routes must grant: `memoryless` nothing; `shared_params` both ends
-    with equal version and digest; `edge_sample` one object for each end of one pinned edge, because
-    it keeps state.
+    `scope` declares what the codec requires of routes: `memoryless` nothing; `shared_params` equal
+    versions and digests at both ends; `edge_sample` one object for each end of one pinned edge,
+    because it keeps state.
     """
 
     @property
     def name(self) -> str:
-        """`FORWARD,GRADIENT`, as the catalog reads it: `int4,int8`."""
+        """`FORWARD,GRADIENT`, as the catalog parses it: `int4,int8`."""
         ...
 
     @property
     def scope(self) -> Scope:
-        """Requirements on the routes."""
+        """The requirements on routes."""
         ...
 
     @property
@@ -168,7 +168,7 @@ class ActivationCodec(Protocol):
         ...
 
     def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
-        """Return the offers that this end understands in messages of this epoch; it sends the
+        """Return the offers that this end can read in messages of this epoch; it writes the
         first."""
         ...
 
@@ -220,12 +220,12 @@ class CodecOffer:
 
 
 def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffer:
-    """Return the first of `mine`, what the sender can send in order of preference, that the
-    receiver understands.
+    """Return the first of `mine`, the sender's offers in order of preference, that the receiver can
+    read.
 
     Name, version and digest must be equal. `mine` is `codec.offers(epoch)[:1]` of one or several
     codecs, `theirs` the `offers` in the receiver's record, of which the first 64 are read. Raise
-    `Incompatible` if there is none: the edge cannot be used.
+    `Incompatible` if none matches: the edge cannot be used.
     """
     heard = theirs[:MAX_OFFERS]
     for offer in mine:
@@ -279,7 +279,7 @@ class FlatGradient:
         return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Return the values, once the payload's length is right."""
+        """Check the payload's length and return the values."""
         return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
 
 
@@ -294,7 +294,7 @@ class _FlatForward(_Memoryless):
         return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Return the values, once the payload's length is right."""
+        """Check the payload's length and return the values."""
         return restored(decoded(self.forward, payload, ctx, "forward"), ctx)
 
 
@@ -327,9 +327,9 @@ class Masked(_FlatForward):
     """A sparse codec forward; backward, only the gradients of the values that arrived, as int8 in
     blocks of 256 without positions.
 
-    The mask is where `ctx.arrived` is not 0. So the gradient is that of the function that was
+    The mask is where `ctx.arrived` is not 0. The gradient is thus that of the function that was
     computed, exact except for int8: dropped values had no influence on the loss. (Kept values that
-    int8 rounded to 0 count as dropped.) The alternative, a gradient with a top-k of its own, is
+    int8 rounded to 0 count as dropped.) For a gradient with a top-k of its own, use
     `Flat(TopK, TopK)`.
     """
 
@@ -450,7 +450,7 @@ def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
 
 
 def require_token_ids(tokens: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless `tokens` are integers of this shape; bf16 holds ids to 256 only."""
+    """Raise `ValueError` unless `tokens` are integers of this shape: bf16 is exact to 256 only."""
     if tokens.dtype not in ID_TYPES or tuple(tokens.shape) != shape:
         raise ValueError(
             f"token ids must be integers of shape {shape}, got {tokens.dtype} {tuple(tokens.shape)}"

@@ -1,7 +1,7 @@
 """The registry of activation codecs by name, a literal dict, and the parser of `FORWARD,GRADIENT`.
 
-Gradients tolerate less than activations, so each name has a gradient codec of its own; if it is
-omitted, it is the usual one below: `int4` is `int4,int8`.
+Gradients tolerate less loss than activations, so each name has its own gradient codec. If it is
+omitted, the usual one below is used: `int4` means `int4,int8`.
 """
 
 import difflib
@@ -44,10 +44,10 @@ _SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's r
 
 
 def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -> ActivationCodec:
-    """Return the activation codec of a name: a key of `ACTIVATIONS`, alone or as `int4,int8`, with
-    other numbers, `subspace:K`.
+    """Return the activation codec for a name: a key of `ACTIVATIONS`, perhaps with other numbers
+    (`int8:128`, `subspace:16`) or followed by a gradient codec (`int4,int8`).
 
-    `edge` pins a codec of edge scope; each call returns an end without any state. A subspace codec
+    `edge` pins a codec of edge scope; each call returns a new end without state. A subspace codec
     needs `basis`. Raise `ValueError` for anything else, with the nearest choice or what is missing.
     """
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
@@ -77,8 +77,8 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
 
 
 def alternatives(spec: str) -> tuple[str, ...]:
-    """Return the names of `int4 | int8`, the preferred first. Raise `ValueError` if one of several
-    needs state at both ends (subspace, aqsgd), or for duplicates or more than 8 names."""
+    """Return the names in a list such as `int4 | int8`, best first. Raise `ValueError` for over 8
+    names, a duplicate, or one of several that needs state at both ends (subspace, aqsgd)."""
     names = tuple(name.strip() for name in spec.split("|"))
     for name in names if len(names) > 1 else ():
         kind = re.split("[:+,]", name)[0]
@@ -93,8 +93,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
 
 
 def known_of(spec: str) -> tuple[str, ...]:
-    """Return the `alternatives` that this release knows, and leave out those of other releases.
-    Raise `ValueError` if it knows none."""
+    """Return the `alternatives` that this release knows, without those of other releases. Raise
+    `ValueError` if it knows none."""
     names = alternatives(spec)
     known = [name for name in names if subspace_terms(name) is not None or _is_known(name)]
     if not known:
@@ -111,7 +111,7 @@ def _is_known(name: str) -> bool:
 
 
 def flat_codec(name: str) -> Codec:
-    """Return a `catalog` codec of exact length, or Hadamard tiles: `hadamard4`, `hadamard8:32`."""
+    """Return the named `catalog` codec of exact length, or `hadamard4`, `hadamard8:32`."""
     if match := re.fullmatch("hadamard([48])(?::([1-9][0-9]{0,3}))?", name):
         return Hadamard(4 if match[1] == "4" else 8, int(match[2] or 64))
     return require_exact_length(catalog.codec(name))
@@ -134,7 +134,7 @@ class SubspaceTerms:
 
 
 def subspace_terms(spec: str) -> SubspaceTerms | None:
-    """Return a subspace codec's terms, None for another codec; `ValueError` for a malformed
+    """Return a subspace codec's terms, None for another codec; raise `ValueError` for a malformed
     name."""
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     if re.split("[:+]", forward)[0] != "subspace":
@@ -149,8 +149,8 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
 
 
 def max_bytes(spec: str, ctx: ActivationContext) -> int:
-    """Return the most bytes of a payload for a name or its `alternatives`; `ValueError` if
-    unknown."""
+    """Return the size of the largest payload of a name or its `alternatives`; raise `ValueError` if
+    none is known."""
     terms = subspace_terms(spec)
     if terms is not None:
         return terms.max_bytes(ctx)

@@ -1,19 +1,19 @@
-"""AQ-SGD: if a sample passed this edge before, only the change since then is sent, in 4 bits.
+"""AQ-SGD: if a sample has crossed this edge before, only its change since then is sent, in 4 bits.
 
 A model changes slowly, so the second time the difference is small, and quantising it does less harm
-than quantising the activation (Wang et al., arXiv:2206.01299). Both ends keep, for each sample, the
-value m that the receiver last used; the difference is taken to m, so that errors do not add up. It
-pays where samples come again (fine-tuning), and only on a pinned edge.
+than quantising the activation (Wang et al., arXiv:2206.01299). For each sample, both ends keep the
+value m that the receiver last used; differences are taken to m, so errors do not accumulate. It
+pays where samples recur (fine-tuning), and only on a pinned edge.
 
 The two ends must hold the same m to the bit, whatever is lost, sent twice or restarted. So a
 message states for each sample what m was before and what it will be after, as 64 bits of its
-BLAKE2b. A receiver with another m before leaves it alone and raises `ResyncNeeded`; the sender
-forgets these samples and sends them whole. This is all that is needed: after any history, a
-receiver returns the sender's m or nothing.
+BLAKE2b. A receiver that holds another m keeps it and raises `ResyncNeeded`; the sender forgets
+these samples and sends them whole. That suffices: after any history, a receiver returns the
+sender's m or nothing.
 
-If a third party carries messages between the two, and hands them in again for a backward pass, a
-sample that is already held goes as its tag alone; `written`, `parts` and `value` are for such a
-carrier (node/pipeline/contrib/sample_memory.py).
+If a third party carries the messages and submits them again for a backward pass, a sample that is
+already held is sent as its tag alone; `written`, `parts` and `value` are for such a carrier
+(node/pipeline/contrib/sample_memory.py).
 
 Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale
 each instead of one scale per tensor; a sample that does not fit into the cache is sent whole and is
@@ -47,7 +47,7 @@ from farflock.compression.payload import append
 
 MAX_SAMPLES = 20_000  # held by one end, as in the paper's code
 MAX_CACHE_BYTES = 1 << 30
-MAX_ABSENT_CACHEFULS = 4  # cachefuls of samples that pass before an absent one makes room
+MAX_ABSENT_CACHEFULS = 4  # cachefuls of other samples after which an absent one makes room
 FULL, KEPT, DIFFERENCE, HELD = 0, 1, 2, 3
 TAG_BYTES = 8
 NO_TAG = bytes(TAG_BYTES)
@@ -69,8 +69,8 @@ class ResyncNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The value that both ends last used for a sample, float16 (L, D), its tag, and when that
-    was."""
+    """The value that both ends last used for a sample, float16 (L, D), its tag, and the cache's
+    clock at that time."""
 
     values: Tensor
     tag: bytes
@@ -79,7 +79,7 @@ class CacheEntry:
 
 @dataclass(slots=True)
 class Cache:
-    """Samples by last use, bounded in number and bytes of values; the least recent leave first."""
+    """Samples in order of last use, bounded in number and bytes; the least recent leave first."""
 
     max_samples: int
     max_bytes: int
@@ -99,8 +99,8 @@ class Cache:
         return self._held.get(sample)
 
     def put(self, sample: int, values: Tensor, tag: bytes) -> None:
-        """Hold a value as the latest, and drop the oldest to make room. A value that is too large
-        is not held."""
+        """Hold a value as the most recent and drop the oldest to make room. A value that is too
+        large is not held."""
         self.drop(sample)
         if values.nbytes > self.max_bytes or not self.max_samples:
             return
@@ -110,16 +110,16 @@ class Cache:
         self.held_bytes += values.nbytes
 
     def drop(self, sample: int) -> None:
-        """Hold nothing of this sample."""
+        """Forget this sample."""
         entry = self._held.pop(sample, None)
         self.held_bytes -= entry.values.nbytes if entry else 0
 
     def admits(self, size_bytes: int) -> bool:
-        """Return whether to hold a new sample: there is room, or the oldest has been absent so long
-        that it leaves.
+        """Drop samples that were absent for too long; return whether a new one then has room.
 
         Samples come in shuffled epochs. If newcomers always displaced the oldest, a cache for half
-        of them would keep hardly one until it comes again; if they wait, it keeps half.
+        of the samples would lose nearly all of them before their next use; if newcomers wait, it
+        keeps half.
         """
         while self._held and not self._fits(size_bytes):
             oldest = next(iter(self._held))
@@ -149,10 +149,10 @@ class AqSgd(FlatGradient):
 
     `decode` returns the sender's m, bit for bit: the first time, the activation rounded to fp16;
     later, a value within the difference codec's bound of it, plus a rounding to fp16. Magnitudes
-    above 65504 are clamped. If `decode` raises `ResyncNeeded`, it has already applied those samples
-    of the message that fit; the same message, sent again, gives the same values. The sender decides
-    whether a sample is held; a receiver with less room would ask for it again each time, so the
-    bounds are part of the digest. Gradients go through `gradient`, without any state.
+    above 65504 are clamped. If `decode` raises `ResyncNeeded`, it has already applied the message's
+    other samples; the same message, sent again, gives the same values. The sender decides whether a
+    sample is held. A receiver with less room would ask for it again each time, so the bounds are
+    part of the digest. Gradients go through `gradient`, without any state.
     """
 
     edge: str = ""
@@ -215,7 +215,7 @@ class AqSgd(FlatGradient):
             self.cache.drop(sample)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append all kinds and tags, then all contents; remember the values that the receiver will
+        """Append all kinds and tags, then all contents; hold the values that the receiver will
         hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
@@ -227,8 +227,8 @@ class AqSgd(FlatGradient):
         return len(message)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Return the sender's m of all samples. `ResyncNeeded` names samples that cannot be
-        restored; others are taken over."""
+        """Return the sender's m of all samples. `ResyncNeeded` names the samples that cannot be
+        restored; the others are held as sent."""
         self._require_pinned(ctx)
         require_direction(ctx, "forward")
         parts = self.parts(payload, ctx)
@@ -256,7 +256,7 @@ class AqSgd(FlatGradient):
             )
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:
-        """Return what is sent of one sample (L, D), after which both ends hold the same."""
+        """Return the part to send for one sample (L, D), and hold what the receiver will hold."""
         self.cache.clock += 1
         entry, payload = self.cache.get(sample), bytearray()
         if entry is not None and entry.values.shape == row.shape:
@@ -324,7 +324,7 @@ class AqSgd(FlatGradient):
             )
 
     def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
-        """Hold what the sender holds and copy it to `row`; False, and no change, if impossible."""
+        """Hold the sender's m and copy it to `row`; False if the part builds on another m."""
         self.cache.clock += 1
         if part.kind == FULL:
             self.cache.drop(sample)

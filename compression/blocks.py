@@ -1,8 +1,8 @@
 """Blocks of values that share a scale, as used by int8, int4, fp4 and sign.
 
-A scale is a float32 that is 0 or lies between 2^-126 and the largest number whose product with the
-largest code is finite. So no product of a code and a scale is infinite or denormal, and processors
-that flush denormals decode the same bits.
+A scale is a float32: 0, or between 2^-126 and the largest number whose product with the largest
+code is finite. So no product of a code and a scale is infinite or denormal, and processors that
+flush denormals decode to the same bits.
 
 Shapes: K blocks, B values per block.
 """
@@ -35,17 +35,17 @@ def blocks_of(count: int, block: int) -> int:
 
 
 def quantise(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
-    """Return scales (K) and codes (K·B whole float32 numbers, the last block padded with 0) of
-    flat `x`: the ratios of `scaled`, rounded, ties to even. Codes stay in [-top, top] without
-    clamping."""
+    """Return the scales (K) and codes (K·B whole numbers as float32, the last block padded with 0)
+    of the flat `x`. Codes are the ratios of `scaled`, rounded to nearest, ties to even; they stay
+    in [-top, top] without clamping."""
     scale_K, ratio_KB = scaled(x, block, top)
     return scale_K, ratio_KB.round_().view(-1)
 
 
 def scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
-    """Return scales (K) and x/scale (K, B, the last block padded with 0) of the flat `x`. scale =
-    absmax/top within the limits above, or 0 if that is less than 2^-126, and all ratios 0. Ratios
-    exceed top by no more than float rounding."""
+    """Return the scales (K) and ratios x/scale (K, B, the last block padded with 0) of the flat
+    `x`. A scale is absmax/top within the limits above, or 0 if that is less than 2^-126; the ratios
+    are then tiny and become codes of 0. Ratios exceed top by no more than float rounding."""
     x_KB = padded(flat(x), block)
     absmax_K = x_KB.abs().amax(dim=1)
     if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax passes on
@@ -58,8 +58,8 @@ def scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
 
 def mean_magnitudes(x: Tensor, block: int) -> Tensor:
     """Return the mean of |x| in each block (K), to about 2^-24 of the block's largest; 0 if less
-    than 2^-126. It is a sum of whole numbers and so exact: the order of additions, which differs
-    between processors, changes no bit."""
+    than 2^-126. The values are summed as whole numbers and so exactly: the order of additions,
+    which differs between processors, changes no bit."""
     x_KB = padded(flat(x), block)
     size_KB = x_KB.abs()
     absmax_K = size_KB.amax(dim=1)
@@ -99,7 +99,7 @@ def padded(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(ExactCodec):
-    """A codec of blocks with a scale each; a payload is all scales (float32), then packed codes."""
+    """A codec of blocks with one scale each; a payload is all scales (float32), then the codes."""
 
     block: int
 
@@ -119,7 +119,7 @@ class BlockCodec(ExactCodec):
 
     @abstractmethod
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales (K) and the codes as they are sent."""
+        """Return the scales (K) and the packed codes, as they are sent."""
 
     @abstractmethod
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
@@ -127,7 +127,7 @@ class BlockCodec(ExactCodec):
 
     @property
     def name(self) -> str:
-        """`KIND`, or `KIND:BLOCK` if the block is not the usual one."""
+        """`KIND`, or `KIND:BLOCK` unless the block has the default length."""
         return self.kind if self == type(self)() else f"{self.kind}:{self.block}"  # type: ignore[call-arg]
 
     @property

@@ -37,9 +37,9 @@ _SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's m
 
 
 def codec(spec: str) -> Codec:
-    """Return the codec of a name: a key of `CODECS`, `int8:128`, `sign:64`, `topk2:8/512`, or one
-    of these and `+zstd`. Raise `ValueError` for anything else, with the nearest valid choice or
-    what is wrong about the numbers."""
+    """Return the codec for a name: a key of `CODECS`, perhaps with other numbers (`int8:128`,
+    `topk2:8/512`) and with `+zstd`. Raise `ValueError` for anything else, with the nearest valid
+    choice or what is wrong with the numbers."""
     if spec in CODECS:
         return CODECS[spec]()
     inner, plus, packer = spec.partition("+")

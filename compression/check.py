@@ -1,8 +1,8 @@
 """The laws of `Codec` (compression/codec.py) as functions for tests and for authors of codecs.
 
 Each function tries one codec on chosen values or bytes and raises `CodecLawBroken` with the law and
-a counterexample. The examples are the same in every process: `example` makes them from integers,
-without random generators.
+a counterexample. The examples are the same in every process: `example` derives them from integers,
+without a random generator.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LAWS = {
     0: "a codec is a frozen value, and equal codecs stand for each other",
     1: "decode(encode(x)) fills `out` with finite values, within the codec's stated bound of x",
     2: "`encode` appends exactly the number of bytes that it returns, at most `max_bytes(len(x))`",
-    3: "what is no flat finite float32 tensor is `UnencodableTensor`; "
+    3: "a tensor that is not flat, finite float32 is `UnencodableTensor`; "
     "empty and all-zero tensors round-trip",
     4: "`decode` of any bytes fills `out` with finite values or raises `CorruptPayload`, "
     "in little memory",
@@ -31,13 +31,13 @@ LAWS = {
     6: "shards that are cut at multiples of `granule` decode as the whole tensor does",
 }
 CONTEXT = Context(run_seed=3, round=2, tensor="layers.0.weight", shard=1)
-SHAPE = (4096,)  # of tensors that `granule` is asked for
+SHAPE = (4096,)  # of the tensor for which `granule` is asked
 LENGTHS = (0, 1, 3, 11, 70, 260)  # of tensors whose payloads are cut and extended at every byte
 LARGE = 3 * 65536 + 5  # values, for counting memory
-FREE_BYTES = 10_000  # of Python's own memory for a refusal
+FREE_BYTES = 10_000  # of Python's own memory that a refusal may take
 HOSTILE_TRIES = 30  # payloads with wrong bytes, of each length
-BEFORE = b"before"  # content of `out` when a codec appends to it
-UNTOUCHED = 7.5  # content of a tensor when a codec decodes into it
+BEFORE = b"before"  # content of `out` before a codec appends to it
+UNTOUCHED = 7.5  # content of a tensor before a codec decodes into it
 
 Bound = Callable[[Tensor], Tensor]
 Bits = NDArray[np.uint32]
@@ -53,10 +53,10 @@ class CodecLawBroken(AssertionError):
 
 @runtime_checkable
 class BoundedCodec(Protocol):
-    """A codec that has its bound in code: the largest error of each value of flat x, in float64."""
+    """A codec whose class states its bound in code."""
 
     def bound(self, x: Tensor) -> Tensor:
-        """Return the bound for each value of x; no bound is negative."""
+        """Return the largest error of each value of the flat x, float64 and never negative."""
         ...
 
 
@@ -78,7 +78,7 @@ def _mixed_bits(count: int, seed: int) -> Bits:
 
 
 def _exponents(low: int, high: int) -> Callable[[Bits], NDArray[np.float32]]:
-    """Return a maker of values of any sign and fraction with biased exponents in [low, high)."""
+    """Return a function that turns bits into values with biased exponents in [low, high)."""
 
     def make(bits: Bits) -> NDArray[np.float32]:
         exponent = np.uint32(low) + (bits >> np.uint32(8)) % np.uint32(high - low)
@@ -112,7 +112,7 @@ def example(kind: str, count: int, seed: int = 0) -> Tensor:
 
 
 def sizes(codec: Codec) -> list[int]:
-    """Return 0, 1, and sizes around one granule and several."""
+    """Return 0, 1, and sizes around one granule and around several."""
     g = codec.granule(SHAPE)
     return sorted({0, 1, 2, 3, g - 1, g, g + 1, 2 * g, 3 * g - 1} - {-1})
 
@@ -158,7 +158,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
-# 0
+# Law 0: frozen values
 
 
 def check_frozen(make: Callable[[], Codec]) -> None:
@@ -179,11 +179,11 @@ def check_frozen(make: Callable[[], Codec]) -> None:
         raise CodecLawBroken(0, f"Its name could be set: {advice}.")
 
 
-# 1
+# Law 1: round trips within the bound
 
 
 def check_bound(codec: Codec, x: Tensor, bound: Bound | None = None) -> None:
-    """Check that values come back finite and, if a bound is stated, within it."""
+    """Check that values come back finite and, if a bound is given, within it."""
     back = _round_trip(codec, x, 1)
     wrong = int((~torch.isfinite(back)).sum())
     _require(not wrong, 1, f"{wrong} of {len(x)} decoded values are NaN, infinite or not written.")
@@ -210,7 +210,7 @@ def _examples(codec: Codec) -> Iterator[tuple[str, int, Tensor]]:
             yield kind, count, example(kind, count)
 
 
-# 2
+# Law 2: lengths
 
 
 def check_length(codec: Codec) -> None:
@@ -229,11 +229,11 @@ def check_length(codec: Codec) -> None:
         )
 
 
-# 3
+# Law 3: tensors that cannot be encoded
 
 
 def check_only_finite(codec: Codec, bad: float) -> None:
-    """Check that a value that is not finite is refused anywhere, and nothing is written."""
+    """Check that a value that is not finite is refused at any position, and nothing is written."""
     for count in (1, 2, codec.granule(SHAPE) + 1):
         for at in sorted({0, count // 2, count - 1}):
             x = example("usual", count)
@@ -279,11 +279,11 @@ def check_zeros(codec: Codec) -> None:
         )
 
 
-# 4
+# Law 4: hostile payloads
 
 
 def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
-    """Check that any bytes give `count` finite values or are refused, leaving no trace in `out`."""
+    """Check that these bytes give `count` finite values, or are refused and leave `out` alone."""
     out = torch.full((count,), UNTOUCHED)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
@@ -303,8 +303,7 @@ def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
 
 
 def check_hostile_bytes(codec: Codec) -> None:
-    """Check payloads in which some bytes are replaced, including by bytes that make NaN and
-    infinity."""
+    """Check payloads in which some bytes are replaced, also by those that make NaN and infinity."""
     chance = random.Random(0)
     for count in LENGTHS:
         for kind in ("usual", "any"):
@@ -335,7 +334,7 @@ def check_cut_and_extended(codec: Codec) -> None:
 
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
-    """Check that `decode` takes tensors up to `multiple` times `out`, and half that in Python."""
+    """Check that `decode` allocates at most `multiple` times `out` in tensors, half in Python."""
     payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
     for taken, limit, what in (
@@ -363,7 +362,7 @@ def check_refused_before_memory(codec: Codec) -> None:
 
 
 class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has not typed it
-    """A count of the bytes of all tensors made inside, freed ones too: no less than the peak."""
+    """A count of the bytes of all tensors made inside, freed ones too: at least the peak."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -392,7 +391,7 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
 
 def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
-    """Run `action`, which may refuse its input; return the bytes of its tensors and the peak of
+    """Run `action`, which may refuse its input. Return the bytes of its tensors and the peak of
     Python's own memory."""
     with _TakenTensors():
         torch.empty(1)  # torch's imports at its first watched call are not the codec's memory
@@ -406,11 +405,11 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
     return taken.bytes, peak
 
 
-# 5
+# Law 5: purity
 
 
 def check_pure(make: Callable[[], Codec]) -> None:
-    """Check that inputs do not change, and that equal codecs and all kinds of buffers give equal
+    """Check that inputs do not change, and that equal codecs, and all kinds of buffers, give equal
     results."""
     codec = make()
     count = 2 * codec.granule(SHAPE) + 3
@@ -435,12 +434,12 @@ def check_pure(make: Callable[[], Codec]) -> None:
     _require(bytes(unaligned) == payload, 5, "`decode` has changed its payload.")
 
 
-# 6
+# Law 6: shards
 
 
 def check_cut_at_granules(codec: Codec) -> None:
-    """Check that three shards decode as the whole tensor does, with a short last one, cut at the
-    granule and, if it is small, at a larger multiple of it."""
+    """Check that three shards, the last one short, decode as the whole tensor does. They are cut at
+    the granule and, if that is small, also at a larger multiple of it."""
     granule = codec.granule(SHAPE)
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)
@@ -464,9 +463,9 @@ def check_codec(
     every law.
 
     `bound` maps a flat tensor to the largest error of each value, in float64. Without it the
-    codec's method `bound` is used; without that, law 1 only requires finite values. `memory`: how
-    many times `out` decoding may take. `of_whole` is for a codec whose step depends on all the
-    values that it is given, so that law 6 cannot hold.
+    codec's method `bound` is used; without that, law 1 only requires finite values. Decoding may
+    allocate `memory` times the size of `out`. `of_whole` is for a codec whose step depends on all
+    the values that it is given, so that law 6 cannot hold.
     """
     codec = make()
     if bound is None and isinstance(codec, BoundedCodec):

@@ -25,8 +25,8 @@ class UnencodableTensor(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The name of one encoding, equal at sender and receiver; codecs derive shared randomness from
-    it. `columns` is the number of values in a row of the tensor, 0 for a vector."""
+    """The identity of one encoding, equal at sender and receiver; codecs derive shared randomness
+    from it. `columns` is the number of values in a row of the tensor, 0 for a vector."""
 
     run_seed: int = 0
     round: int = 0
@@ -43,13 +43,14 @@ class Codec(Protocol):
     0. A codec is a frozen value, and equal codecs are interchangeable.
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
     2. `encode` writes exactly the number of bytes it returns, at most `max_bytes(len(x))`.
-    3. NaN or infinity in `x`: `UnencodableTensor`. Empty and all-zero tensors round-trip.
+    3. `encode` raises `UnencodableTensor` if `x` has a NaN or infinity. Empty and all-zero tensors
+       round-trip.
     4. `decode` of any bytes at all either fills `out` with finite values or raises
-       `CorruptPayload`, and allocates at most a small multiple of `out`. A payload of the wrong
-       length is refused before anything is allocated.
-    5. Both are pure and deterministic; decode gives the same bits on every machine
-       (docs/architecture.md, "portable arithmetic": separately rounded + - * / sqrt, comparisons
-       and integers in fp32, each its own call).
+       `CorruptPayload`, and allocates at most a small multiple of `out`. It refuses a payload of
+       the wrong length before it allocates anything.
+    5. Both are pure and deterministic; `decode` gives the same bits on every machine
+       (docs/architecture.md, "portable arithmetic": + - * / sqrt in fp32, each its own call and so
+       separately rounded, comparisons, and integers).
     6. Shards cut at multiples of `granule` decode as the whole tensor does, unless a step depends
        on all values (ecsq).
     """
@@ -63,11 +64,11 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True if decoding loses mass systematically (sparse, sign): a mean then needs feedback."""
+        """True if mass is systematically lost (sparse, sign): a mean then needs error feedback."""
         ...
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return the values per indivisible group, at whose multiples such a tensor may be cut."""
+        """Return the length at whose multiples a tensor of this shape may be cut."""
         ...
 
     def max_bytes(self, count: int) -> int:
@@ -81,7 +82,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Overwrite the flat float32 tensor `out` with the values; its length says how many."""
+        """Overwrite the flat float32 tensor `out` with the payload's `len(out)` values."""
         ...
 
 

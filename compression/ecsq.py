@@ -1,15 +1,15 @@
-"""All values, coarsely, at a set rate: whole multiples of a step so wide that most are 0 and cost
-little.
+"""Entropy-coded scalar quantisation at a given rate: all values as multiples of a step so wide that
+most are 0 and cost little.
 
-Entropy-coded scalar quantisation: around one bit a value it loses no more than the best code of
-fixed length, much less where values differ in size, and it goes far below one bit. The rate is
-given and the step follows from the values. A step relative to their size would fail where dropped
-values come back: it would grow with the residual, and ever less would be sent.
+Around one bit a value it loses no more than the best code of fixed length, and much less where
+values differ in size; it also works far below one bit. The rate is given and the step follows from
+the values. A step relative to their size would fail under error feedback: it would grow with the
+residual, and ever less would be sent.
 
 The entropy coder is `rice`, on the gaps between nonzero codes and, among those, between the ones
-beyond ±1. This takes no loop over values and only integers, so that every machine reads the same,
-and costs 1 to 5 % more than the codes' order-0 entropy. Measured on 2^18 values, bits a value and
-squared error relative to that of sending nothing:
+beyond ±1. It needs no loop over values and only integers, so every machine reads the same values,
+and it costs 1 to 5 % more than the codes' order-0 entropy. Measured on 2^18 values, in bits a value
+and squared error relative to that of sending nothing:
 
     rate           10          31          60          94         150         250
     normal     0.09 0.92   0.29 0.78   0.56 0.60   0.87 0.42   1.43 0.21   2.46 0.06
@@ -32,7 +32,7 @@ from farflock.compression.payload import BF16_MAX_BITS, FLOAT_MAX, bf16_bits, fr
 
 MAX_CODE = 4096
 _LARGEST = 2.0**127  # magnitudes are clamped to it, so that no code times its step is infinite
-_ROUND_UP = np.float32(5 / 16)  # of a step: below half makes more zeros; the bits buy a finer step
+_ROUND_UP = np.float32(5 / 16)  # of a step: less than half makes more zeros, and so a finer step
 _MIN_STEP_BITS = 0x0080  # 2^-126 as bf16, so that no product of a code and a step is denormal
 _HEAD = struct.Struct("<HII")  # the step as bf16, the number of nonzero codes, of codes beyond ±1
 _ROUNDED_UP = 11  # bytes: the widths of three lists, and partial bytes of signs and lists
@@ -43,13 +43,13 @@ class Ecsq:
     """|x - decode(encode(x))| <= 11/16 · step, and at most `rate`/100 bits a value plus 21 bytes,
     where that is possible.
 
-    The step, one bf16 per payload, is the smallest for which the lists surely fit. It is never
-    above the largest magnitude: whatever the values, the largest are sent, and a residual that is
+    The step, one bf16 per payload, is the smallest for which the lists are certain to fit. It is
+    never above the largest magnitude: the largest values are always sent, and a residual that is
     sent again and again shrinks. So values of one magnitude, as in Adam's first update, take two
     bits and arrive exactly, whatever the rate.
 
     Magnitudes above 2^127 are first clamped; if all are below 2^-126, all become 0. Biased: values
-    below 11/16 of a step are lost, so a mean needs feedback.
+    below 11/16 of a step are lost, so a mean needs error feedback.
 
     The payload is the step, two counts, the signs of the nonzero codes, and three Rice-coded lists:
     the gaps before those codes; among them, the gaps before the ones beyond ±1; the excess of these
@@ -77,13 +77,13 @@ class Ecsq:
         return 1
 
     def max_bytes(self, count: int) -> int:
-        """Return the length at the rate, or at the two bits of values of one magnitude, if more."""
+        """Return the length at the rate, or at two bits a value (for equal magnitudes) if more."""
         if not count:
             return 0
         return _HEAD.size + _ROUNDED_UP + blocks_of(count * max(self.rate, 200), 800)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append step, counts, signs and the three lists."""
+        """Append the step, the counts, the signs and the three lists."""
         before, cut = len(out), within(within(x), _LARGEST).contiguous().numpy()
         if not len(cut):
             return 0
@@ -99,7 +99,7 @@ class Ecsq:
         return len(out) - before
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter code · step over zeros; refuse a step, places and codes outside their limits."""
+        """Scatter code · step over zeros; refuse a step, place or code outside its limits."""
         count, min_length = out.numel(), _HEAD.size if out.numel() else 0
         require_length(
             payload, min_length, f"{self.name} for {count} values", max_length=self.max_bytes(count)
@@ -117,8 +117,8 @@ class Ecsq:
         out.numpy()[places] = values
 
     def _step(self, size: NDArray[np.float32]) -> int:
-        """Return, as bf16 bits, the smallest step at which the lists are sure to fit, or the
-        largest step if none is."""
+        """Return, as bf16 bits, the smallest step at which the lists are certain to fit, or else
+        the largest step."""
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
@@ -140,7 +140,7 @@ _MAX_CODE_BITS = (MAX_CODE // 2).bit_length() - 1 << 7  # octaves below the larg
 
 
 def _codes(size: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """Return magnitudes in whole steps, as float32. Monotone: smaller values, no larger codes."""
+    """Return magnitudes in whole steps, as float32; monotone in `size`."""
     codes: NDArray[np.float32] = np.floor(
         size / from_bf16(np.array([step], dtype=np.uint16)) + _ROUND_UP
     )
@@ -148,7 +148,7 @@ def _codes(size: NDArray[np.float32], step: int) -> NDArray[np.float32]:
 
 
 def _bits(counts: rice.Numbers, codes: rice.Numbers) -> int:
-    """Return the most bits that these counts of each code take."""
+    """Return the most bits that the lists take if each code occurs this often."""
     many, few = int(counts[codes > 0].sum()), int(counts[codes > 1].sum())
     excess = int((counts * (codes - 2))[codes > 1].sum())
     gaps = rice.max_bits(many, int(counts.sum()) - many) + rice.max_bits(few, many - few)
@@ -162,7 +162,7 @@ def _gaps(places: rice.Numbers) -> rice.Numbers:
 def _read_codes(
     payload: Buffer, many: int, few: int, count: int
 ) -> tuple[rice.Numbers, rice.Numbers]:
-    """Return the positions of the nonzero codes, and these codes."""
+    """Return the places of the nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
             f"{len(payload)} bytes cannot hold {many} codes for {count} values, "
@@ -182,7 +182,7 @@ def _read_codes(
 
 
 def _read_places(payload: Buffer, start: int, count: int, end: int) -> tuple[rice.Numbers, int]:
-    """Return `count` rising places below `end` from the gaps at byte `start`, and their end."""
+    """Return `count` ascending places below `end`, and the byte after their gaps at `start`."""
     gaps, after = rice.read(payload, start, count)
     places = np.cumsum(gaps + 1) - 1
     if count and int(places[-1]) >= end:

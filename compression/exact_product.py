@@ -1,11 +1,11 @@
 """Matrix products with the same bits on every machine, at nearly the speed of the machine's own.
 
-A matrix product adds in whatever order its library likes, and fuses what it likes, so that its last
-bits differ from CPU to CPU. Here each factor is cut into slices of so few bits that all sums of a
-slice times a slice are exact in float64, in any order; a few sums of slices' products, each rounded
-once, in a fixed order, give the result (Ozaki, Ogita, Oishi and Rump, "Error-free transformations
-of matrix multiplication by using fast routines of matrix multiplication", Numerical Algorithms 59,
-2012). Slices are relative to the largest magnitude of a whole factor, not of each row.
+A library adds in any order and fuses operations as it likes, so the last bits of a matrix product
+differ from CPU to CPU. Here each factor is cut into slices of so few bits that every product of two
+slices is exact in float64, in any order; the sum of these products, each rounded once, in a fixed
+order, is the result (Ozaki, Ogita, Oishi and Rump, "Error-free transformations of matrix
+multiplication by using fast routines of matrix multiplication", Numerical Algorithms 59, 2012).
+Slices are relative to the largest magnitude of a whole factor, not of each row.
 
 Shapes: M x N by N x K.
 """
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 _MANTISSA = 53  # bits of a float64
-_MIN_EXPONENT = (
-    -400
-)  # exponent of the least first unit; smaller values count as 0: no denormal products
-MAX_INNER = 1 << 17  # N: beyond it a slice would have too few bits to be worth it
+# Exponent of the smallest first unit. Smaller values count as 0, so that no product is denormal.
+_MIN_EXPONENT = -400
+MAX_INNER = 1 << 17  # limit of N: beyond it, slices would have too few bits to be worth it
 SLICES = 3
 
 
@@ -27,8 +26,8 @@ def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
     """Return left @ right in float64.
 
     The error is about N · 2^(-bits · slices) of the product of the factors' largest magnitudes,
-    with bits = (53 - log2 N) / 2: three slices are nearly a float64, two more than a float32.
-    `ValueError` for more than 2^17 sums, or for factors that are not finite.
+    with bits = (53 - log2 N) / 2: three slices are nearly a float64, two are more than a float32.
+    Raise `ValueError` for N above 2^17, or for factors that are not finite.
     """
     inner = left_MN.shape[1]
     if not 1 <= inner <= MAX_INNER:

@@ -1,5 +1,5 @@
-"""Blockwise FP4 E3M0: 0, or a sign and one of 2^-6 to 2^0, times the block's largest magnitude; two
-values to a byte.
+"""Blockwise FP4 E3M0: 0, or a sign and a power of two from 2^-6 to 2^0, times the block's largest
+magnitude; two values to a byte.
 
 Powers of two reach 64 times deeper than int4's even steps, at the price of coarse large values;
 Streaming DiLoCo (arXiv:2501.18512) sends its pseudo-gradients this way. Deviations: a scale for
@@ -24,7 +24,7 @@ _BELOW_ONE = 126  # the stored exponent of 0.5
 
 
 def _pairs() -> NDArray[np.int64]:
-    """Return for each byte its two codes as float32, side by side in 64 bits."""
+    """Return each byte's two codes as float32, side by side in 64 bits."""
     stored = np.arange(16)
     codes = np.where(stored & 7, 2.0 ** ((stored & 7) - 1), 0) * np.where(stored & 8, -1, 1)
     both = np.stack((np.tile(codes, 16), np.repeat(codes, 16)), axis=1).astype(np.float32)

@@ -2,14 +2,14 @@
 in 4 or 8 bits.
 
 A large value makes all others of its block coarse; activations have such values, always in the same
-channels. The rotation spreads it over its tile, as TAH-Quant does (arXiv:2506.01352) and QuaRot
-(arXiv:2404.00456), with signs drawn from the run's seed so that no pattern of values is bad for all
-runs. Deviations from TAH-Quant: one number of bits for all tiles, and no swap of a pivot; both
-would make the length of a payload depend on its values.
+channels. The rotation spreads it over its tile, as TAH-Quant (arXiv:2506.01352) and QuaRot
+(arXiv:2404.00456) do, with signs drawn from the run's seed so that no pattern of values is bad for
+all runs. Deviations from TAH-Quant: all tiles have the same number of bits, and no pivot is
+swapped; both would make the length of a payload depend on its values.
 
-The transform is not normalised: H·H is the tile's length, a power of two, times the identity, so
-that only sums and differences of two values round, each its own call, and every machine reads the
-same bits. Scales so small that such a difference could be denormal are not used.
+The transform is not normalised: H·H is the identity times the tile's length, a power of two. So
+only sums and differences of two values are rounded, each in its own call, and every machine reads
+the same bits. Scales so small that such a difference could be denormal are not used.
 
 Shapes: T tiles, G values per tile.
 """
@@ -71,14 +71,14 @@ class Hadamard:
         return self._inner.max_bytes(blocks_of(count, self.tile) * self.tile)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and codes of the rotated tiles."""
+        """Append the scales and codes of the rotated tiles."""
         cut_TG = padded(within(within(x), LARGEST), self.tile)
         rotated_TG = butterflies(cut_TG * signs(ctx.run_seed, self.tile))
         tiny_T1 = rotated_TG.abs().amax(dim=1, keepdim=True) < SMALLEST
         return self._inner.encode(rotated_TG.masked_fill_(tiny_T1, 0.0).view(-1), ctx, out)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Rotate back; refuse rotated values that no encoder writes, as int4 and int8 do."""
+        """Decode and rotate back; refuse rotated values that no encoder writes."""
         require_length(
             payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values"
         )
@@ -106,8 +106,8 @@ def signs(seed: int, tile: int) -> Tensor:
 
 
 def butterflies(tiles_TG: Tensor) -> Tensor:
-    """Return each row times the Hadamard matrix in Sylvester's order, not normalised; G is a power
-    of two. There are log2 G passes, from neighbours to halves; in each, two values become their sum
+    """Return each row times the unnormalised Hadamard matrix in Sylvester's order; G is a power of
+    two. There are log2 G passes, from neighbours to halves; each replaces two values by their sum
     and their difference."""
     now, then = tiles_TG.clone(memory_format=torch.contiguous_format), torch.empty(tiles_TG.shape)
     tiles, length = tiles_TG.shape

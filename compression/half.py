@@ -1,4 +1,4 @@
-"""Float32 as it is, 4 bytes a value, the yardstick; and half precision, 2 bytes a value: fp16 (11
+"""Unchanged float32, 4 bytes a value, the baseline; and half precision, 2 bytes a value: fp16 (11
 significant bits, up to 65504) and bf16 (8, and the range of float32).
 
 fp16 is finer for values between 2^-14 and 65504; bf16 keeps its 8 bits everywhere, and zstd can
@@ -13,15 +13,15 @@ from farflock.compression.payload import FloatCodec
 
 @dataclass(frozen=True, slots=True)
 class Raw(FloatCodec):
-    """Sends float32 as it is: decode(encode(x)) has the bits of x."""
+    """Unchanged float32: decode(encode(x)) has the bits of x."""
 
     name: ClassVar[str] = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
 class Half(FloatCodec):
-    """Rounds to nearest, ties to even: |x - decode(encode(x))| <= max(2^-11·|x|, 2^-25) (fp16),
-    max(2^-8·|x|, 2^-134) (bf16).
+    """Half precision, rounded to nearest, ties to even: |x - decode(encode(x))| <= max(2^-11·|x|,
+    2^-25) (fp16), max(2^-8·|x|, 2^-134) (bf16).
 
     The bound of fp16 holds up to 65504. Larger magnitudes are deliberately sent as 65504: the
     update keeps its sign and is far too large anyway, and a peer that refused to send would lose

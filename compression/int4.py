@@ -32,7 +32,7 @@ class Int4(BlockCodec):
     top: ClassVar[int] = 7
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each block's scale and the packed codes."""
+        """Return the scales and the packed codes."""
         scales, codes = quantise(x, self.block, 7)
         # 0x0B0A for codes A, B
         pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]

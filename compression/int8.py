@@ -1,7 +1,7 @@
 """Blockwise int8: a block's values share a scale, their largest magnitude over 127; 8 + 32/block
 bits per value.
 
-Compressing it further with zstandard does not pay (measured in `zstd.py`). The codec is cheap: it
+Compressing the payload with zstandard does not pay (measured in `zstd.py`). The codec is cheap: it
 takes a few times as long as copying the buffer.
 """
 

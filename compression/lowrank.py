@@ -1,12 +1,12 @@
-"""A matrix as a few outer products: for updates whose energy lies mostly in a few directions, as in
-those of attention matrices.
+"""A matrix as a few outer products: for updates whose energy lies mostly in a few directions, such
+as those of attention matrices.
 
 The best directions come from subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011,
 algorithm 4.4; PowerSGD, Vogels et al., arXiv:1905.13727, takes one such iteration per step and
 starts it where the last one ended). DiLoCoX (arXiv:2506.21263) sends both factors in four bits.
 Deviations: eight bits, because in four the left factor's error is as large as the contribution of
 many directions; each payload starts from scratch, because a codec is stateless; the right factor is
-fitted to the left one as sent. Error feedback delivers later what a few directions do not hold.
+fitted to the left one as sent. Error feedback delivers later what the few directions miss.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from farflock.compression.half import Half
 from farflock.compression.payload import append, values_at, within
 
 LARGEST = 2.0**100  # magnitudes are clamped to it, so that sums of products stay finite
-SMALLEST = 2.0**-100  # scales below count as 0
+SMALLEST = 2.0**-100  # smaller scales count as 0
 ITERATIONS = 3
 _LEVELS = 127
 _PLAIN = Half("bf16")
@@ -31,13 +31,13 @@ class LowRank:
     """`rank` outer products of a column and a row of int8, each with a scale: rank · (rows +
     columns + 4) bytes.
 
-    Rows are the context's. If the values are not whole rows, or bf16 takes no more bytes (vectors,
-    small matrices), all values are sent as bf16. Otherwise the error's Frobenius norm is at most
-    that of the values, a little more for rounding: biased, a mean needs feedback. Magnitudes above
-    2^100 are first clamped.
+    The context gives the length of a row. If the values are not whole rows, or bf16 takes no more
+    bytes (vectors, small matrices), all values are sent as bf16. Otherwise the error's Frobenius
+    norm is at most that of the values, plus a little for rounding. Biased: a mean needs error
+    feedback. Magnitudes above 2^100 are first clamped.
 
-    The payload is the scales (float32), the left factors one after the other, the right factors.
-    The decoder adds up scale · (left · right) product by product, in order.
+    The payload is the scales (float32), all left factors, then all right factors. The decoder adds
+    up scale · (left · right) product by product, in order.
     """
 
     rank: int = 4
@@ -56,15 +56,15 @@ class LowRank:
         return f"lowrank:{self.rank}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Return a row's length."""
+        """Return the length of a row."""
         return max(shape[-1], 1) if len(shape) > 1 else 1
 
     def max_bytes(self, count: int) -> int:
-        """Return bf16's length: products are sent only where they take less."""
+        """Return the length of bf16: products are sent only where they take less."""
         return _PLAIN.max_bytes(count)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and factors, or plain bf16 where factors would not be smaller."""
+        """Append scales and factors, or plain bf16 where those would not be smaller."""
         rank, rows, columns = self._shape(x.numel(), ctx)
         if not rank:
             return _PLAIN.encode(x, ctx, out)
@@ -78,7 +78,7 @@ class LowRank:
         )
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Sum the products; refuse scales outside their limits and the code -128."""
+        """Add up the products; refuse scales outside their limits and the code -128."""
         rank, rows, columns = self._shape(out.numel(), ctx)
         if not rank:
             _PLAIN.decode(payload, ctx, out)
@@ -107,7 +107,7 @@ class LowRank:
 
 
 def leading(values_MN: Tensor, rank: int) -> Tensor:
-    """Return nearly the largest columns' directions, orthonormal (M, K); K = rank <= min(M, N)."""
+    """Return approximately the leading left singular vectors (M, K); K = rank <= min(M, N)."""
     columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
     scaled_MN = values_MN / scale if scale > 0 else values_MN
     right_NK = torch.randn(columns, rank, generator=torch.Generator().manual_seed(rank))
@@ -118,15 +118,15 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
 
 
 def fitted(values_MN: Tensor, left_MK: Tensor) -> Tensor:
-    """Return `right` (N, K), for which left @ right.T is the least-squares fit to the values."""
+    """Return `right` (N, K) such that left @ right.T is the least-squares fit to the values."""
     scale = float(values_MN.abs().amax()) or 1.0
     right_KN: Tensor = torch.linalg.lstsq(left_MK.double(), (values_MN / scale).double()).solution
     return (right_KN.T * scale).float()
 
 
 def _quantised(columns_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each column as multiples of its step, and the steps: the column's largest magnitude /
-    127, or 0 if that is too small."""
+    """Return each column's codes, and its step: the largest magnitude / 127, or 0 if that is below
+    `SMALLEST`. A column is its codes times its step."""
     steps_K = columns_MK.abs().amax(dim=0) / _LEVELS
     steps_K = torch.where(steps_K >= SMALLEST, steps_K.clamp(max=LARGEST), 0.0)
     safe_K = torch.where(steps_K > 0, steps_K, 1.0)

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-INTERFACE = 1  # module.c's; a kernel left behind by another version's sources is not used
+INTERFACE = 1  # equal in module.c; a kernel built from another version's sources is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Kernel:
     instructions: str
 
     def encode(self, codec: str, x: Tensor, out: bytearray, block: int = 0, chunk: int = 0) -> bool:
-        """Append the payload of `x` to `out`; False, unchanged, unless flat, float32 and finite."""
+        """Append the payload of `x` to `out`. Return False, and change nothing, unless `x` is flat,
+        float32 and finite."""
         return _usual(x) and self.module.encode(
             self.instructions, codec, x.data_ptr(), x.numel(), block, chunk, out
         )
@@ -40,19 +41,19 @@ class Kernel:
         block: int = 0,
         chunk: int = 0,
     ) -> bool:
-        """Overwrite flat float32 `out`; False, unchanged, if no correct encoder wrote the
-        payload."""
+        """Overwrite the flat float32 tensor `out`. Return False, and change nothing, if no correct
+        encoder wrote the payload."""
         return _usual(out) and self.module.decode(
             self.instructions, codec, payload, out.data_ptr(), out.numel(), block, chunk
         )
 
     def peak(self, x: Tensor) -> float | None:
-        """Return the largest magnitude (NaN if any is, 0 if empty); None unless flat float32."""
+        """Return the largest magnitude: NaN if any is, 0 if empty, None unless flat float32."""
         return self.module.peak(self.instructions, x.data_ptr(), x.numel()) if _usual(x) else None
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Return this processor's kernels, one per instruction set, the fastest last; may be empty."""
+    """Return this processor's kernels, one per instruction set, the fastest last; perhaps none."""
     try:
         module = importlib.import_module("farflock.compression._kernel")
     except ImportError:
@@ -66,7 +67,7 @@ _ACTIVE: ContextVar[Kernel | None] = ContextVar("kernel", default=[None, *kernel
 
 
 def active() -> Kernel | None:
-    """Return the kernel in use: the fastest, unless `using` set another; None if torch does
+    """Return the kernel in use: the fastest, unless `using` has set another. None if torch does
     everything."""
     return _ACTIVE.get()
 

@@ -1,8 +1,8 @@
-"""Values to payload bytes and back, and the sender's finiteness check in one pass; shared by all
-codecs.
+"""Conversion between values and payload bytes, with the sender's finiteness check in one pass;
+shared by all codecs.
 
-Payloads are little endian and unaligned: values are copied out first, so that no tensor ever points
-into a peer's message.
+Payloads are little endian and unaligned. Values are copied out first, so no tensor ever points into
+a peer's message.
 """
 
 import sys
@@ -34,7 +34,7 @@ FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def append(out: bytearray, values: Tensor) -> int:
-    """Append a tensor's raw bytes to `out`; return their number."""
+    """Append a tensor's raw bytes to `out`; return the number of bytes."""
     if not values.numel():
         return 0
     raw = values.contiguous().view(torch.uint8).numpy().data
@@ -43,7 +43,7 @@ def append(out: bytearray, values: Tensor) -> int:
 
 
 def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return a copy of `count` values at byte `start`, which the caller has checked to exist."""
+    """Return a copy of the `count` values at byte `start`; the caller has checked the length."""
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(
@@ -52,7 +52,7 @@ def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Te
 
 
 def largest(values: Tensor) -> float:
-    """Return the largest magnitude: NaN if one value is NaN, 0 if there are none."""
+    """Return the largest magnitude: NaN if any value is NaN, 0 for an empty tensor."""
     peak = native.peak(values)
     if peak is not None:
         return peak
@@ -70,26 +70,26 @@ def flat(x: Tensor) -> Tensor:
 
 def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
     """Return `x` clamped to ±`limit`; raise `UnencodableTensor` unless it is flat, float32 and
-    finite. The usual tensor, which needs no clamping, is returned itself after one pass over it."""
+    finite. A tensor that needs no clamping, the usual case, is returned itself after one pass."""
     if largest(flat(x)) <= limit:  # false for NaN
         return x
     return require_finite(x).clamp(-limit, limit)
 
 
 def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return non-negative finite numbers as bf16: nearest, ties to even, but never infinity."""
+    """Return non-negative finite numbers as bf16 bits: nearest, ties to even, never infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.clip(max=BF16_MAX_BITS).astype(np.uint16)
 
 
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the exact numbers of bf16 bits."""
+    """Return the float32 values of bf16 bits, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class ExactCodec(Codec):
-    """A codec whose payloads have exactly `max_bytes` bytes. It uses the native kernel if there is
+    """A codec whose payloads have exactly `max_bytes` bytes; it uses the native kernel if there is
     one."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ class ExactCodec(Codec):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its block and chunk, if any."""
+        """The kernel's arguments `block` and `chunk`, as far as the codec has them."""
         return ()
 
     @abstractmethod
@@ -109,13 +109,13 @@ class ExactCodec(Codec):
         """Decode a payload of the right length as `decode` does, without a kernel."""
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append the payload; return the number of its bytes."""
+        """Append the payload; return the number of bytes appended."""
         if self.kernel and native.encode(self._kind, x, out, *self.numbers):
             return self.max_bytes(x.numel())
         return self.write(x, ctx, out)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Overwrite `out`; refuse what no encoder writes."""
+        """Overwrite `out`; refuse a payload that no encoder writes."""
         if self.kernel and native.decode(self._kind, payload, out, *self.numbers):
             return
         require_length(

@@ -1,11 +1,11 @@
-"""Rice coding: non-negative, mostly small numbers in few bits each, without a Python loop over
+"""Rice coding: a few bits for each of many small non-negative numbers, without a Python loop over
 them.
 
-A number is split at a width w: the low w bits are sent as they are, the rest in unary (as many
+A number is split at a width w: the low w bits are sent as they are, the rest in unary (that many
 zeros, then a one). Golomb (1966) and Rice (1979) write a number's parts side by side, which only a
-loop can read; here all low bits come first and all unary parts after them, so that both sides are a
-few array operations. The number of bits is the same: for gaps between randomly scattered positions,
-up to 5 % more than their entropy.
+loop can read. Here all low bits come first and all unary parts after them, so both sides are a few
+array operations. The number of bits is the same: for gaps between randomly scattered positions, up
+to 5 % more than their entropy.
 """
 
 import numpy as np
@@ -29,14 +29,14 @@ def max_bits(count: int, total: int) -> int:
 
 
 def max_bytes(count: int, total: int) -> int:
-    """Return the most bytes that `write` makes of them: the width and two bit streams."""
+    """Return the most bytes that `write` appends for them: the width and two bit streams."""
     return 1 + (max_bits(count, total) + 14) // 8 if count else 0
 
 
 def write(numbers: Numbers, out: bytearray) -> int:
-    """Append a byte with the width, the low bits, the unary parts (nothing for no numbers); return
-    the bytes appended. The width is the one with the fewest bits, the smallest of equal ones.
-    Numbers are at least 0."""
+    """Append the width in one byte, the low bits and the unary parts, or nothing if there are no
+    numbers; return the number of bytes appended. The width is the one that takes the fewest bits,
+    the smallest of equal ones. Numbers are at least 0."""
     if not len(numbers):
         return 0
     width = _best_width(numbers)
@@ -53,9 +53,9 @@ def write(numbers: Numbers, out: bytearray) -> int:
 def read(payload: Buffer, start: int, count: int) -> tuple[Numbers, int]:
     """Return the `count` numbers that `write` put at byte `start`, and the position after them.
 
-    `CorruptPayload` if they are not there: a width above 16, too few ones before the payload ends,
-    a padding bit that is set. Memory is proportional to the payload, which has at least a bit per
-    number. Numbers are below 2^19 times the payload's bytes.
+    Raise `CorruptPayload` for a width above 16, too few ones before the payload ends, or a padding
+    bit that is set. Memory is proportional to the payload, which has at least one bit per number.
+    Numbers are below 2^19 times the payload's bytes.
     """
     if not count:
         return np.empty(0, dtype=np.int64), start
@@ -99,8 +99,8 @@ def unpack(payload: Buffer, start: int, count: int, width: int) -> Numbers:
 
 
 def _best_width(numbers: Numbers) -> int:
-    """Return the width that needs the fewest bits. The total falls with the width and then rises:
-    each further bit costs `count` bits and saves ever fewer."""
+    """Return the width that takes the fewest bits. As the width grows, the total first falls and
+    then rises: each step costs one bit per number and saves ever fewer."""
     width, bits = 0, len(numbers) + int(numbers.sum())
     while width < MAX_WIDTH:
         wider = len(numbers) * (width + 2) + int((numbers >> (width + 1)).sum())

@@ -1,6 +1,6 @@
 """One bit per value: its sign, times the mean magnitude of its block.
 
-As in signSGD with error feedback (Karimireddy and others, arXiv:1901.09847, the scaled sign), but
+This is the scaled sign of signSGD with error feedback (Karimireddy et al., arXiv:1901.09847), but
 with a scale for each block instead of one for the whole tensor. The mean magnitude is the scale
 with the least squared error.
 """
@@ -19,8 +19,8 @@ from farflock.compression.codec import Buffer, CorruptPayload
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCodec):
     """|x - decode(encode(x))| <= absmax(block) · (1 + 2^-14) + block · 2^-126. Biased: magnitudes
-    inside a block are lost, so a mean needs feedback. The payload is all scales (float32), then a
-    bit for each value, eight to a byte, the first lowest: 1 if the value is below 0."""
+    inside a block are lost, so a mean needs error feedback. The payload is all scales (float32),
+    then a bit for each value, eight to a byte, the first lowest: 1 if the value is below 0."""
 
     block: int = 256
 
@@ -30,7 +30,7 @@ class Sign(BlockCodec):
     biased: ClassVar[bool] = True
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and sign bits."""
+        """Return the scales and the packed sign bits."""
         scales = mean_magnitudes(x, self.block)
         return scales, torch.from_numpy(np.packbits((x < 0).numpy(), bitorder="little"))
 

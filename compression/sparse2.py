@@ -34,13 +34,12 @@ class TopK2(ChunkedTopK):
     kind: ClassVar[str] = "topk2"
 
     def max_bytes(self, count: int) -> int:
-        """Return the length for the worst case of positions; scattered positions take a few bytes
-        less."""
+        """Return the length for the worst case; scattered positions take a few bytes less."""
         kept = self._kept(count)
         return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append levels, codes and gaps between positions."""
+        """Append the levels, the codes and the gaps between positions."""
         before = len(out)
         places = self.places(x, self._kept(x.numel() % self.chunk))
         levels, codes = _quantised(x[places].numpy(), self.k)
@@ -98,9 +97,8 @@ class TopK2(ChunkedTopK):
 
 
 def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
-    """Return two levels for every k values (fewer at the end), and each value's code.
-
-    The code is 1 if the value is negative, plus 2 if it takes the upper level."""
+    """Return two levels for every k values (fewer at the end), and each value's code: 1 if the
+    value is negative, plus 2 if it takes the upper level."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
     parts = [
         _two_means(part)
@@ -115,12 +113,11 @@ def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16],
 
 
 def _two_means(sizes_RK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return each row's two means (R, 2) of least squared error, and the flags of the upper one's
-    values (R, K).
+    """Return each row's two means of least squared error (R, 2), and which values belong to the
+    upper one (R, K).
 
-    It is the best cut of the sorted row, where the two groups' sum²/count is largest. Sums run from
-    the smallest value to the largest, one after the other, so the bits are the same on every
-    machine.
+    The sorted row is cut where the two groups' sum²/count, added up, is largest. Sums run from the
+    smallest value to the largest, one after the other, so the bits are the same on every machine.
     """
     size = sizes_RK.shape[1]
     sorted_RK = np.sort(sizes_RK, axis=1)

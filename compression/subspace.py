@@ -9,8 +9,8 @@ sent as integers next to the payload. A gradient also needs only its coordinates
 reaches upstream is projected onto span(U) anyway.
 
 Deviations: ids are integers (node0 sends them as a float channel, which is wrong above 256 in
-bf16); no special optimizer is needed, since `project` is called after every change of a weight; the
-basis moves by projected ascent with a QR retraction, because the paper's own schedule was not
+bf16); no special optimizer is needed, since `project` is called after every change of the weights;
+the basis moves by projected ascent with a QR retraction, because the paper's own schedule was not
 available.
 
 Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (D, K) with
@@ -52,12 +52,12 @@ from farflock.compression.exact_product import SLICES, product
 from farflock.compression.half import Half
 from farflock.compression.payload import append, values_at
 
-OVERLAP_EPOCHS = 2  # for which receivers hold the old basis after a change
+OVERLAP_EPOCHS = 2  # for this long receivers hold the old basis after a change
 MAX_WIDTH = 65_536
 ORTHONORMAL = 1e-6  # the largest error of an entry of UᵀU
 OUTSIDE = 0.05  # share of an activation's norm outside the subspace; 40 bf16 layers make 0.014
 KEPT = 8  # error, in last-place units of a tensor's largest value, that is not projected away
-ROWS = 2048  # of a tensor projected at once; another number gives other last bits
+ROWS = 2048  # rows of a tensor that are projected at once; another number changes the last bits
 MAX_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
 LARGEST = 2.0**60  # coordinates' limit, so that their products with the basis stay finite
 
@@ -67,9 +67,10 @@ _HEAD = struct.Struct("<IIIII")  # version, D, K, V, L
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Basis:
-    """One version of what both ends share: `columns_DK`, the frozen embedding `fixed_VD`, frozen
-    positions `fixed_LD`. Float32; the two tables may have no rows. The digest covers all of it.
-    `ValueError` unless the columns are orthonormal to 1e-6 and all is finite."""
+    """One version of what both ends share: the basis `columns_DK`, the frozen embedding `fixed_VD`
+    and the frozen positions `fixed_LD`. All are float32; the two tables may have no rows. The
+    digest covers everything. Raise `ValueError` unless the columns are orthonormal to 1e-6 and all
+    magnitudes are at most 2^60."""
 
     version: int
     columns_DK: Tensor
@@ -113,7 +114,7 @@ class Basis:
     @classmethod
     def drawn(cls, width: int, rank: int, seed: int, version: int = 1) -> "Basis":
         """Return a random basis without tables. One peer draws it and sends its bytes to the
-        others, because QR rounds differently from machine to machine."""
+        others, because QR rounds differently on different machines."""
         chance = torch.Generator().manual_seed(seed)
         normal_DK = torch.randn(width, rank, dtype=torch.float64, generator=chance)
         empty = torch.empty(0, width)
@@ -178,9 +179,9 @@ class Basis:
 
             U ← qr(U + rate·(I − UUᵀ)CU)
 
-        What of the embedding's trainable part lies outside the new subspace moves to the frozen
-        part, so their sum stays. The model's matrices must be projected onto the new basis when it
-        takes effect; only that changes the loss.
+        The share of the embedding's trainable part that lies outside the new subspace moves to the
+        frozen part, so their sum stays the same. The model's matrices must be projected onto the
+        new basis when it takes effect; only that changes the loss.
         """
         columns_DK, energy = self.columns_DK.double(), energy_DD.double()
         steep_DK = energy @ columns_DK / energy.trace().clamp_min(torch.finfo(torch.float64).tiny)
@@ -191,14 +192,14 @@ class Basis:
 
 
 def _orthonormal(columns_DK: Tensor) -> Tensor:
-    """Return the orthonormal columns of QR, each pointing as its original does."""
+    """Return the orthonormal columns of QR, signed like the original columns."""
     q_DK, r_KK = torch.linalg.qr(columns_DK)
     signed_DK: Tensor = q_DK * torch.where(r_KK.diagonal() < 0, -1.0, 1.0)
     return signed_DK
 
 
 def _sharpened(columns_DK: Tensor) -> Tensor:
-    """Return nearly orthonormal columns made so to float64, with the same bits on every machine.
+    """Return nearly orthonormal columns refined to float64, with the same bits on every machine.
     Newton's step for the polar factor squares the error."""
     for _ in range(2):
         error_KK = product(columns_DK.T, columns_DK) - torch.eye(
@@ -210,8 +211,8 @@ def _sharpened(columns_DK: Tensor) -> Tensor:
 
 def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Tensor, Tensor]:
     """Project an embedding's trainable part and move what that removes into the frozen part; return
-    both. Their sum does not change. This is for the first split (all of a table against zeros), for
-    a change of basis, and after an outer optimizer has averaged embeddings (Heterogeneous
+    both. Their sum does not change. It is used for the first split (a whole table against zeros),
+    for a change of basis, and after an outer optimizer has averaged embeddings (Heterogeneous
     SparseLoCo, arXiv:2601.02360, eq. 3 and 4)."""
     whole_VD = fixed_VD.double() + inside_VD.double()
     columns = columns_DK.double()
@@ -228,15 +229,15 @@ def project(
 ) -> None:
     """Project the named tensors into the subspace, in place.
 
-    Call it after every step, averaging and state download. `names` gives the dimension of each
-    tensor that is the residual stream's: 0 for weights and biases of linear layers that write into
-    it, 1 for an embedding. For a tensor in `around`, only its difference from that is projected.
-    `ValueError` if one is missing or that dimension is not D long. Averages of projected tensors
-    stay inside up to rounding; quantised and sparse ones, and steps of weight decay and Adam, do
-    not.
+    Call it after every step, averaging and state download. `names` says which dimension of each
+    tensor is the residual stream's: 0 for weights and biases of linear layers that write into it, 1
+    for an embedding. For a tensor in `around`, only its difference from the one there is projected.
+    Raise `ValueError` if a tensor is missing or that dimension is not D long. Averages of projected
+    tensors stay inside up to rounding; quantised and sparse ones, and steps of weight decay and
+    Adam, do not.
 
-    The result has the same bits on every machine, and a tensor that is inside within its precision
-    is not changed: a tensor that one peer projected and sent keeps its bits when another projects
+    The result has the same bits on every machine, and a tensor that already lies inside, to its
+    precision, is not changed: what one peer projects and sends keeps its bits when another projects
     it.
     """
     for name, dim in names.items():
@@ -310,15 +311,16 @@ def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Ba
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's
-    through `gradient`.
+    """Coordinates in the basis instead of values: N·K numbers through `forward`, and those of the
+    gradient through `gradient`.
 
-    A codec of None sends them as they are, in the stage's dtype. The sender uses `basis` in
-    contexts of epoch `since` and later, `old` before; a receiver takes either, the old one until
-    two epochs later, by the payload's stamp, and raises `Incompatible` for any other. The part of
-    an activation in the subspace is restored within rounding of float32 products and the bound of
-    the coordinates' codec. If more than `outside` of its norm is not in it, `UnencodableTensor`: a
-    weight was not projected. Gradients outside are dropped, as upstream would drop them.
+    A codec of None sends them as they are, in the stage's dtype. The sender uses `basis` from epoch
+    `since` on and `old` before; a receiver takes the one that the payload's stamp names, the old
+    one until two epochs after `since`, and raises `Incompatible` for any other. The part of an
+    activation in the subspace is restored within the rounding of float32 products and the bound of
+    the coordinates' codec. If more than `outside` of its norm is elsewhere, a weight was not
+    projected and `encode` raises `UnencodableTensor`. The part of a gradient outside is dropped, as
+    upstream would drop it.
     """
 
     basis: Basis
@@ -383,7 +385,7 @@ class Subspace:
         )
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the stamp and the coordinates of the activation minus the frozen tables' rows."""
+        """Append the stamp, and the coordinates of the activation minus the frozen tables' rows."""
         basis = self._spoken(ctx.epoch)
         values_ND = _rows(x, ctx, "forward")
         columns_DK = basis.columns(values_ND.dtype)
@@ -399,7 +401,7 @@ class Subspace:
         return self._write(self.forward, basis, inside_NK, ctx, out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Return coordinates times the basis, plus the frozen tables' rows."""
+        """Return the coordinates times the basis, plus the frozen tables' rows."""
         require_direction(ctx, "forward")
         basis, inside_NK = self._read(self.forward, payload, ctx)
         fixed_ND = self._fixed(basis, ctx)
@@ -477,7 +479,7 @@ class Subspace:
             inside = torch.empty(count)
             codec.decode(memoryview(payload)[STAMP.size :], ctx.flat(), inside)
         if count and not float(inside.abs().amax()) <= 2 * LARGEST:
-            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61, or none at all")
+            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61 or is not a number")
         return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
 
     def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
@@ -553,8 +555,8 @@ def id_bytes(vocabulary: int) -> int:
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
-    """Return integer ids row by row, `id_bytes(vocabulary)` bytes each: the envelope's side
-    channel, never a float."""
+    """Return integer ids row by row, `id_bytes(vocabulary)` bytes each; they travel next to the
+    payload, never as floats."""
     width = id_bytes(vocabulary)
     if tokens.is_floating_point():
         raise UnencodableTensor(
@@ -565,7 +567,7 @@ def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
 
 
 def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> Tensor:
-    """Return the ids (B, L) as int64; refuse another length and ids outside of the vocabulary."""
+    """Return the ids (B, L) as int64; refuse another length and ids outside the vocabulary."""
     width = id_bytes(vocabulary)
     if min(batch, length) < 0 or batch * length > MAX_VALUES:
         raise ValueError(f"{batch} x {length} token ids are not allowed; send smaller microbatches")

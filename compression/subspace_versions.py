@@ -3,12 +3,12 @@ each payload names its own.
 
 The version of a microbatch is that of the weights that embedded it. What later layers add to the
 residual stream lies in the subspace whatever the frozen embedding is, so a stage sends its output,
-and the gradient of its input, in the version of its input. A version that is not held is refused:
-ask again for a future one; an old one (`Superseded`) will never be read.
+and the gradient of its input, in the version of its input. A version that is not held is refused: a
+future one may be sent again later; an old one (`Superseded`) will never be read.
 
 Deviation: `Subspace.followed_by` depends on epochs alone. Here the sender names the version of its
-weights, since a peer that came late, or missed a download at the change, stays in the version
-before for a while.
+weights, since a peer that came late, or missed a download at the change, stays in the previous
+version for a while.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,10 @@ class Superseded(Incompatible):
 
 @dataclass(slots=True, eq=False)
 class SubspaceVersions:
-    """A subspace codec and the versions that follow `first`.
+    """A subspace codec in the version `first` and those that follow.
 
-    Calls must come from one thread at a time.
-    `spoken` is the version of this end's own weights, in which it encodes unless the context
-    names another."""
+    `spoken` is the version of this end's own weights, in which it encodes unless the context names
+    another. Calls must come from one thread at a time."""
 
     first: Subspace
     spoken: int = field(init=False)
@@ -48,11 +47,11 @@ class SubspaceVersions:
 
     @property
     def held(self) -> Mapping[int, Basis]:
-        """The bases by version."""
+        """The held bases by version."""
         return MappingProxyType({version: codec.basis for version, codec in self._held.items()})
 
     def hold(self, basis: Basis) -> None:
-        """Read this version too, if not held already; `ValueError` for a basis of another size."""
+        """Read this version too; raise `ValueError` for a basis of another size."""
         mine = self.first.basis
         if (basis.rank, basis.width, basis.fixed_VD.shape) != (
             mine.rank,

@@ -1,9 +1,9 @@
-"""Chunked top-k: of each chunk, only the k largest magnitudes are sent, as positions and int8
-values.
+"""Chunked top-k: of each chunk, only the values of the k largest magnitudes are sent, as positions
+and int8.
 
 Chunks keep positions short (12 bits for 4096) and spread the kept values over the whole tensor, as
-in SparseLoCo (arXiv:2508.15706) and DeMo (arXiv:2411.19870). A chunk's values share a scale: this
-is shorter than fp16, and no pseudo-gradient is too small for it.
+in SparseLoCo (arXiv:2508.15706) and DeMo (arXiv:2411.19870). A chunk's values share a scale, which
+takes less than fp16, and no pseudo-gradient is too small for it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from farflock.compression.payload import ExactCodec, append, values_at, within
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK:
     """Base of codecs that keep the largest `k` of each `chunk` values. Biased: the rest is lost, so
-    a mean needs feedback."""
+    a mean needs error feedback."""
 
     k: int = 64
     chunk: int = 4096
@@ -48,7 +48,7 @@ class ChunkedTopK:
         return self.chunk
 
     def places(self, x: Tensor, rest: int) -> Tensor:
-        """Return rising flat positions of kept values, `rest` of them in a last, shorter chunk."""
+        """Return ascending flat positions of kept values, `rest` of them in a short last chunk."""
         whole = within(x).numel() // self.chunk * self.chunk
         last = places_of_largest(x[whole:], rest, x.numel() - whole) + whole
         return torch.cat((places_of_largest(x[:whole], self.k, self.chunk), last))
@@ -66,7 +66,7 @@ class TopK(ChunkedTopK, ExactCodec):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """k and the chunk's length, as in the codec's name."""
+        """`k` and the chunk's length, as in the codec's name."""
         return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:
@@ -75,7 +75,7 @@ class TopK(ChunkedTopK, ExactCodec):
         return blocks_of(kept * self._bits, 8) + Int8(self.k).max_bytes(kept)
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append the positions of the largest values, then these values."""
+        """Append the positions of the largest values, then the values."""
         places = self.places(x, self.k)
         written = append(out, _pack(places % self.chunk, self._bits))
         return written + Int8(self.k).encode(x[places], ctx, out)
@@ -108,12 +108,12 @@ class TopK(ChunkedTopK, ExactCodec):
 
 
 def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
-    """Return rising flat positions of the k largest magnitudes per row of `width`, the first among
-    equals.
+    """Return the ascending flat positions of the k largest magnitudes in each row of `width`; the
+    first win among equals.
 
-    A shorter row keeps all. Magnitudes order as their bits do. numpy selects each row's k-th
-    largest several times faster than torch.topk, which does not promise an order among equals
-    either; larger values stay, and the first that equal it.
+    A row shorter than k keeps all. Magnitudes order as their bits do. numpy finds each row's k-th
+    largest several times faster than torch.topk, which promises no order among equals either. All
+    larger values are kept, then the first ones that equal it.
     """
     if not x.numel():
         return torch.empty(0, dtype=torch.int64)

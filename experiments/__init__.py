@@ -1,5 +1,6 @@
 """Benchmarks and paper reproductions.
 
-Imports all, imported by none. Rooms, lowest first: measure, placement, pipelines, reproduce,
-quality, bench. Start reading at reproduce/command.py or bench/command.py.
+May import everything; nothing imports it (node/cli names its commands in strings). Rooms, lowest
+first: measure, placement, pipelines, reproduce, quality, bench.
+Start reading at reproduce/command.py or bench/command.py.
 """

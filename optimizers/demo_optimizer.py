@@ -62,7 +62,7 @@ class DeMo(Decoupled):
             )
 
     def _part(self, delta: Tensors) -> dict[str, Tensor]:
-        """Return the coefficients of all tensors, flat."""
+        """Return the coefficients of all tensors, flattened."""
         return {name: self._grid(x.shape).forward(x) for name, x in delta.items()}
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:

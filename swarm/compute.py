@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Compute(Protocol):
-    """Runs a slow function and returns its result."""
+    """A way to run a slow function and await its result."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -28,7 +28,8 @@ class Worker:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` or raise its exception; cancelling does not stop it."""
+        """Run `work` in the thread; return its result or raise its exception. Cancelling the call
+        does not stop the work."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ def serve(path):
         server.bind(path + ".partial")
         server.listen()
         os.rename(path + ".partial", path)
-        if os.fork() == 0:  # whoever started the nursery holds its standard input
+        if os.fork() == 0:  # the process that started the nursery holds its standard input
             server.close()
             sys.stdin.buffer.read()
             os.kill(os.getppid(), signal.SIGKILL)

@@ -68,7 +68,7 @@ def test_modules_and_files_run_as_programs(nursery, tmp_path):
     assert by_name.stdout.endswith(f"'x'] {tmp_path}\n")
 
 
-def test_its_group_hears_a_signal_and_nobody_else_does(nursery):
+def test_its_group_hears_a_signal_and_no_other_process_does(nursery):
     code = "import time; print('up', flush=True); time.sleep(60)"
     process = nursery.popen(
         python("-c", code),

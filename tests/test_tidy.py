@@ -25,9 +25,8 @@ PURE = [
     for path in CODE
     if path.relative_to(ROOT).parts[0] in ("swarm", "optimizers", "compression")
 ]
-BORDERS = re.compile(
-    r"swarm/(zmq/\w+|dht/\w+|identity)\.py"
-)  # where sockets, files and other people's code are
+# where sockets, files and other people's code are
+BORDERS = re.compile(r"swarm/(zmq/\w+|dht/\w+|identity)\.py")
 PRINTER = ROOT / "node" / "cli" / "output.py"
 
 MAX_FUNCTION, P95_FUNCTION, MEDIAN_FUNCTION, MAX_FILE = 70, 45, 10, 600

@@ -1,8 +1,8 @@
 /* The codecs' loops. module.c includes this file once for each instruction set: SET(name) names
  * that set's copy of a function, and TARGET tells the compiler which instructions it may use. This
- * is plain C that the compiler vectorises; without intrinsics, one text serves all processors.
+ * is plain C that the compiler vectorises; without intrinsics, one source serves all processors.
  * Every float operation is one that the torch version does too, rounded separately (the build
- * forbids contraction), and everything else is integers, so bytes and values agree to the bit.
+ * forbids contraction), and all others are on integers, so bytes and values agree to the bit.
  *
  * An encoder returns false if a value is NaN or infinite; its output is then undefined. A decoder
  * returns false if no correct encoder wrote the payload; it has then written nothing.
@@ -73,7 +73,7 @@ TARGET static bool SET(encode_fp16)(const loose_f32 *x, struct shape s, uint8_t 
         most = magnitude > most ? magnitude : most;
         magnitude = magnitude < 0x477FE000 ? magnitude : 0x477FE000; /* 65504 */
         int32_t usual = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
-        /* 0.5's last bit is worth 2^-24. */
+        /* The last bit of 0.5 is worth 2^-24, the smallest half, so the sum is rounded to that. */
         int32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
         /* 0x38800000 is 2^-14, the smallest half that is not denormal. */
         int32_t rounded = magnitude < 0x38800000 ? small : usual;
@@ -113,7 +113,7 @@ TARGET static bool SET(decode_fp16)(const uint8_t *in, struct shape s, loose_f32
     for (size_t i = 0; i < s.count; i++) {
         int32_t magnitude = (half[i] & 0x7FFF) << 13;
         int32_t usual = magnitude + 0x38000000;
-        /* No float in this sum is denormal itself. */
+        /* Neither operand is denormal, even if the half is. */
         int32_t small = bits_of(float_of(magnitude + 0x38800000) - 0x1p-14f);
         uint32_t sign = (uint32_t)(half[i] & 0x8000) << 16;
         bits[i] = (int32_t)(sign | (uint32_t)(magnitude < 0x00800000 ? small : usual));
@@ -123,8 +123,8 @@ TARGET static bool SET(decode_fp16)(const uint8_t *in, struct shape s, loose_f32
 
 /* --- blocks of codes that share a scale: blocks.py --- */
 
-/* code = round(x / divisor) + zero, ties to even. Adding a small number to ROUND rounds it so, and
- * leaves the resulting integer in the sum's low bits. */
+/* code = round(x / divisor) + zero, ties to even. Adding a small number to ROUND rounds it like
+ * that, and leaves the resulting integer in the sum's low bits. */
 TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor, float zero,
                                  uint8_t *code)
 {
@@ -239,7 +239,7 @@ TARGET static bool SET(decode_int4)(const uint8_t *in, struct shape s, loose_f32
 
 TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_t least_bits)
 {
-    int32_t found = 0; /* a chunk holds 65536 at most */
+    int32_t found = 0; /* wide enough: a chunk holds at most 65536 values */
     for (size_t i = 0; i < count; i++)
         found += bits[i] >= least_bits;
     return (size_t)found;
@@ -312,7 +312,7 @@ TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t column
 
 /* Put the places of the k largest of `count` values, in ascending order, into kept.place; return
  * false if a value is not finite. If the peaks of k columns reach a bound, at least k values do,
- * and few more: only these are compared again. */
+ * but not many more: only these are compared again. */
 TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struct kept kept)
 {
     size_t columns = blocks_of(count, blocks_of(count, 4 * k));
@@ -363,7 +363,7 @@ TARGET static bool SET(encode_topk)(const loose_f32 *x, struct shape s, uint8_t 
     return good;
 }
 
-/* True if positions rise and stay inside their chunk, and no bit after the last one is set. */
+/* True if positions ascend and stay inside their chunk, and no bit after the last one is set. */
 TARGET static bool SET(positions_are_good)(const uint8_t *in, struct shape s)
 {
     size_t kept = kept_of(s), i = 0;

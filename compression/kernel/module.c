@@ -1,16 +1,17 @@
 /* farflock.compression._kernel: encode and decode in one pass through memory, with results equal to
  * the torch version's to the bit.
  *
- *   SETS: names of the instruction sets that this processor runs, the plainest first.
+ *   SETS: names of the instruction sets that this processor runs, the plainest (slowest) first.
  *   encode(set, codec, x, count, block, chunk, out) -> bool: append the payload of the floats x to
  *       the bytearray out.
  *   decode(set, codec, payload, x, count, block, chunk) -> bool: overwrite the floats x.
  *   peak(set, x, count) -> float: the largest magnitude; NaN if one is NaN.
  *
- * x is the address of `count` float32 that the caller keeps alive: a tensor's data_ptr(), which
- * takes a tenth of the time of a buffer made from the tensor. `block` and `chunk` are the codec's
- * numbers, 0 where it has none. False means that the input is not valid: nothing has changed, and
- * the caller asks the torch version, which says what is wrong. The loops run without Python's lock.
+ * x is the address of `count` float32 values that the caller keeps alive: a tensor's data_ptr(),
+ * which takes a tenth of the time of a buffer made from the tensor. `block` and `chunk` are the
+ * codec's numbers, 0 where it has none. False means that the input is not valid: nothing has
+ * changed, and the caller runs the torch version, which says what is wrong. The loops run without
+ * Python's lock.
  */
 
 #define Py_LIMITED_API 0x030B0000
@@ -38,8 +39,8 @@ typedef uint16_t loose_u16 __attribute__((aligned(1), may_alias));
 enum codec { FP32, FP16, BF16, INT8, INT4, TOPK, CODECS };
 static const char *const NAMES[CODECS] = {"fp32", "fp16", "bf16", "int8", "int4", "topk"};
 
-/* The number of values, and the codec's numbers: `block` values per block, or kept of each chunk,
- * and `bits` per position in a chunk. */
+/* The number of values, and the codec's numbers: `block` values per block (for top-k, values kept
+ * of each chunk), `chunk` values per chunk, and `bits` per position in a chunk. */
 struct shape {
     size_t count, block, chunk;
     unsigned bits;
@@ -112,13 +113,13 @@ static inline void put_rest(struct stream *s)
         *s->to = (uint8_t)s->held;
 }
 
-/* The i-th position. It reads four bytes, since a scale and a code follow the last position. */
+/* The i-th position. It may read four bytes, since a scale and a code follow the last position. */
 static inline uint32_t position(const uint8_t *in, size_t i, unsigned bits)
 {
     return *(const loose_u32 *)(in + i * bits / 8) >> i * bits % 8 & ((1u << bits) - 1);
 }
 
-/* Room for one chunk's selection. */
+/* Scratch memory for selecting one chunk's values, in one allocation that begins at `place`. */
 struct kept {
     loose_i32 *place, *bits, *column;
     loose_f32 *values;
@@ -164,7 +165,7 @@ static const struct loops AVX2 = LOOPS("avx2");
 #undef TARGET
 #endif
 
-/* The loops that this processor runs, the plainest first. */
+/* Fill `found` with the loops that this processor runs, the plainest first; return their number. */
 static size_t runnable(const struct loops *found[2])
 {
     size_t count = 0;

@@ -30,7 +30,7 @@ def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -
 
 
 class Bare:
-    """One replica: model, AdamW, clipped gradients, a schedule, and the named peer's batches."""
+    """One replica: model, inner optimizer, clipped gradients, schedule, and one peer's batches."""
 
     def __init__(self, plan: RunPlan, tokens: TokenIds, peer: str) -> None:
         self._plan = plan

@@ -1,9 +1,9 @@
-"""The cost of a codec over one copy of the same buffer, shard by shard, and its bits per parameter.
+"""The cost of a codec over one copy of the same buffer, and its bits per value.
 
-The buffer holds normal values, 1e-3 wide, like pseudo-gradients; one thread; shards as cut by
-`node/train/shards.py`. The ratio is of the codec alone, into allocated memory; the note adds the
-cost of the whole way, from an exchange's tensors to payloads and back. Real pseudo-gradients, and
-their size under zstandard: compression/zstd.py.
+The buffer holds normal values with a deviation of 1e-3, like pseudo-gradients, in shards as cut by
+`node/train/shards.py`; one thread works. The ratio is that of the codec alone, into preallocated
+memory; the note adds the whole path from an exchange's tensors to payloads and back. For real
+pseudo-gradients, and their size under zstandard, see compression/zstd.py.
 """
 
 import math
@@ -57,7 +57,7 @@ def _codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The two ways through a codec: alone, and with an exchange's tensors."""
+    """The two paths through a codec: alone, and as part of an exchange."""
 
     codec: Codec
     cut: ShardLayout
@@ -106,7 +106,7 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
 
 
 def _sparse_bits(values: Tensor) -> Metric:
-    """Measure the sparse codec's bits per parameter over the least for positions and values."""
+    """Measure the sparse codec's bits per parameter over the minimum for positions and values."""
     payload = bytearray()
     bits = 8 * catalog.codec(SPARSE).encode(values, Context(), payload) / values.numel()
     positions = math.log2(math.comb(CHUNK, K))

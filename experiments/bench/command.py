@@ -68,7 +68,7 @@ def _benchmark(name: str) -> str:
 
 
 class _Scoreboard(click.Command):
-    """A command that passes `bench quality` on to its own: hours long, it runs only by name."""
+    """A command that passes `bench quality` on: it takes hours, and runs only by its name."""
 
     def make_context(
         self,

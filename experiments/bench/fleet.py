@@ -1,7 +1,7 @@
 """Worker processes of a benchmark, driven by lines of JSON over their standard streams.
 
-They end with us, however we end: a worker exits when its standard input closes, and on Linux the
-kernel kills one that cannot because it is stopped.
+They never outlive the process that started them: a worker exits when its standard input closes, and
+on Linux the kernel also kills a stopped worker, which cannot exit by itself.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from farflock.swarm.tasks import cancel
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0
-BARRIER_S = 0.1  # for all workers to hear of the start
+BARRIER_S = 0.1  # for the start time to reach all workers
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ class WorkerFailed(NotMeasured):
 
 
 class Worker:
-    """One process as its owner sees it; `name` is for messages."""
+    """The owner's side of one worker process; `name` is shown in messages."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self.process = name, process
@@ -48,8 +48,10 @@ class Worker:
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 
     async def hear(self, kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Fields:
-        """Return the next message of this kind and keep the others for later. Raise `WorkerFailed`
-        if none comes in time."""
+        """Return the next message of this kind and keep the others for later.
+
+        Raise `WorkerFailed` if none comes in time.
+        """
         for index, message in enumerate(self._heard):
             if message["kind"] == kind:
                 return self._heard.pop(index)
@@ -65,7 +67,7 @@ class Worker:
         return message
 
     def kept(self, kind: str) -> list[Fields]:
-        """Return the kept messages of this kind, oldest first."""
+        """Remove and return the kept messages of this kind, oldest first."""
         found = [message for message in self._heard if message["kind"] == kind]
         self._heard = [message for message in self._heard if message["kind"] != kind]
         return found
@@ -93,8 +95,10 @@ class Worker:
 async def fleet(
     module: str, places: Sequence[Host], settings: Mapping[str, object]
 ) -> AsyncIterator[list[Worker]]:
-    """Run `module` in one worker per place, pass each its number, its address and `settings`, and
-    end all workers afterwards."""
+    """Run `module` in one worker per place, and end all workers afterwards.
+
+    Each gets its number, the number of workers, its address and `settings`.
+    """
     workers: list[Worker] = []
     try:
         for number, place in enumerate(places):
@@ -111,7 +115,7 @@ async def fleet(
                 stdout=asyncio.subprocess.PIPE,
                 env=_surroundings(),
                 limit=LINE_BYTES,
-                start_new_session=True,  # Ctrl-C is for us; we end the workers
+                start_new_session=True,  # Ctrl-C reaches the owner only, which ends the workers
             )
             workers.append(Worker(f"worker {number}", process))
         yield workers
@@ -131,7 +135,7 @@ async def hear_all(
 
 
 async def introduce(workers: Sequence[Worker]) -> list[Fields]:
-    """Give every worker all records; return their answers as members of the whole view."""
+    """Give every worker all records; return their answers once one view has all workers."""
     records = [answer["record"] for answer in await hear_all(workers, "record", START_TIMEOUT_S)]
     for worker in workers:
         worker.tell("records", records=records)
@@ -141,7 +145,7 @@ async def introduce(workers: Sequence[Worker]) -> list[Fields]:
 async def together(
     workers: Sequence[Worker], kind: str, timeout_s: float, **fields: object
 ) -> tuple[float, list[Fields]]:
-    """Run one piece of work on all workers; return its common start and their answers."""
+    """Run one piece of work on all workers; return the common start time and their answers."""
     for worker in workers:
         worker.tell(kind, **fields)
     await hear_all(workers, "prepared")
@@ -166,7 +170,7 @@ class Owner:
 
     @classmethod
     async def open(cls) -> "Owner":
-        """Listen to standard input; from now on this process does not outlive its owner."""
+        """Listen to standard input; from then on, this process does not outlive its owner."""
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         reader = asyncio.StreamReader(limit=LINE_BYTES)
@@ -180,7 +184,7 @@ class Owner:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             await self._commands.put(msgspec.json.decode(line))
-        os._exit(0)  # the owner has gone: there is nothing to work or tidy up for
+        os._exit(0)  # without an owner there is nothing to do or to clean up
 
     async def next(self) -> Fields:
         """Return the owner's next message."""
@@ -193,7 +197,7 @@ class Owner:
         return message
 
     async def barrier(self) -> float:
-        """Wait for the common start time, which is on the machine's shared clock, and return it."""
+        """Wait for the common start time, by the clock that all workers share, and return it."""
         self.say("prepared")
         start_s = float((await self.command("go"))["start_s"])
         left_s = start_s - asyncio.get_running_loop().time()

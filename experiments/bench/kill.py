@@ -1,10 +1,10 @@
-"""The cost of a sudden death to other nodes: one gets a signal in the middle of an exchange.
+"""The cost to other nodes when one dies suddenly, by a signal in the middle of an exchange.
 
-It is first stopped (SIGSTOP, like a cut cable: nothing announces it), then continued, and once back
-it is killed (SIGKILL). Both times it owes the others a shard that it has begun to reduce. `notice`
-is the time from the signal until the last of the others has applied that round's result. A step of
-theirs is lost if no result holds it and none will, because it was given up for a snapshot. The
-run's agreed tokens must confirm the workers' counts.
+The node is first stopped (SIGSTOP, like a cut cable: nothing announces it) and continued; once it
+takes part again, it is killed (SIGKILL). Both times it owes the others a shard. `notice` is the
+time from the signal until the last of the others has applied another round. A step of theirs is
+lost if it was given up for a snapshot, so that no result will ever contain it. The run's agreed
+tokens must confirm the workers' counts.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from farflock.swarm.protocol.groups import rotation
 
 WORKER = "farflock.experiments.bench.kill_peer"
 GOAL_S = 1.0
-ROUNDS_AFTER = 2  # rounds of the others before their losses are counted
+ROUNDS_AFTER = 2  # rounds that the others apply before their lost steps are counted
 WAIT_S = 60.0
 
 
@@ -41,12 +41,12 @@ QUICK = Size(3, 16, 1)
 
 
 class Diverged(NotMeasured):
-    """Nodes whose states or counts differ after the same round."""
+    """Raised if nodes' states or counts differ after the same round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """The cost of one signal to the others."""
+    """The cost of one signal to the nodes that did not get it."""
 
     notice_s: float
     steps_lost: int
@@ -81,7 +81,7 @@ class Watch:
                 pass
 
     async def after(self, worker: Worker, moment_s: float) -> float:
-        """Return when a worker applied its first round after this moment."""
+        """Return the time at which a worker applied its first round after this moment."""
         while (at_s := float((await self.next(worker))["at_s"])) <= moment_s:
             pass
         return at_s
@@ -105,7 +105,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def death_metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
-    """Yield how soon the others noticed a death, and how many steps they lost by it."""
+    """Yield the time until the others noticed a death, and the number of steps they lost."""
     notice_s = statistics.median(blow.notice_s for blow in blows)
     worst_s = max(blow.notice_s for blow in blows)
     note = (
@@ -126,7 +126,7 @@ def death_metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Met
 
 
 async def blows_of(size: Size) -> tuple[Blow, Blow]:
-    """Return the costs of a stop and of a kill in one run."""
+    """Return the costs of a stop and of a kill, both in one run."""
     settings = {"dim": size.dim, "layers": size.layers}
     async with fleet(WORKER, [Host()] * size.peers, settings) as workers:
         await introduce(workers)
@@ -142,9 +142,10 @@ async def blows_of(size: Size) -> tuple[Blow, Blow]:
 
 
 def _reducer(peers: int) -> int:
-    """Return the number of the worker that reduces the first shard, in all rounds.
+    """Return the number of the worker that reduces the first shard in every round.
 
-    A small model has no other shard."""
+    A small model has no other shard.
+    """
     members = [Identity.from_seed(number.to_bytes(32, "big")).peer for number in range(peers)]
     return members.index(rotation(members, TERMS.seed, STREAM)[0])
 
@@ -157,7 +158,7 @@ async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
     await victim.hear("holding", WAIT_S)
     struck_s = asyncio.get_running_loop().time()
     victim.signal(number)
-    for said in victim.kept("round"):
+    for said in victim.kept("round"):  # `require_books` compares its counts too
         watch.note(victim, said)
     went_on_s = max([await watch.after(worker, struck_s) for worker in others])
     for worker in others:
@@ -169,7 +170,8 @@ async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
 def require_books(watch: Watch, victim: Worker) -> None:
     """Raise `Diverged` unless the run's agreed tokens match the workers' counts.
 
-    The victim's last round may count or not; the others are compared at their latest common one.
+    The others are compared at their latest common round. The victim's last steps may have counted
+    without its report, so the sums may differ by one period.
     """
     last = min(int(said["number"]) for name, said in watch.latest.items() if name != victim.name)
     agreed = max(int(said["agreed"]) for said in watch.latest.values() if said["number"] == last)

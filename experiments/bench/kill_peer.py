@@ -1,8 +1,8 @@
-"""One worker of the benchmark of sudden deaths: a node that trains a small model with DiLoCo.
+"""A worker of the kill benchmark: a node that trains a small model with DiLoCo.
 
 `python -m farflock.experiments.bench.kill_peer SETTINGS`, started by experiments/bench/fleet.py. On
-command it holds its next reduction half done, so that the signal meets it in mid-exchange, owing
-others a shard.
+command it holds back its next reduction, so that the signal comes in mid-exchange, while it owes
+the others a shard.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from farflock.swarm.compute import Worker
 
 PERIOD = 5
 BATCH, SEQ = 2, 32
-ENDLESS = 2**50  # tokens: the run ends with its owner
+ENDLESS = 2**50  # tokens; the run ends when its owner does
 TEXT = 200_000  # characters of the corpus
 
 
@@ -60,7 +60,7 @@ def plan(settings: Settings) -> RunPlan:
 
 
 class Reductions:
-    """Runs the swarm's computations. After `hold`, the next one waits until it is released."""
+    """The swarm's computations; after `hold`, the next one waits until `release`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -68,14 +68,14 @@ class Reductions:
         self._free.set()
 
     async def __call__(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - the work's result
-        """Return the result of `work`."""
+        """Run `work` and return its result."""
         if not self._free.is_set():
             Owner.say("holding")
             await self._free.wait()
         return await self._worker(work)
 
     def hold(self) -> None:
-        """Hold from the next reduction on."""
+        """Hold back the next reduction."""
         self._free.clear()
 
     def release(self) -> None:
@@ -85,12 +85,12 @@ class Reductions:
 
 @dataclass(slots=True)
 class Books:
-    """Counts of this worker's steps: in the run's state, on their way, lost."""
+    """Counts of this worker's steps: in the run's state, on the way there, or lost."""
 
     node: ReplicaNode | None = None
     counted: int = 0  # steps included in a decided round
     lost: int = 0  # steps given up for a snapshot
-    _settled: int = 0  # the step up to which each is counted or lost
+    _settled: int = 0  # every step up to this one is counted or lost
     _offered: dict[int, int] = field(default_factory=dict)  # by round: the step of its offer
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
@@ -108,9 +108,8 @@ class Books:
             self._round(self.node, int(str(fields["round"])))
 
     def _round(self, part: ReplicaNode, number: int) -> None:
-        offered = self._offered.pop(
-            number, part.loop.step
-        )  # by default it was applied before another step
+        # A round without a recorded offer was applied before another step was taken.
+        offered = self._offered.pop(number, part.loop.step)
         outcome = part.peer.decided(STREAM, number)
         assert outcome is not None, f"round {number} was applied but is not in the log"
         if any(outcome.taken):

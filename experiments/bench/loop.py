@@ -1,8 +1,9 @@
-"""The cost of the node's loop against a bare PyTorch loop: tokens per processor second, in turns.
+"""The speed of the node's loop next to a bare PyTorch loop: tokens per processor second, in turns.
 
-One peer alone, assembled like `node/process/node_process.py`: real links, worker threads for steps
-and codecs, the history on disk; no directory, checkpoints or status file, and a method that
-exchanges nothing. Both loops take the same steps on the same batches and must reach the same loss.
+The node is alone and assembled as in `node/process/node_process.py`, with real links, worker
+threads for steps and codecs, and its history on disk, but no directory, checkpoints or status file,
+and with a method that exchanges nothing. Both loops take the same steps on the same batches and
+must reach the same loss.
 """
 
 import asyncio
@@ -27,12 +28,15 @@ from farflock.node.state.history import History
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import RunTerms
 
-SAME_LOSS = 1e-4  # relative: the arithmetic is the same but for its order
+SAME_LOSS = 1e-4  # relative; only the order of the arithmetic may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The model and its batch, steps per turn, turns per repeat; short turns share conditions."""
+    """The model, its batch, the steps per turn and the turns per repeat.
+
+    Turns are short, so that both loops see the same load on the machine.
+    """
 
     preset: str = "demo"
     batch: int = 8
@@ -45,8 +49,7 @@ QUICK = Size("tiny", 2, 16, 5, 1)
 
 
 class Unalike(NotMeasured):
-    """Raised if the two loops trained differently, so that comparing their speed would mean
-    nothing."""
+    """Raised if the two loops trained differently, so that their speeds cannot be compared."""
 
 
 def run(options: Options) -> Iterator[Metric]:
@@ -89,7 +92,7 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
 
 @contextlib.asynccontextmanager
 async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
-    """Run a node that is the only member of its run; leave nothing of it behind."""
+    """Run a node that is the only member of its run; remove its files afterwards."""
     codecs, steps = Worker("codec"), Worker("train")
     with (
         tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder,

@@ -1,4 +1,4 @@
-"""A worker's entry into a swarm of workers: real links on its host, a rendezvous through its owner.
+"""A worker's way into a swarm of workers: real links on its host, and records from its owner.
 
 There is no directory: the owner passes all records to all workers, so that the benchmark measures
 the swarm alone.
@@ -39,7 +39,7 @@ async def member(
     compute: Callable[[Callable[[], Any]], Awaitable[Any]],
     terms: RunTerms = TERMS,
 ) -> AsyncIterator[Peer]:
-    """Run a peer on real links, not yet in any view; tell the owner, if any, its record."""
+    """Run a peer on real links, not yet in any view; send its record to the owner, if any."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
     links = await ZmqLinks.open(
@@ -70,7 +70,7 @@ async def meet(
     found: Callable[[], None],
     join: Callable[[list[bytes], float], Awaitable[None]],
 ) -> View:
-    """Start the run as worker 0, else join it; return the view that has all workers."""
+    """Start the run if this is worker 0, else join it; return the view that has all workers."""
     records = [bytes.fromhex(record) for record in (await owner.command("records"))["records"]]
     if place.number == 0:
         for blob in records[1:]:

@@ -1,12 +1,12 @@
-"""The memory that an exchange takes besides the model.
+"""The memory that an exchange takes in addition to the model.
 
-While two processes average their work: the peak of a process's resident memory, less what was
-resident just before, over one snapshot at send precision and 64 MiB.
+The value is the peak of a process's resident memory while two processes average their work, less
+what was resident just before; the yardstick is one snapshot at send precision plus 64 MiB.
 
 Everything that an exchange takes counts: the method's copies of the model, payloads, shards of the
-other peer, the mean. Just before the first one a process holds what a run without exchanges holds:
-model, outer state, links, a view of two. Later ones also have the round log, which `memory.run`
-counts.
+other peer, the mean. Just before the first exchange, a process holds what a run without exchanges
+holds: the model, outer state, links, a view of two. Before later ones it also holds the round log,
+which `memory.run` counts.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Taken:
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `memory`, of one exchange, and `memory.run`, of a whole run with the round log full."""
+    """Yield `memory` for one exchange, and `memory.run` for a run whose round log is full."""
     preset = "demo" if options.quick else "10m"
     rounds = asyncio.run(
         _rounds(preset, options.repeats if options.quick else max(options.repeats, LOG_ROUNDS + 1))
@@ -58,7 +58,8 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def one_exchange(rounds: Sequence[Sequence[Taken]]) -> float:
-    """Return the median over exchanges of the worse worker's peak above its memory before."""
+    """Return the greater of the workers' peaks above their memory before, as a median over
+    exchanges."""
     worse = [max(taken.peak_bytes - taken.before_bytes for taken in workers) for workers in rounds]
     return float(statistics.median(worse))
 
@@ -71,7 +72,7 @@ def whole_run(rounds: Sequence[Sequence[Taken]]) -> float:
 
 
 async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
-    """Return the memory that each exchange took, worker by worker."""
+    """Return the memory before and during each exchange, worker by worker."""
     settings = {"preset": preset, "codec": CODEC, "return_codec": RETURN_CODEC}
     async with fleet.fleet(WORKER, [Host()] * PEERS, settings) as workers:
         await fleet.introduce(workers)
@@ -86,11 +87,11 @@ async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
 
 
 class NoExchange(NotMeasured):
-    """Raised if the peers did not reach the same state, so that their memory use says nothing."""
+    """Raised if the peers did not complete an exchange, so that their memory says nothing."""
 
 
 def require_exchange(answers: list[Fields]) -> None:
-    """Raise `NoExchange` unless all peers took part in a whole exchange."""
+    """Raise `NoExchange` unless all peers completed one exchange together."""
     if {(answer["status"], answer["peers"]) for answer in answers} != {("ok", PEERS)}:
         raise NoExchange(
             f"an exchange of {PEERS} peers ended with these (status, peers): "

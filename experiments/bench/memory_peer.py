@@ -1,4 +1,4 @@
-"""One worker of the benchmark of memory: a node that exchanges on command and reports its memory.
+"""A worker of the memory benchmark: a node that exchanges on command and reports its memory.
 
 `python -m farflock.experiments.bench.memory_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
@@ -44,18 +44,18 @@ class Peak:
         self._process = psutil.Process()
 
     def forget(self) -> None:
-        """Reset the peak, after returning free memory that would hide the exchange."""
+        """Reset the peak. Freed memory goes back first, or the exchange would reuse it unseen."""
         if sys.platform.startswith("linux"):
             with contextlib.suppress(AttributeError):  # musl lacks this call, and keeps less
                 ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
     def now_bytes(self) -> int:
-        """Return the resident bytes."""
+        """Return the resident memory."""
         return int(self._process.memory_info().rss)
 
     def highest_bytes(self) -> int:
-        """Return the peak since `forget`; Linux's `ru_maxrss` would start with the parent's."""
+        """Return the peak since `forget`; on Linux, `ru_maxrss` would begin at the parent's."""
         if not sys.platform.startswith("linux"):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         match = re.search(r"^VmHWM:\s*(\d+) kB$", self._status.read_text(), re.M)
@@ -74,8 +74,10 @@ class Rounds:
         self._peak = Peak()
 
     def begin(self, first_round: int) -> None:
-        """Set the state so that it begins at `first_round`. Tensors are cloned, since untouched
-        zeros take no memory."""
+        """Set the state so that it begins at `first_round`.
+
+        Tensors are cloned, since zeros that were never written take no memory.
+        """
         driver = self._node.loop.driver
         state = {
             name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()
@@ -87,12 +89,12 @@ class Rounds:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Change the parameters one by one, as if trained, which takes little memory itself."""
+        """Change the parameters as training would, one by one, so that this takes little memory."""
         for parameter in self._node.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=self._chance), alpha=DELTA)
 
     async def round(self) -> None:
-        """Take one step without gradients, and its whole exchange with the outer step."""
+        """Take one step without gradients, then its whole exchange and the outer step."""
         loop = self._node.loop
         self.move()
         self._peak.forget()

@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces on a bridge, each with a limited rate up and down.
 
 The namespaces have no names: each belongs to a process that waits for the end of its standard
-input, so the kernel removes them all with us, however we end. Needs root, iproute2 and util-linux.
-There is no delay: it needs more than the tools found on every Linux.
+input, so the kernel removes them all when this process ends, however it ends. They need root,
+iproute2 and util-linux. Links have no delay: that takes more than the tools that every Linux has.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from farflock.experiments.measure.metric import NotMeasured
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST_BYTES = 64 * 1024
 QUEUE_MS = 50  # delay of a full queue
-TRAIN = "8"  # packets that a cable passes on together, for less work per packet
+TRAIN = "8"  # packets that a link passes on together, for less work per packet
 COMMAND_TIMEOUT_S = 10.0
 
 
@@ -32,11 +32,11 @@ class Host:
 
 
 class NoHosts(NotMeasured):
-    """Namespaces cannot be made here."""
+    """Raised if namespaces cannot be created here."""
 
 
 def obstacle() -> str:
-    """Return why this machine cannot have hosts with a rate; empty if it can."""
+    """Return why this machine cannot have hosts with a limited rate, or "" if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -45,7 +45,10 @@ def obstacle() -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
-    """Make `count` hosts on a bridge, each with `rate_bits` per second both ways; or `NoHosts`."""
+    """Create `count` hosts on a bridge, each with `rate_bits` per second each way.
+
+    Raise `NoHosts` if that fails.
+    """
     if why := obstacle():
         raise NoHosts(why)
     with contextlib.ExitStack() as stack:
@@ -57,7 +60,7 @@ def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """Start a process with a network namespace of its own, which ends with it; yield its id."""
+    """Start a process with a network namespace that ends with it; yield its process id."""
     keeper = subprocess.Popen(
         ("unshare", "--net", "cat"), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
@@ -84,8 +87,8 @@ def _space_of(pid: int) -> str:
 def _plug(hub: int, space: int, number: int, rate_bits: float) -> Host:
     """Connect a namespace to the bridge, limited at both ends: at the host out, at the bridge in.
 
-    Packets travel in short trains, and the limit counts each packet and header: whole super-packets
-    would not fit its burst, and single ones cost so much that two cores cannot carry eight hosts.
+    Packets travel in short trains, and the limit counts each packet and header. Whole super-packets
+    would not fit its burst; single packets cost so much that two cores cannot carry eight hosts.
     """
     address, port = f"10.78.0.{number + 1}", f"port{number}"
     _inside(

@@ -1,25 +1,26 @@
-"""The cost of synchronisation that a loop hides behind its steps.
+"""The cost of synchronisation that overlaps with training.
 
-Tokens per second of two peers that train with Streaming DiLoCo over lines of 100 and 10 Mbit/s,
-over those of the same loop without any exchange (method `local`).
+The metric is the tokens per second of two peers that train with Streaming DiLoCo over links of 100
+and 10 Mbit/s, next to those of the same loop without any exchange (method `local`).
 
-Both are the product's own loop, links, agreement, encryption and codecs, in two processes on hosts
-with a limited rate (experiments/bench/netns.py; needs root). They take turns, piece by piece. A
-piece lies between two fragments: its first step sends one, `overlap` steps later the mean is
-wanted, and at its end nothing is on its way. So each piece holds one whole exchange with all its
-computing, and none leaks into the other loop's time.
+Both arms use the product's own loop, links, agreement, encryption and codecs, in two processes on
+hosts with a limited rate (experiments/bench/netns.py; needs root). They take turns, piece by piece.
+A piece lies between two fragments: its first step sends one, the mean is due `overlap` steps later,
+and at its end nothing is in flight. So each piece contains one whole exchange with all its
+computing, and none of it leaks into the other arm's time.
 
-The training decides the ratio: 1.2 million parameters in 3 fragments, each sent every 99 steps of
-1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises
-at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s.
-The number of parameters hardly matters, since computing and sending both grow with it; the tokens
-between two exchanges do. Large runs have more of them, so a better ratio. With fewer it gets
-worse, down to where a fragment takes longer than its 5 steps and the loop waits.
+The training set-up decides the ratio: 1.2 million parameters in 3 fragments, each sent every 99
+steps of 1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper
+advises at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s on a link of
+10 Mbit/s. The number of parameters hardly matters, since computing and sending both grow with it;
+the tokens between two exchanges do. Large runs have more of them, and so a better ratio. With fewer
+the ratio falls, until a fragment takes longer than its 5 steps and the loop waits.
 
-`overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits
-for its whole replica. The difference of both ratios is the gain of overlapping. The rest to 1 is
-work: where peers have a core each, encoding, hashing, encryption and decoding take time from the
-steps. The note gives a worker's computing time with and without.
+`overlap.RATE.waiting` is the same with `overlap` 0: the loop waits for each fragment, as DiLoCo
+waits for its whole replica. The difference between the two ratios is the gain from overlapping.
+The remaining gap to 1 is work: where each peer has one core, encoding, hashing, encryption and
+decoding take time from the steps. The note gives a worker's computing time with and without
+exchanges.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ ARMS = ("local", "overlapping", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The model, a step's batch, the steps between two fragments and until one's mean is wanted."""
+    """The model, a step's batch, and the steps between fragments and until a mean is due."""
 
     model: ModelConfig
     batch: int
@@ -58,7 +59,7 @@ class Size:
         return PEERS * self.steps * self.batch * self.seq
 
     def arm(self, name: str) -> dict[str, object]:
-        """Return an arm's synchronisation in the workers' form."""
+        """Return an arm's method and options, in the form that workers expect."""
         if name == "local":
             return {"name": name, "method": "local", "options": {}}
         options = {"period": self.steps * self.fragments, "fragments": self.fragments}
@@ -81,8 +82,7 @@ class NoOverlap(NotMeasured):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One arm's piece: seconds until the last worker was done, and the mean computing seconds of a
-    worker."""
+    """One arm's piece: the seconds until the last worker was done, and a worker's mean CPU time."""
 
     took_s: float
     cpu_s: float
@@ -92,7 +92,10 @@ Turn = Mapping[str, Piece]
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `overlap.RATE` and `overlap.RATE.waiting` per Mbit/s; raise `NoHosts` if impossible."""
+    """Yield `overlap.RATE` and `overlap.RATE.waiting` for each rate in Mbit/s.
+
+    Raise `NoHosts` if this machine cannot limit the rate.
+    """
     size = QUICK if options.quick else FULL
     for rate_bits in (options.rate_bits,) if options.rate_bits else RATES_BITS:
         name = f"overlap.{rate_bits / 1e6:g}"
@@ -109,8 +112,7 @@ def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[M
 
 
 def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
-    """Return an arm's tokens per second next to those of the loop without exchanges, turn by
-    turn."""
+    """Compare an arm's tokens per second, turn by turn, with the loop without exchanges."""
     pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
     value, yardstick, ratio = medians(pairs)
     own, plain = (
@@ -127,7 +129,7 @@ def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
 
 
 async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]:
-    """Take turns piece by piece, after the steps that lead up to the first fragment."""
+    """Train all arms in turns, piece by piece, after the steps before the first fragment."""
     arms = [size.arm(name) for name in ARMS]
     settings = {"model": size.model, "batch": size.batch, "seq": size.seq, "arms": arms}
     async with fleet.fleet(WORKER, places, settings) as workers:
@@ -152,7 +154,7 @@ async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int
 
 
 def require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
-    """Raise `NoOverlap` unless a piece holds its whole exchange with all workers."""
+    """Raise `NoOverlap` unless a piece had the wanted exchanges, each with all workers."""
     seen = [[tuple(result) for result in answer["rounds"]] for answer in answers]
     if seen != [[("ok", len(answers))] * wanted] * len(answers):
         raise NoOverlap(

@@ -1,4 +1,4 @@
-"""One worker of the benchmark of overlap: nodes that train timed pieces of their run on command.
+"""A worker of the overlap benchmark: nodes that train timed pieces of their runs on command.
 
 `python -m farflock.experiments.bench.overlap_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
@@ -27,7 +27,7 @@ TEXT = 200_000  # characters of the corpus
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """The synchronisation of one of the loops."""
+    """The method of one of the loops, with its options."""
 
     name: str
     method: str
@@ -44,14 +44,16 @@ class Settings(Place, frozen=True):
 
 
 class Pieces:
-    """A node that trains piece by piece; `results` are those of the last piece's exchanges."""
+    """A node that trains piece by piece; `results` has those of the last piece's exchanges."""
 
     def __init__(self, owner: Owner, node: ReplicaNode, results: list[dict[str, object]]) -> None:
         self._owner, self._node, self._results = owner, node, results
 
     def begin(self, first_round: int) -> None:
-        """Set the method's state so that it begins at `first_round`. The workers are equal, so none
-        needs a download."""
+        """Set the method's state so that it begins at `first_round`.
+
+        All workers have equal states, so none needs a download.
+        """
         driver, rounds = self._node.loop.driver, {}
         state = dict(driver.method.snapshot(driver.replica))
         for template in driver.method.streams(driver.replica):
@@ -63,7 +65,7 @@ class Pieces:
         self._node.state_sync.open(rounds)
 
     async def train(self, steps: int) -> None:
-        """Take `steps` steps of the node's own loop, from the barrier on."""
+        """Take `steps` steps of the node's own loop, starting at the barrier."""
         start_s = await self._owner.barrier()
         self._results.clear()
         loop, begun_s = self._node.loop, time.process_time()
@@ -80,7 +82,7 @@ class Pieces:
 async def node_of(
     owner: Owner, settings: Settings, arm: Arm, works: tuple[Worker, Worker], left: AsyncExitStack
 ) -> Pieces:
-    """Join a run with all workers' nodes of this arm; `left` ends the membership."""
+    """Join the run of this arm's nodes, one per worker; closing `left` ends the membership."""
     codecs, steps = works
     plan = plan_of("demo", settings.batch, settings.seq, arm.method, **arm.options)
     plan = dataclasses.replace(plan, model=settings.model)
@@ -101,7 +103,7 @@ async def node_of(
 
 
 async def main(settings: Settings) -> None:
-    """Work until the owner hangs up or kills us."""
+    """Work until the owner disconnects or kills this process."""
     torch.set_num_threads(1)
     owner, works = await Owner.open(), (Worker("codec"), Worker("train"))
     async with AsyncExitStack() as left:

@@ -1,9 +1,9 @@
-"""The worth of our planner: time for 64 nodes, cost over the optimum and over a genetic search's.
+"""The planner's time for 64 nodes, and its cost over the optimum and over a genetic search's.
 
 The cost is DT-FM's, in seconds of communication per step (experiments/placement/layout.py). The
 cases are its worldwide one (eight cities with eight machines each, GPT-3 XL in eight stages), the
-same model on the twelve regions of another cloud, and links drawn at random, which are like nothing
-real but leave a planner no hint.
+same model on the twelve regions of another cloud, and links drawn at random, which resemble no real
+network but give a planner no hint.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from farflock.experiments.placement.planner import balanced, partition_count, pa
 
 QUICK = Scale(16, 4, 3, 10, 500)
 SMALL_NODES, SMALL_STAGES = 8, (2, 4)
-# DT-FM's own, and the same with Kernighan and Lin's gain, stronger in some cases, weaker in others.
+# DT-FM's own search, and one with Kernighan and Lin's gain: better in some cases, worse in others.
 BASELINES: dict[str, genetic.Gain] = {
     "planner.over_genetic": "circular",
     "planner.over_kernighan_lin": "kernighan-lin",
@@ -70,7 +70,8 @@ def planner_seconds(size: Scale, repeats: int) -> Metric:
 
 
 def over_optimum(size: Scale) -> Metric:
-    """Return the worst ratio of many cases; the note has that of a search that cannot try all."""
+    """Measure the worst ratio over many cases; the note has that of a search that cannot try all
+    layouts."""
     ours, searched = [], []
     for stages in SMALL_STAGES:
         sizes = balanced(SMALL_NODES, stages)
@@ -106,7 +107,7 @@ def optimum(costs: Costs, sizes: tuple[int, ...]) -> float:
 
 
 def over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
-    """Return the worst ratio of the cases; the note has the baseline's time."""
+    """Measure the worst ratio over the cases; the note has the baseline's time."""
     pairs, notes = [], []
     for case in cases(size.nodes):
         costs, sizes = Costs(case.links, case.traffic), balanced(size.nodes, size.stages)

@@ -1,8 +1,9 @@
 """The cost of the simulator: training steps of a whole simulated swarm per processor second.
 
-The yardstick is a plain loop that trains as many replicas in turn; `sim.peer_s` is the cost of each
-further peer before its first step. The swarm is `node/simulate/simulation.py`'s: real steps, and
-the product's own agreement, links, codecs and states in virtual time.
+The yardstick is a plain loop that trains the same number of replicas in turn; `sim.peer_s` is the
+cost of each further peer in a run that ends at once. The swarm is that of
+`node/simulate/simulation.py`: real steps, and the product's own agreement, links, codecs and states
+in virtual time.
 """
 
 import time
@@ -19,7 +20,7 @@ from farflock.node.simulate.simulation import SimulationResult, World, simulate
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The training swarm, its steps per round and replica, and two swarms to compare starts."""
+    """The training swarm, and the peers of two swarms whose start-up costs are compared."""
 
     preset: str = "demo"
     batch: int = 8
@@ -51,7 +52,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """Measure the steps of the swarm and the plain loop; the first turn warms up."""
+    """Measure the steps of the swarm and of the plain loop; the first turn warms up."""
     pairs = [simulated_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
     note = (
@@ -65,7 +66,7 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
 
 
 def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
-    """Return the steps per second of the swarm, and of the plain loop for as many steps."""
+    """Return the steps per processor second of the swarm, and of the plain loop."""
     begin_s = time.process_time()
     steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
     swarm_s = time.process_time() - begin_s
@@ -80,8 +81,10 @@ def simulated_turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
 
 
 def peer_metric(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """Measure the cost of a peer whose run ends at once: download, admission, one token, 30 virtual
-    seconds."""
+    """Measure the cost of a peer in a run that ends at once.
+
+    That is a download, an admission, a step of one token, and 30 virtual seconds.
+    """
     size = replace(size, batch=1, seq=1)
     each_s = []
     for _ in range(1 + repeats):

@@ -1,20 +1,20 @@
-"""The cost of a whole sync: N processes average 10 million parameters, against the bytes' time.
+"""The time in which N processes average 10 million parameters, next to the ideal for their bytes.
 
 It is measured from a common start until the last process has the decoded mean.
 
-Ideal: a contribution of `out` bytes is cut into N parts, part i goes to the peer that reduces it,
-and the reduced parts, `back` bytes in all, go to every peer (reduce-scatter and all-gather: no
-all-reduce moves fewer bytes). Each peer sends (N-1)/N · out, its parts for the others to reduce,
-and (N-1) · back/N, its reduced part to each of the others, and receives as much; both directions
-are equally busy, so
+In the ideal, a contribution of `out` bytes is cut into N parts, part i goes to the peer that
+reduces it, and the reduced parts, `back` bytes in all, go to every peer (reduce-scatter and
+all-gather: no all-reduce moves fewer bytes). Each peer sends (N-1)/N · out, its parts for the
+others to reduce, and (N-1) · back/N, its reduced part to each of the others, and receives as much;
+both directions are equally busy, so
 
     ideal seconds = (N-1)/N · (out + back) · 8 / rate
 
-of payload: headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other direction,
-encryption, hashing, encoding, agreement and idle links all show as a ratio below 1, and so does a
-machine too small to be N hosts: the note has the workers' computing time (the kernel's packets come
-on top). Loopback has no rate: the yardstick is then the same bytes between the same processes over
-plain TCP, all pairs at once.
+for payload alone. Headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other
+direction, encryption, hashing, encoding, agreement and idle links all show as a ratio below 1. So
+does a machine too small for N hosts: the note has the workers' computing time (the kernel's work on
+packets comes on top). Loopback has no rate: the yardstick is then the same bytes between the same
+processes over plain TCP, all pairs at once.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def measure(size: Size, peers: int, options: Options) -> Metric:
-    """Measure one number of peers: on limited hosts if there is a rate and this machine can."""
+    """Measure one number of peers, on rate-limited hosts if a rate is given and they can be had."""
     why = obstacle() if options.rate_bits is not None else ""
     rate_bits = None if why else options.rate_bits
     with contextlib.ExitStack() as stack:
@@ -98,14 +98,14 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
 
 
 def each_way_bytes(size: Size, peers: int) -> float:
-    """Return the bytes that each peer must send, and receive."""
+    """Return the bytes that each peer must send; it must receive as many."""
     return (peers - 1) / peers * size.payload_bytes
 
 
 async def _rounds(
     size: Size, places: Sequence[Host], repeats: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds of syncs, of plain swaps, and of computing, without the first, a warm-up."""
+    """Return the seconds of syncs, plain swaps and computing, without the first, a warm-up."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
     synced_s, plain_s, cpu_s = [], [], []

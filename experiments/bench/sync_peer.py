@@ -1,7 +1,7 @@
-"""One worker of the benchmark of a whole sync: the product's own exchange client, peer and links.
+"""A worker of the sync benchmark: the product's own exchange client, peer and links.
 
-The yardstick is the same bytes over plain TCP. experiments/bench/fleet.py starts it as
-`python -m farflock.experiments.bench.sync_peer SETTINGS`.
+The yardstick is the same bytes over plain TCP.
+`python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Sync:
 
 
 class Plain:
-    """The yardstick: the same bytes between the same hosts over plain TCP, and nothing else."""
+    """The yardstick: the same bytes between the same hosts over plain TCP alone."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0), backlog=64)
@@ -149,14 +149,14 @@ class Plain:
         await asyncio.gather(*map(send, self._out), *map(receive, self._in))
 
     async def round(self, owner: Owner, size_bytes: int) -> None:
-        """Swap once, from the barrier on."""
+        """Swap once, starting at the barrier."""
         await owner.barrier()
         await self.swap(size_bytes)
         owner.say("done", done_s=asyncio.get_running_loop().time())
 
 
 async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) -> None:
-    """Join, then do one round after another."""
+    """Join the run, then run one round for each command."""
     view = await meet(owner, peer, settings, peer.found, peer.join)
     client = ExchangeClient(peer, SEED)
     tensors = model(settings)
@@ -180,7 +180,7 @@ async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) ->
 
 
 async def main(settings: Settings) -> None:
-    """Work until the owner hangs up or kills us."""
+    """Work until the owner disconnects or kills this process."""
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
     async with member(owner, settings, codecs) as peer:

@@ -8,7 +8,7 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in one thread inside the block; restore the number after it."""
+    """Let torch compute in one thread inside the block, and restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Computations about pipelines for `farflock reproduce`: no training run, or stages alone.
+"""Pipeline computations for `farflock reproduce`: formulas, simulations, small training runs.
 
 May import experiments/measure and placement.
 Start reading at catalog.py.

@@ -1,11 +1,11 @@
-"""The cost of a lost stage, by the way of recovering it, at equal numbers of steps.
+"""The cost of a lost stage, by the method of recovery, at equal numbers of steps.
 
-The product's stages in one process, trained on the shipped plays, lose stages by a seeded trace.
-Recovery is the product's: `recovery.policy.source` chooses and `recovery.rebuild` makes the
+The product's stages, trained in one process on the shipped plays, are lost as a seeded trace says.
+Recovery is the product's: `recovery.policy.source` chooses, and `recovery.rebuild` makes the
 tensors; swapped microbatches go where `SwappedPaths` sends them. As in the paper, failures come
 between steps, never to the first and last stage (which embed and predict), and never to two
-neighbours at once; a replacement is there at once. Restoring a checkpoint resets all stages and the
-data, so those steps are spent again.
+neighbours at once; a replacement is available at once. Restoring a checkpoint resets all stages and
+the data, so steps are spent again.
 """
 
 import random
@@ -51,7 +51,7 @@ SMALL = ModelConfig(dim=64, layers=6, heads=4, kv_heads=4, ffn_dim=176, context=
 class Trial:
     """An experiment's sizes; `checkpoint_every` and `points` are in steps of `microbatches`.
 
-    `probability` is that of a stage's failure in a step, for each stage between the ends.
+    `probability` is that of a failure of each inner stage in each step.
     """
 
     config: ModelConfig = SMALL
@@ -92,7 +92,7 @@ class Arm:
 
     @property
     def bump(self) -> float:
-        """Mean increase of the loss by a recovery; 0 without any."""
+        """The mean increase of the loss by a recovery; 0 if there was none."""
         return fmean([added for _, added in self.recoveries] or [0.0])
 
 
@@ -111,7 +111,7 @@ def trace(trial: Trial) -> tuple[Failure, ...]:
 
 
 def experiment(trial: Trial) -> tuple[tuple[Failure, ...], dict[str, Arm]]:
-    """Return the trace, and all arms under it, from the same weights and over the same batches."""
+    """Return the trace and all arms under it, with the same initial weights and batches."""
     train, held_out, _ = texts()
     failures, text = trace(trial), Text.of(trial, train, held_out)
     return failures, {name: run(trial, name, failures, text) for name in ARMS}
@@ -119,7 +119,7 @@ def experiment(trial: Trial) -> tuple[tuple[Failure, ...], dict[str, Arm]]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Training and held-out data of an arm."""
+    """The training and held-out data of an arm."""
 
     batches: Batches
     held_out: tuple[Tensor, Tensor]
@@ -132,7 +132,7 @@ class Text:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A trial's parameters; the warm-up takes a fifteenth of the steps, losses come each sixth."""
+    """A trial's parameters; the warm-up is a fifteenth of the steps, and each sixth is measured."""
 
     steps: Annotated[int, msgspec.Meta(ge=6, le=100_000)] = 600
     batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
@@ -145,7 +145,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate each arm's held-out losses, mean increase by recovery, and steps in its weights."""
+    """Tabulate each arm's held-out losses, mean increase per recovery, and steps in its weights."""
     points = tuple(size.steps * part // 6 for part in range(1, 7))
     outcomes = []
     for number, seed in enumerate(size.seeds, 1):
@@ -194,7 +194,7 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
 
 
 class Served:
-    """A stage with its optimizer; `since` counts steps since neighbours rebuilt it, or is None."""
+    """A stage and its optimizer; `since` counts steps since neighbours rebuilt it (None: never)."""
 
     def __init__(
         self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None
@@ -289,13 +289,13 @@ class Pipeline:
                 served.replica.write(tensors[what], what)
 
     def replace(self, stage: int, tensors: Tensors | None, seed: int | None = None) -> Served:
-        """Make a new replica of one stage, with zero moments; the others stay as they are."""
+        """Put a new replica in a stage's place, with zero moments, and return it."""
         self.stages[stage] = Served(self.trial, self.spans[stage], tensors, seed)
         return self.stages[stage]
 
 
 class Recovery:
-    """An arm's recovery of a lost stage; a call returns the source in words."""
+    """An arm's recovery of a lost stage; a call returns a description of the source."""
 
     def __init__(self, pipeline: Pipeline, arm: str) -> None:
         ways: dict[str, Callable[[int], str]] = {

@@ -1,13 +1,13 @@
 """Hours until a loss is reached when stages fail: the arithmetic of CheckFree's Table 2.
 
-(arXiv:2506.15461, 500M parameters to a validation loss of 2.85.)
+The model has 500M parameters and trains to a validation loss of 2.85 (arXiv:2506.15461).
 
-From the paper: each strategy's seconds per iteration and hours (`TABLE`), the failure rates, and
-the released code's probabilities. All of the table's hours are a multiple of 500 iterations times
-seconds per iteration, and redundant computation, which loses nothing, needs 10,000: so the table's
-iterations, and CheckFree's penalty by rate, can be read off it. Predicted here without the table's
-hours: the cost of checkpoints every k iterations by replay alone, and that of redundant forward
-passes by computation alone.
+Each strategy's seconds per iteration and hours (`TABLE`), the failure rates, and the released
+code's probabilities are the paper's. All of the table's hours are a multiple of 500 iterations
+times seconds per iteration, and redundant computation, which loses nothing, needs 10,000: so the
+table's iterations, and CheckFree's penalty by rate, can be read off it. Two costs are predicted
+here without the table's hours: that of checkpoints every k iterations by replay alone, and that of
+redundant forward passes by computation alone.
 """
 
 import math
@@ -21,7 +21,7 @@ STAGES = 6
 CODE_PROBABILITY = (0.0009, 0.002, 0.004)  # per iteration, in the released code, by rate
 BACKWARD = 2.5  # times a forward pass, in the released time model
 PERIODS = (10, 40, 50, 100)  # iterations between checkpoints; 40, 50 and 100 are the paper's
-GRANULE = 500  # iterations between the paper's evaluations, by its hours
+GRANULE = 500  # iterations between the paper's evaluations, inferred from its hours
 
 # strategy -> by rate: (seconds per iteration, hours)
 TABLE: dict[str, tuple[tuple[float, float], ...]] = {
@@ -80,24 +80,24 @@ def crossover(
 
 
 def useful_iterations() -> float:
-    """Return redundant computation's iterations, by the table's hours, to the paper's granule."""
+    """Return redundant computation's iterations from the table's hours, rounded to `GRANULE`."""
     iteration_s, hours = TABLE["redundancy"][0]
     return GRANULE * round(hours * 3600 / iteration_s / GRANULE)
 
 
 def iterations(strategy: str, place: int) -> float:
-    """Return the iterations behind a cell's hours, at the rate of this place."""
+    """Return the iterations behind a cell's hours; `place` is an index into `RATES`."""
     iteration_s, hours = TABLE[strategy][place]
     return hours * 3600 / iteration_s
 
 
 def replay_h(place: int, period: int, chance: float) -> float:
-    """Return the hours that checkpoints every `period` iterations must cost by replay alone."""
+    """Return the hours to the loss if checkpoints every `period` iterations cost replay alone."""
     return replayed(useful_iterations(), period, chance) * TABLE["checkpointing"][place][0] / 3600
 
 
 def crossovers() -> dict[str, float | None]:
-    """Return the rates from which redundancy is faster than each CheckFree, or None."""
+    """Return the rate above which redundancy is faster than each CheckFree; None if never."""
     hours = {name: [h for _, h in cells] for name, cells in TABLE.items()}
     return {
         name: crossover(RATES, hours[name], hours["redundancy"])
@@ -110,7 +110,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate the table's cells, the predictions, and the lines' crossings (100 % if none)."""
+    """Tabulate the paper's cells, the predictions, and the crossovers (100 % if there is none)."""
     useful, plain_s = useful_iterations(), TABLE["checkpointing"][0][0]
     chances = [probability(rate, plain_s) for rate in RATES]
     rows = []

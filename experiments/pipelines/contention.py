@@ -1,9 +1,9 @@
 """SkipPipe's plans on a network whose links queue, and the gain of each of its three ideas there.
 
 The published comparison changes three things at once: paths visit four stages instead of six, five
-data nodes begin them instead of three, and a planner chooses them. Here thirty microbatches are
-always on their way, and one thing changes at a time. Links are those of the released instance, but
-a wire carries one message at a time, as do a node's line in and line out, which its wires share. No
+data nodes begin them instead of three, and a planner chooses them. Here every plan sends thirty
+microbatches, and one thing changes at a time. Links are those of the released instance, but a wire
+carries one message at a time, and so do a node's line in and line out, which its wires share. No
 microbatch is forgotten, and no node rests.
 """
 
@@ -37,7 +37,7 @@ IDEAS = {  # the plans without and with each idea
 class Wires:
     """Links that queue, for one run whose time begins at 0.
 
-    A message begins when the wire, its sender's line out and its receiver's line in are free,
+    A message starts when the wire, its sender's line out and its receiver's line in are free,
     occupies all three for size / bandwidth, and arrives after the latency and the overhead.
     """
 
@@ -56,7 +56,7 @@ class Wires:
         self._free_s: defaultdict[tuple[str, ...], float] = defaultdict(float)
 
     def send(self, sender: PeerId, receiver: PeerId, now_s: float) -> float:
-        """Return the time at which a microbatch that is ready now arrives."""
+        """Send a microbatch that is ready at `now_s`; return the time at which it arrives."""
         i, j = self._index[sender], self._index[receiver]
         used: list[tuple[str, ...]] = [(sender, receiver)]
         if self._shared_lines:
@@ -84,7 +84,7 @@ class Setting:
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
     def planned(self, seed: int, work: int) -> PathPlan:
-        """Return our planner's plan: its estimates know no queues, its judge is this simulation."""
+        """Return our planner's plan: its estimates ignore queues, but this simulation judges it."""
         wanted = planned.instance(released.delays_s(mistaken=False), self.forward_s)
         return skip_planner.plan_paths(wanted, seed, work, self.makespan_s)
 
@@ -92,9 +92,9 @@ class Setting:
 def makespans(setting: Setting) -> dict[str, float]:
     """Return the seconds of thirty microbatches by plan.
 
-    `full` visits all six stages by three chains of nodes, `skipping` four by the five random
-    chains; each of three or five origins takes all chains in turn. The others have five origins and
-    given paths: random ones, and the released plans.
+    `full` visits all six stages on three chains of nodes, `skipping` four of them on the random
+    plan's chains; each of three or five origins takes all chains in turn. The other plans have five
+    origins and given paths: the random ones, and those of the released plans.
     """
     full, skipping, every = (
         chains_of(released.FULL),
@@ -114,7 +114,7 @@ def makespans(setting: Setting) -> dict[str, float]:
 
 
 def effects(made_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the speed-up by each idea, one at a time."""
+    """Return the speed-up that each idea brings alone."""
     return {idea: made_s[without] / made_s[with_it] for idea, (without, with_it) in IDEAS.items()}
 
 
@@ -124,7 +124,7 @@ def chains_of(paths: released.Paths) -> list[released.Path]:
 
 
 def paths_in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
-    """Let each origin take all chains in turn, each from another start."""
+    """Return a plan whose origins take all chains in turn, each starting at a different one."""
     lanes = []
     for lane, origin in enumerate(released.PARTITION[0][:origins]):
         lanes.append(
@@ -145,7 +145,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate makespans, speed-ups, and their plan over ours, here and in their simulation."""
+    """Tabulate makespans, speed-ups, and SkipPipe's plan over ours, here and in its simulation."""
     setting = Setting(forward_s=size.forward_s)
     made_s, ours_s, over = makespans(setting), [], []
     for number, seed in enumerate(size.seeds, 1):

@@ -1,4 +1,4 @@
-"""The cost of late gradients to a small Llama on Shakespeare, by its inner optimizer.
+"""The cost of late gradients to a small Llama on Shakespeare, for each inner optimizer.
 
 Every step takes the gradient at weights that are some steps old (node/pipeline/contrib/stash.py),
 like a stage of a pipeline that does not wait, but without the pipeline.
@@ -46,7 +46,7 @@ class Arm:
         return f"{self.base}, {self.delay} late"
 
     def inner(self, module: nn.Module, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer; NAdam with the momentum of its source."""
+        """Build the optimizer of a module; NAdam has the momentum of its source."""
         if self.base != "nadam":
             return InnerConfig(self.base, rate, weight_decay=DECAY).build(module)
         decays = {2: DECAY, 1: 0.0}
@@ -58,13 +58,13 @@ class Arm:
         return nadam(groups, rate, (0.99, 0.95))
 
 
-# Without delay, one step late as in PipeDream-2BW, and as late as in a pipeline of several stages.
+# No delay, one step as in PipeDream-2BW, and as many as in a pipeline of several stages.
 _DELAYS: dict[Base, tuple[int, ...]] = {"adamw": (0, 1, 4), "nadam": (0, 1, 4), "muon": (0, 1)}
 ARMS = tuple(Arm(base, delay) for base, delays in _DELAYS.items() for delay in delays)
 
 
 class Late:
-    """Trains a module with gradients `delay` steps old, at first with the oldest there are."""
+    """Training with gradients that are `delay` steps old, or at first the oldest that exist."""
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, delay: int) -> None:
         self.module, self._inner, self._delay = module, inner, delay
@@ -77,7 +77,7 @@ class Late:
         share: float = 1.0,
         clip_norm: float | None = CLIP_NORM,
     ) -> float:
-        """Take one step at this share of the rate; return the loss at the older weights."""
+        """Take one step at a share of the learning rate; return the loss at the old weights."""
         parameters = list(self.module.parameters())
         with self._stash.version(max(self._stash.epoch - self._delay, 0)):
             loss = loss_of(self.module)
@@ -94,7 +94,7 @@ class Late:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters. Every arm tries all `rates`; `held_out` is a number of sequences."""
+    """Parameters: every arm tries all `rates`; `held_out` is a number of sequences."""
 
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 200
     rates: Annotated[list[float], msgspec.Meta(min_length=1, max_length=16)]
@@ -107,11 +107,12 @@ def _loss(x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
 
 
 def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
-    """Return a run's held-out loss, inf if it diverged; its seed sets weights and batches."""
+    """Train once and return the held-out loss, inf if it diverged; `seed` sets weights and
+    batches."""
     text, rest, _ = texts()
     model, batches = build(MODEL, seed), Batches(text, seed, "delay", BATCH, SEQ)
     trainer = Late(model, arm.inner(model, rate), arm.delay)
-    schedule = Schedule(1.0, size.steps, warmup_tokens=size.steps // 10)  # it counts steps here
+    schedule = Schedule(1.0, size.steps, warmup_tokens=size.steps // 10)  # in steps, not tokens
     for step in range(size.steps):
         x, y = batches.batch(step)
         loss = trainer.step(partial(_loss, x, y), schedule.rate(step, step))
@@ -139,7 +140,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _costs(losses: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Return the increase of the same optimizer's loss by lateness, seed by seed."""
+    """Return how much each delay increases the loss of its optimizer, seed by seed."""
     costs = []
     for arm in ARMS:
         if arm.delay:

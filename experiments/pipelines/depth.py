@@ -1,8 +1,7 @@
-"""The duration of a step by the number of microbatches in flight, where a hop takes longer than a
-stage.
+"""The duration of a step by the number of microbatches in flight, if hops take longer than stages.
 
 1F1B keeps as many in flight as there are stages, which is too few over a wide area
-(swarm/protocol/depth.py). Stages compute nothing here, so all the time is spent waiting for wires.
+(swarm/protocol/depth.py). Stages compute nothing here, so all time is spent waiting for wires.
 """
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
@@ -21,7 +20,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate the seconds of a step, by formula where there is one and by our simulation."""
+    """Tabulate the seconds of a step, by simulation and, where there is one, by formula."""
     hop = HopTime(size.message_bytes * 8 / size.bit_per_s, size.latency_s)
     idle = StageTime(0.0, 0.0)
     pipeline = PipelineTimes((idle,) * size.stages, (hop,) * (size.stages - 1))

@@ -1,9 +1,9 @@
 """Tokens per second by bandwidth and activation codec, for GPT2-XL in eight stages.
 
-After AQ-SGD (arXiv:2206.01299) and TAH-Quant (arXiv:2506.01352). Bytes are those that our codecs
-write; a step is simulated in GPipe's order, as in AQ-SGD's released code. A stage's computing time
-comes from the recipe: it is derived from the fastest published number, not measured. AQ-SGD sends
-each sample whole the first time, so its bytes are the mean over visits.
+The setting is that of AQ-SGD (arXiv:2206.01299) and TAH-Quant (arXiv:2506.01352). Bytes are those
+that our codecs write; a step is simulated in GPipe's order, as in AQ-SGD's released code. A stage's
+computing time comes from the recipe; it is derived from the fastest published number, not measured.
+AQ-SGD sends each sample whole the first time, so its bytes are the mean over visits.
 """
 
 import statistics
@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """The model's shapes, lines in Mbit/s from slow to fast, codecs, and epochs (`visits`)."""
+    """The model's shapes, links in Mbit/s from slow to fast, codecs, and epochs (`visits`)."""
 
     stages: Count = 8
     microbatches: Count = 32
@@ -59,7 +59,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def written(name: str, size: Size) -> tuple[float, float]:
-    """Return the bytes of a microbatch forward, as mean over visits, and back."""
+    """Return a microbatch's bytes forward (the mean over visits) and backward."""
     codec = activation_codec(name, edge="edge")
     shape, chance = (1, size.length, size.width), torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=chance)
@@ -76,7 +76,7 @@ def _forward(codec: ActivationCodec, values: torch.Tensor, epoch: int) -> int:
 
 
 def rate(size: Size, forward_bytes: float, back_bytes: float, mbit: float) -> float:
-    """Return tokens per second at this bandwidth, for messages of these sizes."""
+    """Return the tokens per second at this bandwidth, for messages of these sizes."""
     forward, back = (
         HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes)
     )

@@ -1,8 +1,8 @@
 """Searches for cheap layouts of machines into pipelines, on DT-FM's worldwide case.
 
-DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) by its own cost of communication per
-step. The searches are the bench's (experiments/placement/genetic.py) and begin with the same random
-partitions; our planner is added for comparison.
+DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) is judged by its own cost of
+communication per step. The searches are those of the benchmark (experiments/placement/genetic.py)
+and begin with the same random partitions; our planner is added for comparison.
 """
 
 import random
@@ -21,8 +21,7 @@ SEARCHES: dict[str, genetic.Gain] = {"DT-FM": "circular", "Kernighan-Lin": "kern
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: machines in eight cities, stages, children per search (`trials`), and random
-    partitions."""
+    """Machines in eight cities, stages, children per search (`trials`), and random partitions."""
 
     machines: Annotated[int, msgspec.Meta(ge=8, le=256)] = 64
     stages: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
@@ -54,7 +53,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _random(costs: Costs, sizes: tuple[int, ...], partitions: int, seed: int) -> float:
-    """Return the mean over random partitions of these sizes, stages in their cheapest order."""
+    """Return the mean cost of random partitions of these sizes, in their cheapest order."""
     chance, seconds = random.Random(f"{seed}/partitions"), []
     genome = [stage for stage, count in enumerate(sizes) for _ in range(count)]
     for _ in range(partitions):

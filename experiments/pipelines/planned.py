@@ -1,8 +1,9 @@
-"""Our planner on SkipPipe's released instance, compared with their plan in their own simulation.
+"""Our planner on SkipPipe's released instance, next to its plan in its own simulation.
 
-Both programs get the same problem: 20 nodes in six stages, paths of four, thirty microbatches, room
-for three. Their simulation may forget a microbatch (experiments/pipelines/skippipe.py), which makes
-a plan look short; here such a plan counts as endless.
+Both programs get the same problem: 20 nodes in six stages, paths through four of them, thirty
+microbatches, and memory for three per node. The released simulation may forget a microbatch
+(experiments/pipelines/skippipe.py), which makes a plan look short; here such a plan counts as
+endless.
 """
 
 import math
@@ -19,14 +20,14 @@ from farflock.swarm.paths.timetable import TransferTimes
 VISITED = 4  # of six stages: a third is skipped
 TURNS = 6  # microbatches of each data node
 NAMES = tuple(f"node {number:02d}" for number in range(released.NODES))
-# The data nodes also have the head, so that all stages take and give the same.
+# The data nodes also have the head, so that every stage takes and returns the same kind of value.
 TERMS = PlanTerms((StageKind("hidden", "hidden"),) * len(released.PARTITION), VISITED)
 
 Delays = Sequence[Sequence[float]]
 
 
 def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instance:
-    """Return the released instance with these links."""
+    """Return the released instance with these delays."""
     return Instance(
         serving=tuple(tuple(NAMES[node] for node in nodes) for nodes in released.PARTITION),
         terms=TERMS,
@@ -39,14 +40,14 @@ def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instanc
 
 
 def transfer_s(delays_s: Delays) -> TransferTimes:
-    """Return a matrix by names."""
+    """Return the matrix of delays keyed by node names."""
     return {
         name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)
     }
 
 
 def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> PathPlan:
-    """Return a plan of `turns` microbatches per lane, which take the lane's paths in turn."""
+    """Return a plan with `turns` microbatches per lane, which take the lane's paths in turn."""
     return PathPlan(
         tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes),
         turns,

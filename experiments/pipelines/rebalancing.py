@@ -1,9 +1,9 @@
 """A swarm's speed under churn if one server per period moves to where it is needed most.
 
-SWARM, arXiv:2301.11913, section 4.4 and table 4: the product's own rule on traces of joins and
-departures. The measure is the slowest stage, over that with servers spread evenly. The rule sees
-queues: they are the mean ones of a closed network of queues with a fixed number of microbatches
-going round (mean value analysis, Reiser and Lavenberg, 1980).
+The product's own rule runs on traces of joins and departures (SWARM, arXiv:2301.11913, section 4.4
+and table 4). The measure is the slowest stage's speed, relative to that with servers spread evenly.
+The rule sees queues: their means in a closed network in which a fixed number of microbatches
+circulates (mean value analysis, Reiser and Lavenberg, 1980).
 
 Deviation: the paper replays a log of preemptible machines that was not published. Here joins are
 Poisson, lifetimes exponential, and the expected number of servers stays constant.
@@ -37,20 +37,20 @@ Event = tuple[float, Literal["join", "leave"], PeerId, int]  # time, kind, peer,
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: a swarm and its churn. The rule runs as in the product and as published, at each
-    period."""
+    """A swarm and its churn; at each period, the rule runs as in the product and as published."""
 
     stages: Count = 32
     servers: Count = 400
     lifetime_h: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 16.0
     hours: Annotated[float, msgspec.Meta(ge=2, le=1000)] = 32.0
-    in_flight: Count = 128  # microbatches that go round
+    in_flight: Count = 128  # microbatches that circulate
     periods_s: list[Annotated[float, msgspec.Meta(ge=1, le=86_400)]]
     seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=100)]
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate percents of the best throughput: overall, first and last hour, by policy."""
+    """Tabulate percentages of the best throughput by policy: overall, in the first and last
+    hour."""
     policies: dict[str, tuple[float, RebalanceRule] | None] = {"none": None}
     for period_s in size.periods_s:
         policies[f"{period_s:g} s"] = period_s, RebalanceRule()
@@ -82,8 +82,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def trace(size: Size, chance: random.Random) -> Iterator[Event]:
-    """Yield a swarm's events in order. Servers begin evenly spread; a newcomer's stage is
-    random."""
+    """Yield a swarm's events in order; servers begin evenly spread, and newcomers go anywhere."""
     lifetime_s, end_s = size.lifetime_h * HOUR_S, size.hours * HOUR_S
     leaving = [
         (chance.expovariate(1 / lifetime_s), PeerId(f"{number:06}"), number % size.stages)
@@ -106,7 +105,7 @@ def trace(size: Size, chance: random.Random) -> Iterator[Event]:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Servers of the smallest stage from a moment on, and those of an even spread."""
+    """The servers of the smallest stage from a moment on, and of each stage in an even spread."""
 
     since_s: float
     smallest: int
@@ -134,7 +133,7 @@ class _Swarm:
         """Make the move that every server computes from the same snapshot."""
         counts = [len(stage) for stage in self.stages]
         if max(counts) - min(counts) < 2:
-            return  # even: no move can raise the lesser speed, and computing queues is slow
+            return  # even: no move can make the slowest stage faster, and computing queues is slow
         waiting = queues(counts, in_flight)
         stages = tuple(
             tuple(
@@ -152,7 +151,7 @@ class _Swarm:
 def played(
     size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRule] | None
 ) -> list[Speed]:
-    """Return a swarm's speeds through the trace; its first servers may move at once."""
+    """Replay a trace and return the swarm's speeds; its first servers may move at once."""
     swarm, speeds = _Swarm(size.stages), []
     period_s, rule = policy or (math.inf, RebalanceRule())
     next_s = period_s
@@ -182,10 +181,10 @@ def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
 
 
 def queues(servers: Sequence[int], in_flight: int) -> list[float]:
-    """Return the mean microbatches at each stage, when `in_flight` of them go round.
+    """Return the mean number of microbatches at each stage when `in_flight` of them circulate.
 
-    Servers have one speed, and a stage counts as one server of their summed speed. All microbatches
-    are at stages without servers, if there are any.
+    Servers are equally fast, and a stage counts as one server of their summed speed. If there are
+    stages without servers, all microbatches wait there.
     """
     if not all(servers):
         return [in_flight / servers.count(0) if not count else 0.0 for count in servers]

@@ -1,8 +1,8 @@
-"""SkipPipe's released instance: 20 nodes in six stages, four sets of paths, microbatches' starts.
+"""SkipPipe's released instance: 20 nodes in six stages, four sets of paths, and their starts.
 
 Source: gensyn-ai/skippipe, `schedule.json` and the scripts that made it. Node k is in region k mod
-12 of its table of links (`experiments/placement/regions.toml`, `gcp`). The released delays hold the
-table's mistake between the Netherlands and London; without it the same plans are simulated on
+12 of its table of links (`experiments/placement/regions.toml`, `gcp`). The released delays contain
+the table's mistake between the Netherlands and London; without it, the same plans are simulated on
 correct links.
 """
 
@@ -20,14 +20,14 @@ PARTITION = (
     (16, 12, 13),
     (5, 18, 7),
     (17, 2, 19),
-)  # stage 0 are the data nodes
+)  # stage 0 has the data nodes
 NODES = sum(map(len, PARTITION))
 STAGE_OF = {node: stage for stage, nodes in enumerate(PARTITION) for node in nodes}
-# 8 samples · 1024 tokens · 1024 channels · 4 bytes, and what the delays imply beside it.
+# 8 samples · 1024 tokens · 1024 channels · 4 bytes, plus what the delays imply.
 MICROBATCH_BYTES = 32 * 2**20 + 216
-OVERHEAD_S = 0.35  # its planner's 0.13 + 0.20 + 0.02 for each transfer
+OVERHEAD_S = 0.35  # the released planner's 0.13 + 0.20 + 0.02 for each transfer
 FORWARD_S = 0.44  # inferred from the released times
-SCRIPT_FORWARD_S = 1.76  # its present script: 0.055 s for each of 4 layers and 8 samples
+SCRIPT_FORWARD_S = 1.76  # the script's present value: 0.055 s for each of 4 layers and 8 samples
 MEMORY = 3  # microbatches that a node holds between their forward and their backward pass
 
 Path = tuple[int, ...]  # nodes from the data node, to which the output returns
@@ -38,7 +38,7 @@ def _from(tails: Mapping[int, tuple[Path, ...]]) -> Paths:
     return {origin: tuple((origin, *tail) for tail in each) for origin, each in tails.items()}
 
 
-# Full pipelines: as many as the later stages have nodes, so that two of five data nodes are idle.
+# Full pipelines, one per node of a later stage; so two of the five data nodes are idle.
 FULL: Paths = {
     PARTITION[0][column]: (tuple(nodes[column] for nodes in PARTITION),) for column in range(3)
 }
@@ -73,7 +73,7 @@ COLLISION_AWARE = _from(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One microbatch: number (its last two digits are its data node's slot), start, path."""
+    """One microbatch: its number (the last two digits are its slot), its start and its path."""
 
     number: int
     start_s: float
@@ -81,7 +81,7 @@ class Start:
 
 
 def full_starts() -> Iterator[Start]:
-    """Yield 27 microbatches: each of three data nodes starts three, three times over."""
+    """Yield 27 microbatches: each of three data nodes starts three, three times."""
     for column, (path,) in enumerate(FULL.values()):
         for turn in range(3):
             for k in range(3):
@@ -97,8 +97,7 @@ def drawn_starts(paths: Paths, forward_s: float) -> Iterator[Start]:
 
 
 def planned_starts(paths: Paths) -> Iterator[Start]:
-    """Yield 30 microbatches: each of five data nodes starts three, twice, all on one path or on six
-    in turn."""
+    """Yield 30 microbatches: each of five data nodes starts three, twice, on its paths in turn."""
     for lane, each in enumerate(paths.values()):
         for turn in range(2):
             for q in range(3):
@@ -109,13 +108,13 @@ def planned_starts(paths: Paths) -> Iterator[Start]:
 
 @functools.cache
 def links(mistaken: bool) -> LinkCosts:
-    """Return the links of the nodes, as released or corrected."""
+    """Return the links of the nodes, as released if `mistaken`, else corrected."""
     gcp = regions.load()["gcp"]
     return gcp.links(gcp.turns(NODES), released=mistaken)
 
 
 def delays_s(mistaken: bool = True) -> list[list[float]]:
-    """Return a microbatch's seconds between nodes; ignore the diagonal. `mistaken`: as released."""
+    """Return a microbatch's seconds between each two nodes; the diagonal means nothing."""
     found = links(mistaken)
     delays: list[list[float]] = (
         found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S

@@ -5,9 +5,9 @@ stream in a subspace, as a pipeline that sends only coordinates must (Heterogene
 arXiv:2601.02360).
 
 The method, its codec, the projection and the embedding's drift rule are the product's; rounds are
-closed here, without a network, and nothing is late. This experiment does not simulate again that a
-constrained replica's activations are coordinates: that is exact
-(tests/compression/test_subspace.py) and costs the projection.
+closed here, without a network, and nothing is late. Sending a constrained replica's activations as
+coordinates is not simulated again: it is exact (tests/compression/test_subspace.py), at the price
+of the projection.
 """
 
 import math
@@ -47,8 +47,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: a round every `period` steps; half of the `replicas` are weak; each of `ranks` is
-    a number of coordinates out of MODEL.dim."""
+    """Parameters: there is a round every `period` steps, and half of the `replicas` are weak.
+
+    Each of `ranks` is a number of coordinates out of MODEL.dim.
+    """
 
     replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
@@ -84,7 +86,10 @@ def arms(size: Size) -> list[Arm]:
 
 
 def writers(config: ModelConfig) -> dict[str, int]:
-    """Return weights that write into the residual stream before the last stage, with its axis."""
+    """Return the weights that write into the residual stream before the last stage.
+
+    The value is the axis that lies in the stream.
+    """
     names = ("self_attn.o_proj", "mlp.down_proj")
     return {
         f"model.layers.{layer}.{name}.weight": 0
@@ -95,7 +100,7 @@ def writers(config: ModelConfig) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Replica:
-    """One of the group; with a `basis` it is a pipeline whose edges carry coordinates."""
+    """One replica of the group; with a `basis`, a pipeline whose edges carry coordinates."""
 
     model: Llama
     replica: PlainReplica
@@ -105,8 +110,8 @@ class Replica:
     frozen_VD: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
-        """Begin a round: project the common weights, and freeze the part of the embedding that lies
-        outside the subspace."""
+        """Begin a round: project the common weights, and freeze the embedding outside the
+        subspace."""
         if self.basis is not None:
             embedding = self.model.get_parameter(EMBEDDING).detach()
             _, self.frozen_VD = settled(
@@ -135,7 +140,7 @@ class Replica:
 
 
 def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
-    """Return the group's results of a round with all members, decoded from encoded shards."""
+    """Close a round of all members; return each member's result, decoded from encoded shards."""
     first = exchanges[0]
     shapes = {name: tuple(x.shape) for name, x in first.tensors.items()}
     cut, number = ShardLayout.of(shapes, codec(first.codec), seed), first.key.round
@@ -171,7 +176,7 @@ def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> li
         replica = PlainReplica(model, InnerConfig("adamw", rate, weight_decay=0.1).build(model))
         batches = Batches(text, seed, f"replica {place}", BATCH, SEQ)
         method = SparseLoCo(size.period, codec=size.codec)
-        method.snapshot(replica)  # so the first round begins with the common weights, not projected
+        method.snapshot(replica)  # the first round must begin with the weights before projection
         made.append(Replica(model, replica, method, batches, basis if place < arm.weak else None))
     return made
 
@@ -179,7 +184,7 @@ def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> li
 def train(
     size: Size, arm: Arm, rate: float, seed: int, text: TokenIds
 ) -> Mapping[str, Tensor] | None:
-    """Return the group's weights after its last round; None if a loss was not finite."""
+    """Train a group; return its weights after the last round, or None if a loss was not finite."""
     group = group_of(size, arm, rate, seed, text)
     schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)
     for one in group:
@@ -208,7 +213,10 @@ def loss(size: Size, arm: Arm, rate: float, seed: int) -> float:
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate held-out losses at best rates and selection's gain; `Failure` if an arm diverges."""
+    """Tabulate held-out losses at the best rates, and the gain of compressing selectively.
+
+    Raise `Failure` if an arm diverges.
+    """
     runs = {arm.name: partial(loss, size, arm) for arm in arms(size)}
     rates, losses = tuned(runs, size.rates, size.seeds, progress)
     return Table(
@@ -222,7 +230,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _saved(size: Size, losses: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Return the decrease of the loss where only the weak compress, seed by seed."""
+    """Return the decrease of the loss if only the weak replicas compress, seed by seed."""
     rows = []
     for weak, every in zip(arms(size)[1::2], arms(size)[2::2], strict=True):
         saved = [

@@ -1,11 +1,11 @@
-"""SkipPipe's own simulation of a schedule, mistakes included: it gives their published times.
+"""SkipPipe's own simulation of a schedule, mistakes included; it gives the published times.
 
-The released program (gensyn-ai/skippipe, `com_sym`) moves messages in ticks of a second, fifteen
-sweeps over all nodes per tick. Its quirks are kept where the result shows them: a message whose
-slot is taken waits without its time advancing, and is forgotten when the tick ends; a full node's
-messages are late by 0.1 s for each sweep; a node rests 0.13 s after most work. Links carry any
-number of messages at once. Left out without effect: sweeps after one that changed nothing, and
-ticks after the last message.
+The released program (gensyn-ai/skippipe, `com_sym`) moves messages in ticks of a second, with
+fifteen sweeps over all nodes per tick. Its quirks are kept where they affect the result: a message
+whose slot is taken waits without its time advancing, and is forgotten when the tick ends; a full
+node's messages are delayed by 0.1 s per sweep; a node rests 0.13 s after most work. Links carry any
+number of messages at once. Sweeps after one that changed nothing, and ticks after the last message,
+have no effect and are left out.
 """
 
 import math
@@ -26,7 +26,7 @@ SEEDED = 10_000.0  # "received" time of initial messages
 RETRY_S = 0.1  # delay before a message retries at a full node
 REST_S, SEEDED_REST_S = 0.13, 0.09
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of the time of a forward pass
-SLOTS = 100  # numbers that differ by a multiple have one slot
+SLOTS = 100  # numbers that differ by a multiple of this share a slot
 
 Phase = Literal["forward", "loss", "backward"]
 _by_time = attrgetter("start_s", "received_s")
@@ -63,7 +63,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The microbatches' ends, those that the program forgot, and all computations."""
+    """The end of each microbatch, those that the program forgot, and all computations."""
 
     finished_s: dict[int, float]
     forgotten: tuple[int, ...]
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """The program's reported end of the last microbatch: without those that it forgot."""
+        """The end of the last microbatch as the program reports it, without forgotten ones."""
         return max(self.finished_s.values())
 
 
@@ -95,7 +95,7 @@ class _Program:
         return any(message.start_s >= tick for node in self.nodes for message in node.inbox)
 
     def _step(self, index: int, tick: int) -> bool:
-        """Let one node look at its messages of this tick; return whether anything changed."""
+        """Let one node handle its messages of this tick; return whether anything changed."""
         node = self.nodes[index]
         if not any(math.floor(message.start_s) == tick for message in node.inbox):
             return False
@@ -197,7 +197,7 @@ def reproduce(forward_s: float = released.FORWARD_S, mistaken: bool = True) -> d
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Seconds of a forward pass behind the published times, and others for the same plans."""
+    """The seconds of a forward pass behind the published times, and others to try."""
 
     forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
     also_s: list[Annotated[float, msgspec.Meta(gt=0, le=60)]] = msgspec.field(
@@ -206,7 +206,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate the four makespans in seconds, as released, with correct links, at other speeds."""
+    """Tabulate the plans' makespans: as released, with correct links, and at other speeds."""
     runs = [
         ("", reproduce(size.forward_s)),
         (", links corrected", reproduce(size.forward_s, mistaken=False)),

@@ -1,8 +1,8 @@
 """One step of a synchronous pipeline, event by event, to check formulas and schedules.
 
-Links are full duplex: each direction of a hop sends one message after the other, latency only
-delays. With `shared_access` a machine has one line out and one line in for both neighbours, so its
-forwards and gradients wait for each other.
+Links are full duplex: each direction of a hop sends one message after another, and latency only
+delays their arrival. With `shared_access`, a machine has one line out and one line in for both
+neighbours, so its forwards and gradients wait for each other.
 """
 
 import heapq
@@ -37,7 +37,7 @@ class _Step:
     shared_access: bool
     back: Sequence[HopTime]
     stages: list[_Stage] = field(init=False)
-    # Time, number, stage, kind, arrives.
+    # Time, serial number, stage, kind, and whether a message arrives (else work ends).
     events: list[tuple[float, int, int, Kind, bool]] = field(default_factory=list)
     free_s: dict[tuple[str, int, int], float] = field(default_factory=dict)  # by wire or line
     number: int = 0
@@ -96,7 +96,7 @@ class _Step:
 
     def next_kind(self, stage: _Stage, depth: int) -> Kind | None:
         may = stage.begun < self.microbatches and stage.begun - stage.finished < depth
-        if self.order == "fixed":  # with room only a forward may be next, even if it has not come
+        if self.order == "fixed":  # with room, a forward comes next, even if it is not there yet
             if may:
                 return "forward" if stage.forwards else None
             return "backward" if stage.backwards else None
@@ -130,9 +130,9 @@ def step_s(
 
     `fixed` is the order of 1F1B: as many forwards as there is room for, then a backward and a
     forward in turn; depths of p - s are 1F1B's own, depths of all microbatches are GPipe's.
-    `backward_first` takes a gradient whenever one is there. Gradients take the pipeline's hops, or
-    `back` if they are not as large as activations. Raise `ValueError` for depths that are not one
-    of at least 1 for each stage, or with which a fixed order would wait forever.
+    `backward_first` takes a gradient whenever there is one. Gradients take the pipeline's hops, or
+    `back` if their size differs from that of activations. Raise `ValueError` unless each stage has
+    a depth of at least 1, or if a fixed order would wait forever.
     """
     if microbatches < 1 or len(depths) != len(pipeline.stages) or min(depths) < 1:
         raise ValueError(
@@ -152,5 +152,5 @@ def step_s(
 
 
 def one_f_one_b(stages: int, times: int = 1) -> list[int]:
-    """Return the depths of 1F1B, or `times` as deep."""
+    """Return the depths of 1F1B, multiplied by `times`."""
     return [times * (stages - stage) for stage in range(stages)]

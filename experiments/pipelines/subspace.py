@@ -1,8 +1,8 @@
-"""The gain of a subspace codec on a slow line.
+"""The gain of a subspace codec on a slow link.
 
-Seconds of a step with the bytes that our codecs really write, and the gain that is left when more
-steps are needed (Protocol Models, arXiv:2506.01260, as measured by ProtocolNanoGPT). The number of
-steps to the same loss is the source's: this trains nothing.
+The table has the seconds of a step with the bytes that our codecs really write, and the gain that
+is left when more steps are needed (Protocol Models, arXiv:2506.01260, as measured by
+ProtocolNanoGPT). The number of steps to the same loss is the source's: nothing is trained here.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
 from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
-ID_BYTES = 2  # of a token's id, sent beside the payload: fewer than 65,536 exist
+ID_BYTES = 2  # of a token's id, sent next to the payload; there are fewer than 65,536
 WAYS = {
     "1F1B": (1, False),
     "1F1B twice as deep": (2, False),
@@ -29,7 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A pipeline, its line, each stage's seconds per microbatch, and steps to the same loss."""
+    """A pipeline, its links, a stage's seconds per microbatch, and steps to the same loss."""
 
     stages: Count = 8
     microbatches: Count = 64
@@ -89,9 +89,9 @@ def written(codec: ActivationCodec, size: Size, basis: Basis) -> int:
 
 
 def step(size: Size, message_bytes: int, computes_s: float, times: int, shared: bool) -> float:
-    """Return a step's seconds with messages of this size each way, `times` as deep as 1F1B.
+    """Return a step's seconds with messages of this size each way, at `times` the depth of 1F1B.
 
-    A third of the computing is forward.
+    The forward pass is a third of the computing.
     """
     hop = HopTime(message_bytes * 8 / size.bit_per_s, size.latency_s)
     stage = StageTime(computes_s / 3, computes_s * 2 / 3)

@@ -1,4 +1,4 @@
-"""The text of the experiments, read once."""
+"""The text that experiments train on, read once."""
 
 import functools
 

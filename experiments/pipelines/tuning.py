@@ -1,4 +1,4 @@
-"""Tuning of every arm to its best learning rate: next to an untuned arm, any other looks good."""
+"""A search for every arm's best learning rate: next to an untuned arm, any other looks good."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,10 @@ Run = Callable[[float, int], float]  # loss by rate and seed; infinite if it div
 def tuned(
     runs: Mapping[str, Run], rates: Sequence[float], seeds: Sequence[int], progress: Progress
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return each arm's best rate over all seeds and its losses there; `Failure` if it diverges."""
+    """Return each arm's best rate over all seeds, and its losses there.
+
+    Raise `Failure` if an arm diverges at every rate for some seed.
+    """
     best: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
     done, count = 0, len(runs) * len(rates) * len(seeds)

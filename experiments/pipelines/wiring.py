@@ -27,8 +27,8 @@ class Size(Parameters, frozen=True, kw_only=True):
     """Parameters: servers of these speeds, in microbatches per second, and the microbatches to run.
 
     `out` lists numbers of microbatches in flight per server; each is a run of its own. `jitter` is
-    the standard deviation of the logarithm of a microbatch's time. `told` are speeds that the
-    balancer is given: visits to them are counted, without any measurement.
+    the standard deviation of the logarithm of a microbatch's time. `told` are speeds given to a
+    balancer whose visits are counted without any measurement.
     """
 
     speeds: Annotated[list[float], msgspec.Meta(min_length=2, max_length=256)]
@@ -42,8 +42,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate visits and percentages of the ideal throughput, by the rule that chooses the next
-    server."""
+    """Tabulate visits and percentages of the ideal throughput for both rules of choice."""
     told = Balancer(random.Random(0))
     told.refresh([Announced(peer(at), 1, speed) for at, speed in enumerate(size.told)], 0.0)
     visits = Counter(told.choose(1.0, 0.0) for _ in range(size.told_tasks))
@@ -76,7 +75,7 @@ def peer(number: int) -> PeerId:
 
 
 def weighted(size: Size, out: int, chance: random.Random) -> tuple[float, float]:
-    """Run with a balancer per trainer, which hears of its own calls only."""
+    """Run with a balancer per trainer, which learns of that trainer's calls only."""
     balancers = [Balancer(chance) for _ in range(size.trainers)]
     for balancer in balancers:
         balancer.refresh([Announced(peer(at), 1) for at in range(len(size.speeds))], 0.0)
@@ -93,7 +92,7 @@ def weighted(size: Size, out: int, chance: random.Random) -> tuple[float, float]
 
 
 def round_robin(size: Size, out: int, chance: random.Random) -> tuple[float, float]:
-    """Run with each trainer going through all servers, from a random start."""
+    """Run with trainers that go through all servers in turn, each from a random start."""
     turns = [chance.randrange(len(size.speeds)) for _ in range(size.trainers)]
 
     def choose(trainer: int, now_s: float) -> PeerId:
@@ -108,8 +107,8 @@ def run(
 ) -> tuple[float, float]:
     """Return microbatches per second of the last three quarters, and the visits' worst error.
 
-    By then speeds are known, and tasks have not run out. The error is the largest relative
-    difference between a server's share of these visits and its share of the speed.
+    By then the balancers know the speeds, and tasks have not run out. The error is the largest
+    relative difference between a server's share of these visits and its share of the summed speed.
     """
     free_s = dict.fromkeys(map(peer, range(len(size.speeds))), 0.0)
     speed = {peer(at): one for at, one in enumerate(size.speeds)}

@@ -1,10 +1,10 @@
 """Layers and machines of each stage when machines differ in compute, memory and bandwidth.
 
-Equal stages waste strong machines and exclude weak ones. The slowest stage counts: its machines'
-summed rates over its work, or what their links carry. Boundaries are constants of a run, since
-parameters must match, so this is done before it starts. Own procedure: greedy max-min as in list
-scheduling (Graham, "Bounds on multiprocessing timing anomalies", 1969), then exchanges that help
-the slowest stage, then layers moved between stages.
+Equal stages waste strong machines and exclude weak ones. The slowest stage sets the pace: its
+machines' summed rates over its work, or what their links carry. Boundaries are fixed for a whole
+run, since parameters must match, so they are chosen before it starts. The procedure is our own:
+greedy max-min as in list scheduling (Graham, "Bounds on multiprocessing timing anomalies", 1969),
+then exchanges that help the slowest stage, then moves of layers between stages.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from farflock.node.run.terms import MAX_STAGES
 
 REPLICAS = 3  # per stage: it survives one failure while another machine is away
 
-SMALL = 6  # machines of two stages up to which all divisions are tried
-FEW = 50  # boundaries up to which all are tried
+SMALL = 6  # two stages with at most this many machines: all their divisions are tried
+FEW = 50  # at most this many choices of boundaries: all are tried
 ENOUGH = 0.99  # of the machines' ideal rate: more stages would only send more
 
-_NOTHING = 1e-9  # relative gains below are rounding
+_NOTHING = 1e-9  # smaller relative gains are rounding
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Measured samples per second through a layer, both passes; memory; link bytes per second."""
+    """Measured samples per second through one layer, both passes; memory; bytes per second."""
 
     rate: float
     memory_bytes: float
@@ -49,7 +49,7 @@ class MachineProfile:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Needs of a model's parts; bytes of parameters, gradients and optimizer together."""
+    """The needs of a model's parts; bytes are of parameters, gradients and optimizer together."""
 
     layers: int
     layer_bytes: float
@@ -111,7 +111,7 @@ class StageShare:
         return (self.stage > 0) + (self.stage < self.stages - 1)
 
     def samples_per_s(self, machines: Sequence[MachineProfile]) -> float:
-        """Return the throughput of these machines."""
+        """Return the throughput of these machines as servers of this stage."""
         computed = sum(machine.rate for machine in machines) / self.work
         crossing = self.crossed * self.model.edge_bytes
         carried = sum(machine.link for machine in machines)
@@ -126,7 +126,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Layers and machines of each stage, the slowest's throughput; `spare` machines may train."""
+    """Each stage's layers and machines, the slowest's throughput, and spare machines (trainers)."""
 
     layers: tuple[int, ...]
     machines: tuple[tuple[int, ...], ...]
@@ -189,7 +189,10 @@ def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
 def assigned(
     stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS
 ) -> Split:
-    """Assign machines, dealt by rate or link, whichever is better; `ValueError` if too few fit."""
+    """Assign machines to stages, dealt by rate or by link, whichever is better.
+
+    Raise `ValueError` if too few machines can hold a stage.
+    """
     _require_servable(stages, machines, replicas)
     numbers = range(len(machines))
     by_rate = sorted(numbers, key=lambda number: -machines[number].rate)
@@ -211,7 +214,7 @@ def assigned(
 def _require_servable(
     stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int
 ) -> None:
-    """Raise `ValueError` if too few machines fit; one that holds a stage holds all smaller ones."""
+    """Raise `ValueError` if too few machines can hold a stage, and so all smaller ones."""
     for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
         fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
         if fitting < (taken + 1) * replicas:
@@ -225,7 +228,7 @@ def _require_servable(
 
 
 class _Cast:
-    """The assignment of machines to stages while it is made, by number."""
+    """An assignment of machines, by number, to stages while it is being made."""
 
     def __init__(
         self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int
@@ -244,7 +247,7 @@ class _Cast:
     def deal(self, order: Sequence[int]) -> None:
         """Give each machine in turn to the slowest stage so far that it can hold, if any.
 
-        Skip a stage if another one would then be left without.
+        Skip a stage if another one would then be left with too few replicas.
         """
         for turn, number in enumerate(order):
             later = order[turn + 1 :]
@@ -302,8 +305,8 @@ class _Cast:
 
 
 def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield new divisions of both teams: all of them if the teams are small, else those one move or
-    one exchange away."""
+    """Yield new divisions of two teams: all if they are small, else those one move or exchange
+    away."""
     both = [*mine, *theirs]
     if len(both) <= SMALL:
         for chosen in itertools.product((True, False), repeat=len(both)):
@@ -322,7 +325,7 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
 def _refined(
     model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
 ) -> Split:
-    """Try all boundaries if few; else move layers from the slowest stage while that helps."""
+    """Try all boundaries if few; else move layers off the slowest stage as long as it helps."""
     even = _even(model, [model.layers] * count)
     starts = [even, *_even_within_memory(model, machines, count, replicas)]
     few = math.comb(model.layers - 1, count - 1) <= FEW
@@ -376,7 +379,7 @@ def _if_servable(
 
 
 def _even(model: ModelCosts, max_layers: Sequence[int]) -> list[int]:
-    """Return each stage's layers, up to `max_layers`: one each, more where there is least work."""
+    """Return each stage's layers, up to `max_layers`: one, and more where there is least work."""
     layers = [1] * len(max_layers)
     for _ in range(model.layers - len(max_layers)):
         open_stages = [
@@ -391,9 +394,9 @@ def _even_within_memory(
 ) -> Iterator[list[int]]:
     """Yield an even split within the machines' memory, unless they cannot hold the model.
 
-    The largest machines serve one stage, the next largest another, and so on; all that matters is
-    which of these groups serve the ends, where embedding and head take memory as well. The groups
-    that together hold the most layers are taken.
+    The largest machines serve one stage, the next largest another, and so on. All that matters is
+    which of these groups serve the ends, where the embedding and the head take memory as well; the
+    choice that holds the most layers is taken.
     """
     memory = sorted((machine.memory_bytes for machine in machines), reverse=True)
     groups = [memory[(group + 1) * replicas - 1] for group in range(count)]

@@ -8,9 +8,9 @@ from farflock.experiments.placement import regions
 from farflock.experiments.placement.layout import Costs, Layout, LinkCosts, StepTraffic
 from farflock.experiments.placement.planner import WORK, balanced, plan
 
-# DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and, of a million
-# tokens in sequences of 2048, what one of eight pipelines takes at once, two bytes for each of 2048
-# channels (its code has 2024 tokens, which must be a slip).
+# DT-FM's workload. A stage has three of 24 layers, which have 1.3e9 parameters of four bytes. One
+# of eight pipelines takes an eighth of a million tokens, in sequences of 2048, with two bytes for
+# each of 2048 channels (the authors' code has 2024 tokens, which must be a slip).
 GPT3_XL = StepTraffic(
     gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2
 )
@@ -18,7 +18,7 @@ GPT3_XL = StepTraffic(
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Nodes, stages, small cases that are solved exactly, and the searches' lengths."""
+    """Nodes, stages, the number of small cases solved exactly, and the lengths of the searches."""
 
     nodes: int = 64
     stages: int = 8
@@ -29,7 +29,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Links with a name, and their traffic."""
+    """A named network of links, and the traffic on it."""
 
     name: str
     links: LinkCosts
@@ -54,7 +54,8 @@ def cases(nodes: int) -> list[Case]:
 
 
 def drawn(nodes: int, seed: int) -> Case:
-    """Draw links of 1 to 200 ms and 1 to 100 MB/s; gradients are ten times activations."""
+    """Draw links of 1 to 200 ms and 1 to 100 MB/s; a gradient is ten times as large as
+    activations."""
     chance = np.random.Generator(np.random.PCG64(seed))
     links = LinkCosts.of(
         chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes))

@@ -1,13 +1,13 @@
 """The genetic search of DT-FM (Yuan et al., arXiv:2206.01288, section 4): our planner's baseline.
 
-A population of random balanced partitions; a child of two parents by five-point crossover, with its
-stages' sizes repaired; local search; the child replaces the worst member if it is better. Stages
-come in Held and Karp's order. Local search is the paper's, or Kernighan and Lin's, which it
-compares with. Nothing of ours helps the baseline but the arithmetic of the cost
-(experiments/placement/layout.py).
+The population begins as random balanced partitions. Each trial makes a child of two parents by
+five-point crossover, repairs the sizes of its stages, and improves it by local search; the child
+replaces the worst member if it is better. Stages are put in Held and Karp's order. Local search is
+the paper's, or Kernighan and Lin's, with which the paper compares its own. The baseline shares
+nothing with our planner but the arithmetic of the cost (experiments/placement/layout.py).
 
-Deviation, in the baseline's favour: exchanges between two stages stay only if the two, priced
-alone, then cost less. The gains are guesses and nearly always positive, and without this its
+Deviation, in the baseline's favour: exchanges between two stages are kept only if the two, priced
+alone, then cost less. The gains are estimates and nearly always positive; without this check, its
 layouts cost more at the same number of trials.
 """
 
@@ -84,7 +84,7 @@ def stages_of(genome: Genome) -> list[tuple[int, ...]]:
 
 
 def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
-    """Return a child of pieces taken from both parents in turn, cut at up to five points."""
+    """Return a child made of pieces from both parents in turn, cut at up to five points."""
     cuts = sorted(chance.sample(range(1, len(mother)), min(POINTS, len(mother) - 1)))
     child: Genome = []
     for turn, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(mother)))):
@@ -93,8 +93,7 @@ def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
 
 
 def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genome:
-    """Restore every stage's size: random nodes move from stages that are too large to those that
-    are too small."""
+    """Restore every stage's size by moving random nodes from stages that are too large."""
     genome, lacking, surplus = list(genome), [], []
     for stage, size in enumerate(sizes):
         nodes = [node for node, at in enumerate(genome) if at == stage]
@@ -120,7 +119,7 @@ class Refine:
         self._fewest = 2 if circular else 1  # unmoved nodes per stage: a link has two
 
     def __call__(self, genome: Genome) -> Genome:
-        """Return a genome of the same sizes that costs no more, as pairs of stages see it."""
+        """Return a genome of the same sizes that costs no more, priced by pairs of stages."""
         stages = list(stages_of(genome))
         for _ in range(MAX_PASSES):
             changed = [
@@ -145,7 +144,7 @@ class Refine:
     def _exchanged(
         self, one: Sequence[int], other: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return both after the greedy exchanges, up to the greatest sum of gains."""
+        """Exchange nodes greedily; return both stages at the greatest sum of gains."""
         trial, result = Stages.of(one, other), Stages.of(one, other)
         moves: list[Move] = []
         while min(len(trial.left), len(trial.right)) >= self._fewest:
@@ -164,7 +163,7 @@ def circular_move(stages: Stages, weights: MatrixRows) -> Move:
     """Return DT-FM's move: from each stage, one end of its fastest inner link leaves.
 
     For end d1 of the link (d1, d2), the gain is the mean cost of its links to the other stage,
-    which are inner links afterwards, less the cost of that link.
+    which become inner links, less the cost of that link.
     """
     return max(
         (_freed(a, mate_a, stages.other, weights) + _freed(b, mate_b, stages.one, weights), a, b)
@@ -188,7 +187,7 @@ def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
     """Return the exchange that most lowers costs inside both stages (Kernighan and Lin, 1970)."""
     out = {a: _pull(a, stages.other, stages.one, weights) for a in stages.left}
     back = {b: _pull(b, stages.one, stages.other, weights) for b in stages.right}
-    # a pull to the other stage is a loss here: inner costs count, those across do not
+    # A pull to the other stage is a loss here: costs inside stages count, those between do not.
     return max(
         (2 * weights[a][b] - out[a] - back[b], a, b) for a in stages.left for b in stages.right
     )

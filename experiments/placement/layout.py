@@ -2,11 +2,11 @@
 
 A planner is only as good as its objective, so the model is exactly that of DT-FM (Yuan et al.,
 arXiv:2206.01288, equations 1 to 4): a sharded parameter server in each stage, the best partners
-between neighbouring stages, and stages in their cheapest order. Links are symmetrised, as there.
+between neighbouring stages, and stages in their cheapest order. Links are made symmetric, as there.
 
-Deviation: stages may differ in size. Between unequal stages each node of the larger has a partner,
-and no node of the smaller has more than the sizes force. With equal sizes this is the paper's
-perfect matching.
+Deviation: stages may differ in size. Between unequal stages, each node of the larger has a partner,
+and no node of the smaller has more partners than the sizes force. With equal sizes this is the
+paper's perfect matching.
 """
 
 import functools
@@ -28,11 +28,10 @@ MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """One-way latency and bandwidth of each pair of nodes. Both are symmetric; the diagonal is
-    unused."""
+    """One-way latency and bandwidth of each pair of nodes, both symmetric with unused diagonals."""
 
     latency_s: Matrix
-    bandwidth: Matrix  # bytes a second
+    bandwidth: Matrix  # bytes per second
 
     @classmethod
     def of(cls, latency_s: ArrayLike, bandwidth: ArrayLike) -> "LinkCosts":
@@ -74,7 +73,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """Bytes per step: a stage's gradient (`c_dp`), a node's output to the next stage (`c_pp`)."""
+    """Bytes per step: a stage's gradient (`c_dp`) and a node's output to the next (`c_pp`)."""
 
     gradient_bytes: float
     activation_bytes: float
@@ -105,7 +104,7 @@ class Layout:
 
 
 class Costs:
-    """Equations 1 to 3 on given links, as plain lists, since pairs are looked up very often."""
+    """Equations 1 to 3 on given links, in plain lists: single pairs are looked up very often."""
 
     def __init__(self, links: LinkCosts, traffic: StepTraffic) -> None:
         self.nodes = len(links)
@@ -114,7 +113,7 @@ class Costs:
         self._sharing_s: dict[int, list[list[float]]] = {}
 
     def sharing_s(self, size: int) -> list[list[float]]:
-        """Return each pair's cost inside a stage of `size` nodes, each of which keeps 1/`size`."""
+        """Return each pair's cost in a stage of `size` nodes, each with 1/`size` of gradients."""
         if size not in self._sharing_s:
             self._sharing_s[size] = _pair(self._links, self._traffic.gradient_bytes / size).tolist()
         return self._sharing_s[size]
@@ -127,11 +126,11 @@ class Costs:
         return float(max(sum(members(pair[node])) for node in stage))
 
     def match(self, one: Sequence[int], other: Sequence[int]) -> float:
-        """Return MATCH of two stages: the slowest of the best partners."""
+        """Return MATCH of two stages: the slowest link if all nodes have the best partners."""
         return bottleneck(self._between(one, other))[0]
 
     def layout(self, stages: Sequence[Sequence[int]]) -> Layout:
-        """Return COMM of a partition: its stages in their cheapest order."""
+        """Return the layout of a partition with its stages in the cheapest order (COMM)."""
         count = len(stages)
         weights = np.zeros((count, count))
         for j in range(count):
@@ -160,18 +159,18 @@ def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
 
 
 def _pair(links: LinkCosts, size_bytes: float) -> Matrix:
-    """Return both ways' 2 · (latency + bytes / bandwidth), and 0 from a node to itself."""
+    """Return 2 · (latency + bytes / bandwidth), for both ways, and 0 from a node to itself."""
     seconds: Matrix = 2 * (links.latency_s + size_bytes / links.bandwidth)
     np.fill_diagonal(seconds, 0.0)
     return seconds
 
 
 def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
-    """Assign distinct columns to rows; return the least possible largest entry, and the columns.
+    """Assign distinct columns to rows; return the smallest possible maximum, and the columns.
 
-    `rows` has at least as many columns as rows. The limit starts at what any assignment must reach
-    and rises only to the next entry that may admit a row without a place (Gross, "The bottleneck
-    assignment problem", 1959).
+    `rows` has at least as many columns as rows. The limit starts at a lower bound of all
+    assignments, and rises only to the next entry that may give a column to a row without one
+    (Gross, "The bottleneck assignment problem", 1959).
     """
     limit = max(map(min, rows))
     if len(rows) == len(rows[0]):
@@ -199,7 +198,10 @@ def _place(
     seen: set[int],
     tried: list[int],
 ) -> bool:
-    """Give a row a column within the limit, moving others; extend `seen` (columns) and `tried`."""
+    """Give a row a column within the limit, moving other rows if needed; return whether it has one.
+
+    `seen` collects columns, `tried` rows.
+    """
     for column, entry in enumerate(rows[row]):
         if entry <= limit and column not in holders:
             holders[column] = row
@@ -217,8 +219,8 @@ def _place(
 def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
     """Return PIPEP: the cost of the cheapest open path through all stages, and the stages' order.
 
-    The lower end comes first. Held and Karp's dynamic program over sets of stages; `weights` is
-    symmetric. Raise `ValueError` beyond `MAX_STAGES`.
+    This is Held and Karp's dynamic program over sets of stages; `weights` is symmetric. The end of
+    the path with the lower number comes first. Raise `ValueError` beyond `MAX_STAGES`.
     """
     count = len(weights)
     if not 1 <= count <= MAX_STAGES:
@@ -239,7 +241,7 @@ def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
 def _extensions(
     count: int,
 ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
-    """Return, per size of set from 2: sets and their last stages, and each set without its last."""
+    """Return for each size from 2: sets of stages, their last stages, and the sets without them."""
     every = np.arange(1 << count)
     member = (every[:, None] >> np.arange(count)) & 1
     sizes = member.sum(axis=1)

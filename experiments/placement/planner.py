@@ -1,12 +1,13 @@
 """A planner of cheap layouts on measured links: the machines of each stage, and the stages' order.
 
-The cost is that of experiments/placement/layout.py. Few partitions are all tried. With many, three
-starts and their random kicks first follow a smooth surrogate, then the best is annealed by the cost
-itself. The cost is made of maxima, so most exchanges of two nodes change nothing, and a search has
-no direction. With each maximum replaced by a mean it is a quadratic assignment of nodes to places
-(stage, replica), of which all exchanges are priced at once (Burkard, Dell'Amico and Martello,
-"Assignment Problems", 2009, section 8.2). The starts are the two forms of a good layout, near nodes
-in one stage or in one pipeline, and a random one.
+The cost is that of experiments/placement/layout.py. If there are few partitions, all are tried.
+Otherwise the search first descends on a smooth surrogate, from three starts and then from random
+kicks, and anneals the best layout by the cost itself. The cost is made of maxima, so most exchanges
+of two nodes change nothing, and a search has no direction. With each maximum replaced by a mean, it
+becomes a quadratic assignment of nodes to places (stage, replica), for which all exchanges are
+priced at once (Burkard, Dell'Amico and Martello, "Assignment Problems", 2009, section 8.2). The
+starts are the two forms of a good layout, with near nodes in one stage or in one pipeline, and a
+random one.
 
 Work is counted, never timed: the same seed and work give the same layout on the same machine.
 """
@@ -26,13 +27,13 @@ Order = NDArray[np.int64]  # the node at each place
 
 WORK = 5_000  # priced exchanges of two nodes
 
-_LED_SHARE = 0.4  # of the work, before annealing
+_LED_SHARE = 0.4  # of the work, for descents before annealing
 _KICKED = 8  # nodes that change places between two descents
 _HOT, _COLD = 0.003, 0.0003  # temperatures of annealing, as shares of the cost
 _HOTTER = 0.03  # for a walk from a random start
-_SWEEPS = 2  # least steps of a further walk, over all possible exchanges
-_REVERSALS = 0.1  # share of annealing's trials that turn a part of the pipeline around
-_NOTHING = 1e-9  # relative gains below are rounding
+_SWEEPS = 2  # minimum steps of a further walk, per possible exchange
+_REVERSALS = 0.1  # share of annealing's trials that reverse a part of the pipeline
+_NOTHING = 1e-9  # smaller relative gains are rounding
 
 
 def balanced(nodes: int, stages: int) -> tuple[int, ...]:
@@ -49,7 +50,7 @@ def plan(costs: Costs, sizes: Sequence[int], seed: int, work: int = WORK) -> Lay
     """Return a cheap layout of all nodes into stages of these sizes, in their cheapest order.
 
     It is the optimum if the work suffices for all partitions, else the best found. `work` bounds
-    the time, at about 0.1 ms each. Raise `ValueError` for what cannot be planned.
+    the time, at about 0.1 ms per unit. Raise `ValueError` if the sizes or the work do not fit.
     """
     _require(costs.nodes, sizes, work)
     if partition_count(sizes) * _price(len(sizes)) <= work:
@@ -82,7 +83,7 @@ def _require(nodes: int, sizes: Sequence[int], work: int) -> None:
 
 
 def partition_count(sizes: Sequence[int]) -> int:
-    """Return the number of partitions into stages of these sizes, in whatever order."""
+    """Return the number of partitions into stages of these sizes, whatever the stages' order."""
     count = math.factorial(sum(sizes))
     for size in sizes:
         count //= math.factorial(size)
@@ -97,8 +98,10 @@ def partitions(sizes: Sequence[int]) -> Iterator[tuple[StageMembers, ...]]:
 
 
 def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[StageMembers, ...]]:
-    """Yield every partition of the free nodes into stages of these sizes. The first free node goes
-    into a stage of each size in turn, with every choice of others."""
+    """Yield every partition of the free nodes into stages of these sizes.
+
+    The first free node goes into a stage of each size in turn, with every choice of others.
+    """
     if not sizes:
         yield ()
     for size in sorted(set(sizes)):
@@ -110,7 +113,10 @@ def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[St
 
 
 def _price(stages: int) -> int:
-    """Return a whole layout's price in exchanges, which look at four pairs of stages, it at all."""
+    """Return the price of a whole layout, in exchanges.
+
+    An exchange looks at four pairs of stages, a layout at all of them.
+    """
     return 1 + math.comb(stages, 2) // 4
 
 
@@ -139,16 +145,18 @@ class _Places:
         )
 
     def stages(self, order: Order) -> list[StageMembers]:
-        """Return the stages that result from putting the nodes into the places in this order."""
+        """Return the stages that result if the nodes take the places in this order."""
         return [tuple(order[self.stage == stage].tolist()) for stage in range(len(self.sizes))]
 
     def same(self, label: Order) -> Matrix:
-        """Return a matrix of 1 for two different places of the same label (a stage or a replica),
-        else 0."""
+        """Return a matrix with 1 for two different places of the same stage or replica, else 0."""
         return np.asarray(label[:, None] == label, np.float64) - np.eye(len(label))
 
     def partners(self) -> Matrix:
-        """Return 1 for partners in neighbouring stages; in unequal ones replicas wrap."""
+        """Return a matrix with 1 for partners in neighbouring stages, else 0.
+
+        Between unequal stages, replicas wrap around.
+        """
         size = np.asarray(self.sizes)[self.stage]
         smaller = np.minimum(size[:, None], size)
         meet = self.replica[:, None] % smaller == self.replica % smaller
@@ -167,12 +175,13 @@ class _Search:
 
     @property
     def best(self) -> Layout:
-        """The best layout; there must have been one."""
+        """The best layout so far; the search must have tried one."""
         assert self._best is not None, "the search has not tried a layout yet"
         return self._best
 
     def lead(self, until: int) -> None:
-        """Descend on the surrogate from three starts, then from kicks, to this much work left."""
+        """Descend on the surrogate from three starts, then from kicks while work beyond `until` is
+        left."""
         places = _Places.of(self.sizes)
         sharing = np.array(self.costs.sharing_s(max(self.sizes)))
         handing = np.array(self.costs.handing_s)
@@ -201,7 +210,7 @@ class _Search:
                 at_best = order
 
     def _look(self, stages: Sequence[StageMembers]) -> bool:
-        """Price these stages and keep them unless others are better; return whether kept."""
+        """Price these stages; keep them and return True unless a better layout is known."""
         layout = self.costs.layout(stages)
         self.left -= _price(len(stages))
         kept = self._best is None or layout.seconds <= self._best.seconds
@@ -242,7 +251,7 @@ class _Search:
                 cost[[r, s]] = cost[[s, r]]
 
     def anneal(self) -> None:
-        """Spend what is left on walks, ever colder (Kirkpatrick, Gelatt and Vecchi, 1983).
+        """Spend the work that is left on walks that cool down (Kirkpatrick, Gelatt, Vecchi, 1983).
 
         The first starts from the best layout; if there is work for more, every other one starts at
         random, and hotter.
@@ -263,7 +272,7 @@ class _Search:
         return tuple(tuple(sorted(itertools.islice(nodes, size))) for size in self.sizes)
 
     def _cool(self, walk: "_Walk", begin: Sequence[StageMembers], hot: float, work: int) -> None:
-        """Walk this many steps; keep the best on the way."""
+        """Walk `work` steps while cooling down; keep the best layout on the way."""
         walk.start(begin)
         best_s, best, hot_s = walk.seconds, list(walk.stages), hot * walk.seconds
         for step in range(work):
@@ -276,8 +285,7 @@ class _Search:
 
 
 class _Walk:
-    """A layout that changes by one exchange at a time; prices are cached, at most six entries for
-    each."""
+    """A layout that changes by one exchange at a time; each adds at most six cached prices."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0
@@ -286,12 +294,12 @@ class _Walk:
         self._pairs: dict[tuple[StageMembers, StageMembers], float] = {}
 
     def start(self, stages: Sequence[StageMembers]) -> None:
-        """Continue from these stages."""
+        """Begin at these stages."""
         self.stages = list(stages)
         self.seconds = self._priced(self.stages, math.inf)
 
     def step(self, chance: random.Random, limit_s: float) -> None:
-        """Exchange two nodes of different stages or reverse a part, if within the limit."""
+        """Exchange two nodes or reverse a part of the pipeline, if the cost is within the limit."""
         stages = list(self.stages)
         j, k = sorted(chance.sample(range(len(stages)), 2))
         if chance.random() < _REVERSALS:
@@ -304,7 +312,7 @@ class _Walk:
             self.stages, self.seconds = stages, seconds
 
     def _priced(self, stages: list[StageMembers], limit_s: float) -> float:
-        """Return the stages' cost in this order, or, beyond the limit, any number above it."""
+        """Return the cost of the stages in this order, or, beyond the limit, a number above it."""
         seconds = max([self._sharing(stage) for stage in stages])
         pairs = [pair if pair[0] <= pair[1] else pair[::-1] for pair in itertools.pairwise(stages)]
         seconds += sum([self._pairs.get(pair, 0.0) for pair in pairs])

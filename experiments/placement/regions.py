@@ -1,6 +1,6 @@
 """Real links between data centres, read from regions.toml and checked, for planners and simulators.
 
-The measurements are other people's, taken from their programs; each table names its source.
+The measurements come from other projects' published programs; each table names its source.
 """
 
 import math
@@ -23,24 +23,27 @@ Table = list[list[float]]
 
 
 class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bandwidth of the source that cannot be right."""
+    """A bandwidth in the source that cannot be right."""
 
     pair: tuple[str, str]
     bandwidth: float
 
 
 class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One-way latency and bandwidth of each two regions; on the diagonal, within one region."""
+    """One-way latency and bandwidth of each pair of regions; on the diagonal, within a region."""
 
     source: Annotated[str, msgspec.Meta(min_length=1)]
     names: Annotated[list[str], msgspec.Meta(min_length=2)]
     latency_ms: Table
-    unit_bytes: Annotated[float, msgspec.Meta(gt=0)]  # bytes a second of one unit of bandwidth
+    unit_bytes: Annotated[float, msgspec.Meta(gt=0)]  # bytes per second in a unit of `bandwidth`
     bandwidth: Table
     released: list[Released] = []
 
     def links(self, where: Sequence[str], released: bool = False) -> LinkCosts:
-        """Return links of one machine per name; `released` keeps the source's mistakes."""
+        """Return the links between machines in these regions, one machine per name.
+
+        `released` keeps the source's mistakes.
+        """
         for name in where:
             if name not in self.names:
                 raise Usage(
@@ -56,7 +59,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return LinkCosts.of(latency[at], rate[at])
 
     def turns(self, machines: int) -> tuple[str, ...]:
-        """Return a region for each of this many machines, in turn."""
+        """Return the machines' regions, taking all regions in turn."""
         return tuple(self.names[machine % len(self.names)] for machine in range(machines))
 
 
@@ -66,7 +69,7 @@ def load() -> dict[str, Regions]:
 
 
 def read(text: str) -> dict[str, Regions]:
-    """Parse tables; raise `Usage` with the place unless square, symmetric, finite and above 0."""
+    """Parse tables; raise `Usage` unless each is square, symmetric, finite and above 0."""
     try:
         tables = msgspec.convert(tomllib.loads(text), dict[str, Regions])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

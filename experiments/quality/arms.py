@@ -21,7 +21,7 @@ from farflock.optimizers.trial_options import trial_of
 TRIALS = 4
 BUDGETS = (100, 500)  # DDP's bytes over what a method may send
 ORIGIN = "arms.toml"
-LINE_METHODS = ("local", "ddp")  # the lines' own: neither is a way to save bytes
+LINE_METHODS = ("local", "ddp")  # the baselines' own, so not among the methods to compare
 
 USUAL_BETA2 = 0.95
 
@@ -30,7 +30,7 @@ Shares = Annotated[list[Share], msgspec.Meta(min_length=1, max_length=16)]
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Values whose combinations are all tried: peak rate, share of warm-up, AdamW's second beta."""
+    """Values whose combinations are all tried: peak rate, warm-up share, AdamW's second beta."""
 
     lr: Rates
     warmup: Shares
@@ -68,8 +68,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A method's trials at each budget; `optimizer` and `clip` are set if they differ from the
-    usual ones."""
+    """A method's trials at each budget; `optimizer` and `clip` are given if they are unusual."""
 
     trials: dict[Budget, list[Trial]]
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -86,7 +85,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that is tried."""
+    """Everything that is tried: the baselines' grids and the methods' trials."""
 
     lines: dict[str, Grid]
     arms: dict[str, Arm]
@@ -98,10 +97,10 @@ def load() -> Arms:
 
 
 def read(text: str) -> Arms:
-    """Return the arms of a text and, for other methods, of their classes.
+    """Parse the arms of a text, and add those that other methods declare in their classes.
 
     Raise `Usage` unless every method of the catalogue has all its trials, with options that it
-    takes.
+    accepts.
     """
     arms = convert(tables(text, ORIGIN), Arms)
     arms = msgspec.structs.replace(
@@ -116,7 +115,7 @@ def read(text: str) -> Arms:
 
 
 def _beside(names: Iterable[str]) -> dict[str, Arm]:
-    """Return the arms that methods declare themselves."""
+    """Return the arms that methods declare in their classes."""
     declared = {name: trial_of(METHODS[name]).quality for name in sorted(names)}
     found = {name: {"trials": trials} for name, trials in declared.items() if trials}
     return convert({"lines": {}, "arms": found}, Arms).arms

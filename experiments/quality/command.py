@@ -123,7 +123,7 @@ def command(
     out = Output(as_json=True)
     shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
     bench = quality.Bench(size, arms, budgets, only)
-    with one_thread():  # as workers have it
+    with one_thread():  # like the workers
         scores = _run(out, bench, shelf, workers or os.cpu_count() or 1, dry_run)
     if scores is None:
         return
@@ -148,7 +148,7 @@ def _sized(
 
 
 def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
-    """Return `diloco.100` for `quality.share.diloco.100`."""
+    """Return `diloco.100` for `quality.share.diloco.100`; raise `Usage` for an unknown metric."""
     from farflock.experiments.quality.arms import BUDGETS
 
     known = [f"{PREFIX}{arm}.{budget}" for budget in BUDGETS for arm in arms.arms]
@@ -163,7 +163,7 @@ def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
 def _run(
     out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool
 ) -> "Scores | None":
-    """Print an estimate of the time, then run."""
+    """Print an estimate of the time, then run; return None after a dry run."""
     from farflock.experiments.measure.metric import load
     from farflock.experiments.quality import pace as quality_pace
 
@@ -185,7 +185,7 @@ def _run(
 
 @contextmanager
 def _progress(out: Output) -> Iterator[Callable[[float, float], None]]:
-    """Show a bar with the time left on a terminal, elsewhere a line for each twentieth."""
+    """Show a progress bar on a terminal; elsewhere, print a line for each twentieth."""
     from farflock.experiments.quality.pace import Lines
 
     if not sys.stderr.isatty():

@@ -1,8 +1,8 @@
 """The duration of `farflock bench quality`, estimated before it begins, and its progress.
 
-Jobs differ by two orders of magnitude in length, so they count by effort: roughly the cost of a
-replica's step, with a fixed part and its sequences, plus that of an exchange of all peers. The unit
-is measured on this machine, then by the jobs that end.
+Jobs differ in length by two orders of magnitude, so each counts by its effort: roughly the cost of
+its replicas' steps (a fixed part plus their sequences) and of its exchanges. The time of one unit
+is measured on this machine first, and then taken from finished jobs.
 """
 
 import time
@@ -16,14 +16,14 @@ from farflock.experiments.reproduce.line import run as run_line
 # Measured with the demo model and four peers, in steps of one sequence (4 ms): DDP 81 ms per step,
 # one peer alone 35 ms, DiLoCo 136 ms; a round 60 ms with int4 (a sixteenth of the values), 450 ms
 # with ecsq, 600 to 680 ms with topk2.
-START = 500.0  # to start a job and measure its end: matters only in quick runs
-STEP = 4.0  # of a replica's step beside its sequences
-PEER = 1.05  # a simulated node's step over a line's
+START = 500.0  # to start a job and evaluate it at the end; matters only in quick runs
+STEP = 4.0  # of a replica's step, in addition to its sequences
+PEER = 1.05  # a simulated node's step over a baseline's
 ROUND = 25.0  # of a round of all peers
 CODED_ROUND = 130.0  # with a codec that selects values and packs bits
 CODED = ("topk", "ecsq")
 PROBE_STEPS = 10
-SURE = 0.02  # of all effort: beyond it finished jobs predict the rest
+SURE = 0.02  # of all effort; beyond it, finished jobs predict the rest
 LINE_EVERY = 20  # lines of progress in all
 
 Told = Callable[[float, float], None]  # finished share, seconds left
@@ -39,8 +39,7 @@ def effort(job: AnyJob) -> float:
 
 
 def unit_s(job: Line) -> float:
-    """Return processor seconds per unit of effort, measured over a few steps without loading
-    libraries."""
+    """Return processor seconds per unit of effort, measured over a few steps after a warm-up."""
     probe = msgspec.structs.replace(job, steps=PROBE_STEPS, points=1, held_out=2)
     run_line(probe, lambda share: None)
     begin_s = time.process_time()
@@ -49,7 +48,7 @@ def unit_s(job: Line) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return `25 s`, `14 min`, or `1 h 50 min`."""
+    """Format seconds as `25 s`, `14 min` or `1 h 50 min`."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
@@ -64,11 +63,11 @@ class Pace:
         self._each_s = unit_s / workers
         self._begin_s = time.monotonic()
         self._kept = 0.0
-        # By identity; the job is kept, lest another one gets its identity.
+        # Keyed by `id`; holding the job ensures that no other object gets the same id.
         self._run: dict[int, tuple[AnyJob, float]] = {}
 
     def keep(self, jobs: Iterable[AnyJob]) -> None:
-        """Count jobs that were run before."""
+        """Count jobs that were finished before."""
         self._kept += sum(map(effort, jobs))
         self._tell()
 
@@ -87,7 +86,7 @@ class Pace:
 
 
 class Lines:
-    """Progress without a terminal: a line now and then."""
+    """Progress without a terminal: a line for each twentieth of the work."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said = say, 0

@@ -34,7 +34,7 @@ NO_GAIN = (
 
 
 def grid_table(scores: Scores) -> Table:
-    """Return both lines over their grids, on the first seed."""
+    """Return both baselines over their grids, on the first seed."""
     rows: list[Sequence[object]] = []
     for line in LINES:
         chosen, at_edge = best(scores.screen[line]), edges(scores.screen[line])
@@ -74,13 +74,13 @@ def screen_table(scores: Scores, budget: int) -> Table:
 
 
 def final_table(scores: Scores, budget: int) -> Table:
-    """Return the lines and a budget's finalists, over all seeds."""
+    """Return the baselines and a budget's finalists, over all seeds."""
     names = [*(line for line in LINES if line in scores.finals), *finalists(scores, budget)]
     return FINAL, [_final_row(scores, name) for name in names]
 
 
 def finalists(scores: Scores, budget: int) -> list[str]:
-    """Return a budget's finalists, the greatest share first; those without one last."""
+    """Return a budget's finalists, the greatest share first and those without a share last."""
     names = [
         name for name, final in scores.finals.items() if final.runs[0].contender.budget == budget
     ]
@@ -92,7 +92,7 @@ def finalists(scores: Scores, budget: int) -> list[str]:
 
 
 def metrics(scores: Scores, budget: int) -> Iterator[Metric]:
-    """Yield `quality.share.METHOD.BUDGET`, over DDP's 1; NaN without a share, as noted."""
+    """Yield `quality.share.METHOD.BUDGET` next to DDP's 1; NaN, with a note, if there is none."""
     for name in finalists(scores, budget):
         found, final = scores.shares(name), scores.finals[name]
         share = estimate(found).mean if found else math.nan
@@ -109,7 +109,7 @@ def metrics(scores: Scores, budget: int) -> Iterator[Metric]:
 
 
 def why_not(run: Run) -> str:
-    """Return why a run does not count; empty if it does."""
+    """Return why a run does not count, or "" if it does."""
     if not math.isfinite(run.loss):
         return "diverged"
     return f"{run.excess:.1%} above its budget" if run.excess else ""
@@ -127,7 +127,7 @@ def options_text(run: Run) -> str:
 
 
 def section(scores: Scores, size: Size, budget: int, date: str) -> str:
-    """Return all of a budget as a section of docs/quality.md."""
+    """Return all results at a budget as a section of docs/quality.md."""
     lines = [
         f"## At 1/{budget}",
         "",
@@ -157,7 +157,10 @@ def section(scores: Scores, size: Size, budget: int, date: str) -> str:
 
 
 def record(page: Path, sections: dict[int, str]) -> None:
-    """Put sections, by budget, into the page's generated part; `Usage` if there is none."""
+    """Write sections, keyed by budget, into the page's generated part.
+
+    Raise `Usage` if the page has no such part.
+    """
 
     def made(inside: str) -> str:
         kept = {
@@ -240,7 +243,7 @@ def _loss(run: Run) -> str:
 
 
 def byte_saving(runs: Sequence[Run]) -> str:
-    """Return the least saving of these runs, as the number under the line of 1/x."""
+    """Return the smallest saving of these runs, as the x of 1/x."""
     found = [run.saving for run in runs if run.saving is not None]
     if not found:
         return "-"

@@ -1,7 +1,8 @@
 """Finished runs as lines of one file, published next to the page and resumable on another machine.
 
-A line is a run: its key (which covers the code that it ran through), the job, the outcome, and its
-end. So a measurement of hours can continue elsewhere, and anyone can check a table's numbers.
+A line is a run: its key (which covers the code that it ran through), when it ended, the job, and
+the outcome. So a measurement that takes hours can continue elsewhere, and a reader can check a
+table's numbers.
 """
 
 import os
@@ -55,7 +56,7 @@ class RunsFile:
         return None if entry is None else entry.outcome
 
     def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Append an outcome; it is on the disk on return."""
+        """Append an outcome, and return once it is on the disk."""
         entry = Entry(key=key(job), ended=round(time.time(), 3), job=job, outcome=outcome)
         line = msgspec.json.encode(entry) + b"\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ class RunsFile:
         self._entries[entry.key] = entry
 
     def kept_at(self, job: AnyJob) -> float:
-        """Return when a job in the file ended, in seconds since 1970."""
+        """Return the time at which a job in the file ended, in seconds since 1970."""
         return self._entries[key(job)].ended
 
 

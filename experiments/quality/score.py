@@ -1,4 +1,4 @@
-"""From runs to shares: the runs that count, the best trials, the finalists, and what they keep.
+"""Shares of the gain from runs: runs that count, best trials, finalists, and what they keep.
 
 Nothing here trains, so all of it can be tested on made-up losses.
 """
@@ -15,7 +15,7 @@ from farflock.experiments.reproduce.job import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A configuration of a line or a method; `budget` is None for lines."""
+    """A configuration of a baseline or a method; `budget` is None for baselines."""
 
     arm: str
     budget: int | None
@@ -23,7 +23,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """`ddp`, or `diloco.100`."""
+        """The name of all its trials, such as `ddp` or `diloco.100`."""
         return self.arm if self.budget is None else f"{self.arm}.{self.budget}"
 
     def at(self, rate: float) -> "Contender":
@@ -33,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contender's run on one seed; `ring_bytes` are exact DDP's per peer in as many steps."""
+    """A contender's run on one seed; `ring_bytes` are a peer's in the same steps of exact DDP."""
 
     contender: Contender
     seed: int
@@ -47,8 +47,10 @@ class Run:
 
     @property
     def sent_bytes(self) -> float | None:
-        """Mean bytes sent by a peer: those of the ring for DDP, else the transport's count; None if
-        it diverged."""
+        """Mean bytes sent by a peer; None if the run diverged.
+
+        They are those of the ring for DDP, and the transport's count for all others.
+        """
         return self.ring_bytes if self.contender.arm == "ddp" else self.outcome.metrics.get("bytes")
 
     @property
@@ -59,7 +61,7 @@ class Run:
 
     @property
     def excess(self) -> float:
-        """Bytes over the budget, less one; 0 within it. A run above 0 does not count."""
+        """The share by which the bytes exceed the budget; a run above 0 does not count."""
         sent, budget = self.sent_bytes, self.contender.budget
         return (
             0.0 if sent is None or budget is None else max(sent * budget / self.ring_bytes - 1, 0.0)
@@ -85,20 +87,19 @@ class Final:
 
     @property
     def at_edge(self) -> bool:
-        """True if the best rate is the lowest or highest one tried: a better one may lie
-        outside."""
+        """True if the best rate is the lowest or highest tried; a better one may lie outside."""
         rates = [run.contender.trial.lr for run in self.ladder]
         return len(rates) > 1 and self.rate in (min(rates), max(rates))
 
     @property
     def losses(self) -> list[float]:
-        """Losses of each seed; empty if a run does not count."""
+        """The loss of each seed; empty if any run does not count."""
         return [run.loss for run in self.runs] if all(run.counts for run in self.runs) else []
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """All results by name of the contender: the screen's runs in order, and the finalists."""
+    """All results by contender name: the screen's runs in order, and the finalists."""
 
     screen: Mapping[str, Sequence[Run]]
     finals: Mapping[str, Final]
@@ -108,11 +109,12 @@ class Scores:
         return [name for name, runs in self.screen.items() if runs[0].contender.budget == budget]
 
     def shares(self, name: str) -> list[float]:
-        """Return a finalist's share per seed; empty if a run does not count or DDP has no gain."""
+        """Return a finalist's shares, one per seed; empty if a run does not count or DDP has no
+        gain."""
         return shares(*(self.finals[arm].losses for arm in ("none", "ddp", name)))
 
     def screen_share(self, run: Run) -> float | None:
-        """Return the share of a screened run, by both lines' best; None if it does not count."""
+        """Return a screened run's share by the baselines' best runs; None if it has none."""
         lines = [best(self.screen[line]) for line in ("none", "ddp")]
         found = shares(
             *([one.loss] if one is not None and one.counts else [] for one in (*lines, run))
@@ -142,7 +144,7 @@ def best(runs: Iterable[Run]) -> Run | None:
 
 
 def ranked(screen: Mapping[str, Sequence[Run]], names: Iterable[str]) -> list[str]:
-    """Return the names with a run that counts, the lowest loss first."""
+    """Return the names that have a run that counts, the lowest loss first."""
     found = {name: one.loss for name in names if (one := best(screen[name])) is not None}
     return sorted(found, key=lambda name: (found[name], name))
 

@@ -2,11 +2,12 @@
 
 The screen runs each method's trials and both baselines' grids briefly, on one seed. The final runs
 the best methods and the baselines for longer, on all seeds. The share of the gain is (none -
-method) / (none - DDP), from the held-out losses of one seed; then come mean and standard error.
+method) / (none - DDP), from the held-out losses of one seed; the result is its mean and standard
+error over seeds.
 
 Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator,
 with bytes counted at the transport, control messages included; each baseline is one process. Runs
-are stored, so none runs twice.
+are stored, so that none is repeated.
 """
 
 import functools
@@ -28,7 +29,7 @@ from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.model.llama import PRESETS, ModelConfig, build
 
 RUNG = 0.6  # factor between the learning rates of a finalist's ladder
-LADDER = 3  # rates of a ladder
+LADDER = 3  # rates on a ladder
 STEP_S = 0.5  # of virtual time; no result depends on it
 
 
@@ -37,7 +38,8 @@ class Size:
     """Settings of all runs.
 
     A step takes `batch` sequences of `seq` tokens, shared evenly by the peers; DDP takes them all,
-    no communication one peer's part. `held_out` sequences are measured when a run ends.
+    no communication takes one peer's part. When a run ends, its loss is measured on `held_out`
+    sequences.
     """
 
     model: ModelConfig = PRESETS["demo"]
@@ -48,7 +50,7 @@ class Size:
     steps: int = 2000
     seeds: tuple[int, ...] = (1, 2, 3)
     finalists: int = 5
-    trials: int = 4  # per method; with one, the lines' grids shrink to their ends
+    trials: int = 4  # per method; if 1, the baselines' grids shrink to their ends
     held_out: int = 512
     floor: float = 0.1
     weight_decay: float = 0.1
@@ -68,12 +70,15 @@ def parameters_of(model: ModelConfig) -> int:
 
 
 def ring_bytes(size: Size, steps: int) -> float:
-    """Return the bytes a peer sends in exact ring all-reduces: 2(M-1)/M fp32 gradients per step."""
+    """Return a peer's bytes in exact ring all-reduces: 2(M-1)/M fp32 gradients per step."""
     return 2 * (size.peers - 1) / size.peers * EXACT_BYTES * parameters_of(size.model) * steps
 
 
 class Bench:
-    """All runs, in stages; with `only`, names such as `diloco.100`, just those, all finalists."""
+    """All runs, stage by stage.
+
+    `only` restricts them to methods named as in `diloco.100`, all of which are finalists.
+    """
 
     def __init__(
         self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()
@@ -81,7 +86,10 @@ class Bench:
         self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
 
     def run(self, shelf: Kept, workers: int, pace: Pace) -> Scores:
-        """Run all jobs that the shelf lacks; an interruption loses only those that were running."""
+        """Run the jobs that the shelf lacks and return all scores.
+
+        An interruption loses only the jobs that were running.
+        """
         size = self.size
         runs = functools.partial(self._runs, shelf, workers, pace)
         screen = _by_name(runs(self.screened(), size.seeds[:1], size.screen_steps))
@@ -110,7 +118,7 @@ class Bench:
         return Scores(screen, {name: Final(ladders[name], seeds[name]) for name in seeds})
 
     def screened(self) -> list[Contender]:
-        """Return the lines' grids and the methods' trials, grouped by name."""
+        """Return the baselines' grids and the methods' trials, grouped by name."""
         found = []
         for line in LINES:
             grid = self._arms.lines[line].trials()
@@ -126,7 +134,7 @@ class Bench:
         return found
 
     def job(self, contender: Contender, seed: int, steps: int) -> Line | Swarm:
-        """Return one run of one contender."""
+        """Return the job that runs a contender once."""
         size, name, trial, arm = self.size, contender.arm, contender.trial, None
         sizes = Sizes(
             **{field: getattr(size, field) for field in _COMMON},
@@ -149,8 +157,10 @@ class Bench:
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
-        """Return the screen's jobs, and the effort of the whole comparison, with methods of median
-        effort as finalists."""
+        """Return the screen's jobs, and the effort of the whole comparison.
+
+        The finalists are not known yet, so methods of median effort stand for them.
+        """
         size, screened = self.size, self.screened()
         jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
         longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)
@@ -161,14 +171,14 @@ class Bench:
         return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
 
     def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
-        """Estimate the seconds that the jobs missing from the shelf take; earlier finals are not
-        considered."""
+        """Estimate the seconds that the jobs missing from the shelf take; all finals count as
+        missing."""
         jobs, total = self.efforts()
         kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
         return (total - kept) * unit_s / workers
 
     def probe(self) -> Line:
-        """Return a job that measures this machine's speed: one peer's, without communication."""
+        """Return a job that measures this machine's speed: one peer without communication."""
         job = self.job(
             next(one for one in self.screened() if one.arm == "none"), self.size.seeds[0], 1
         )
@@ -176,14 +186,14 @@ class Bench:
         return job
 
     def measured_at(self, shelf: Kept, scores: Scores) -> float:
-        """Return when the last of the finals' runs ended, in seconds since 1970."""
+        """Return the time at which the last final run ended, in seconds since 1970."""
         runs = [run for final in scores.finals.values() for run in final.runs]
         return max(
             shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs
         )
 
     def _finalists(self, screen: Mapping[str, Sequence[Run]]) -> list[str]:
-        """Return the lines, and the best methods of each budget."""
+        """Return the baselines and the best methods at each budget."""
         if self.only:
             return [*LINES, *self.only]
         budgets = (
@@ -203,18 +213,18 @@ class Bench:
         seeds: Sequence[int],
         steps: int,
     ) -> list[Run]:
-        """Return the contenders' runs in order, each with its seeds in order."""
+        """Return the contenders' runs in order, seed by seed."""
         wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]
-        longest_first = sorted(
-            (job for _, _, job in wanted), key=effort, reverse=True
-        )  # so that all workers end together
+        # Long jobs start first, so that all workers end at about the same time.
+        longest_first = sorted((job for _, _, job in wanted), key=effort, reverse=True)
         found = outcomes(longest_first, shelf, workers, pace.keep, pace.told)
         ring = ring_bytes(self.size, steps)
         return [Run(one, seed, found[key(job)], ring) for one, seed, job in wanted]
 
 
 def further(ladder: Sequence[Run]) -> Contender:
-    """Return the third rate, beyond the better of two, to get the best between two others."""
+    """Return the contender at a third rate, beyond the better of two, so that the best may lie
+    between two others."""
     above, below = ladder
     down = below.counts and below.loss < above.loss
     rate = below.contender.trial.lr * RUNG if down else above.contender.trial.lr / RUNG

@@ -1,4 +1,4 @@
-"""The common part of all recipes: a claim with its source, sizes for three tiers, and rules.
+"""The part that all recipes share: a claim with its source, sizes for three tiers, and rules.
 
 One kind of recipe trains (recipe.py), the other computes or simulates (computation.py); both have
 the same form.
@@ -20,7 +20,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Claim(Entry, frozen=True, kw_only=True):
-    """A claim, its source and method, and the condition that counts; `tiers` override `common`."""
+    """A claim, its source and method, and what would reproduce it; `tiers` override `common`."""
 
     question: str
     claim: str
@@ -39,7 +39,7 @@ class Claim(Entry, frozen=True, kw_only=True):
 
 
 class Rule(Entry, frozen=True, kw_only=True):
-    """One comparison that the claim comes down to.
+    """One comparison on which the claim depends.
 
     `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`:
     the same of first / second. `bound`: the same of one arm's value. `optimum`: the best value of
@@ -57,7 +57,7 @@ class Rule(Entry, frozen=True, kw_only=True):
     tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
 
     def require_sound(self, place: str) -> None:
-        """Raise `Usage` unless the numbers of arms and limits suit the kind."""
+        """Raise `Usage` unless the kind allows this number of arms and these limits."""
         wanted = {"within": 2, "ratio": 2, "bound": 1}.get(self.kind)
         if wanted is not None and len(self.arms) != wanted:
             raise Usage(
@@ -79,7 +79,7 @@ class Rule(Entry, frozen=True, kw_only=True):
 
 
 def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
-    """Convert a table strictly; raise `Usage` with its place."""
+    """Convert a table strictly; raise `Usage` that names its place."""
     try:
         return convert(table, kind)
     except Usage as error:
@@ -87,7 +87,7 @@ def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
 
 
 def sections(table: dict[str, Any], name: str, kind: type[Section], origin: str) -> list[Section]:
-    """Convert the tables of an array `[[name]]` strictly; none if there is no such array."""
+    """Convert each table of the array `[[name]]` strictly; return [] if there is no such array."""
     found = table.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise Usage(f"{origin}, {name}", "each rule must be a table", f"write it as [[{name}]]")

@@ -86,7 +86,7 @@ def command(
         if record:
             _record(record, shelf)
         return
-    # Runs of tier ci end before another process has started.
+    # A run of tier ci ends before a worker process would have started.
     workers = workers or (1 if tier == "ci" else os.cpu_count() or 1)
     loaded = [recipe.load(name) for name in chosen]
     if dry_run:
@@ -163,7 +163,7 @@ def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Rec
 
 
 def _require_device(tier: str, loaded: list[Any]) -> None:
-    """Refuse a GPU tier without a GPU before anything runs."""
+    """Raise `Usage` before anything runs if the tier needs a GPU and there is none."""
     import torch
 
     for one in loaded:
@@ -177,7 +177,7 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
 
 
 def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -> None:  # noqa: ANN401 - a Recipe
-    """Run a recipe, write its table, plot and JSON, and print the result."""
+    """Run a recipe; write its table, plot and JSON; print the result."""
     import torch
 
     from farflock.experiments.reproduce import report

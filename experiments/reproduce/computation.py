@@ -1,8 +1,8 @@
 """A recipe that trains nothing: its numbers are computed or simulated (experiments/pipelines).
 
-Its form and its rules are those of a recipe that trains, but a number without randomness needs no
-second seed. A table is kept under the hash of its parameters and of the code that computes it, like
-an arm.
+It has the form and the rules of a recipe that trains, but a number without randomness needs no
+second seed. Like an arm, a table is kept under a hash of its parameters and of the code that
+computes it.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ class Computation(Claim, frozen=True, kw_only=True):
         return self.section(tier, COMPUTATIONS[self.computation].parameters)
 
     def needs_gpu(self, tier: str) -> bool:
-        """Return False; raise `Usage` as `parameters` does."""
+        """Return False, as computations run on the CPU; raise `Usage` as `parameters` does."""
         self.parameters(tier)
         return False
 
@@ -134,13 +134,13 @@ class Computation(Claim, frozen=True, kw_only=True):
         }
 
     def key(self, tier: str) -> str:
-        """Return 64 hex digits, equal only if code and parameters are, whatever the comparisons."""
+        """Return 64 hex digits over the code and the parameters, but not the comparisons."""
         code = sources_hash((COMPUTATIONS[self.computation].compute.__module__,))
         facts = [self.computation, self.parameters(tier), code, torch.__version__.partition("+")[0]]
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
 
     def table(self, tier: str, shelf: Shelf, progress: Progress) -> Table:
-        """Return the table, computed unless the shelf has it."""
+        """Return the table from the shelf; compute and keep it if it is not there."""
         key = self.key(tier)
         found = shelf.find_table(key)
         if found is None:
@@ -149,7 +149,7 @@ class Computation(Claim, frozen=True, kw_only=True):
         return found
 
     def judged(self, table: Table) -> list[Finding]:
-        """Return the finding of each rule."""
+        """Judge each rule."""
         rows = {row.name: row for row in table.rows}
         return [
             self._judged(rule, [self._named(name, rows) for name in rule.arms])

@@ -15,8 +15,8 @@ from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 
-RUN = "run"  # the data stream of every step, whoever trains on it
-EXACT_BYTES = 4  # per gradient value in the DDP line's ring, which is exact: fp32
+RUN = "run"  # the data stream that all peers of a run share
+EXACT_BYTES = 4  # per gradient value in the DDP baseline's ring all-reduce, which is exact: fp32
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
@@ -62,11 +62,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
 
 
 class Line(Job, frozen=True, kw_only=True, tag="line"):
-    """One model in one process on the first `batch` sequences of each of the run's steps."""
+    """A baseline: one model in one process, on the first `batch` sequences of each step."""
 
     @property
     def title(self) -> str:
-        """A name for progress."""
+        """The name in messages."""
         return "line"
 
 
@@ -82,7 +82,7 @@ class Swarm(Job, frozen=True, kw_only=True, tag="swarm"):
 
     @property
     def title(self) -> str:
-        """A name for progress."""
+        """The name in messages."""
         return self.method
 
 
@@ -97,7 +97,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True, tag_field="what", tag="no
 
     @property
     def title(self) -> str:
-        """A name for progress."""
+        """The name in messages."""
         return "noise"
 
 
@@ -107,9 +107,9 @@ AnyJob = Line | Swarm | Noise
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment.
 
-    The run's tokens, mean bytes sent by a peer, seconds without any transfer, held-out loss in nats
-    per token, learning rate, and the standard deviation over replicas of a weight (root mean square
-    over weights).
+    `tokens` counts all peers; `sent_bytes` is the mean per peer; `compute_s` leaves out transfers;
+    `loss` is held out, in nats per token; `spread` is the weights' standard deviation over replicas
+    (root mean square over weights).
     """
 
     tokens: int
@@ -123,7 +123,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a job. Rules compare `metrics`, which is empty if the run diverged.
 
-    `overlaps`: exchanges run while the model trains, so their transfer does not add to its time.
+    `overlaps`: exchanges run while the model trains, so their transfers do not add to its time.
     """
 
     metrics: dict[str, float]
@@ -135,9 +135,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diverged(Exception):
-    """A loss is no longer finite."""
+    """Raised when a loss is no longer finite."""
 
 
 def key(job: AnyJob) -> str:
-    """Return 64 hex digits, equal for two jobs exactly if code and configuration are."""
+    """Return 64 hex digits, the same for two jobs exactly if code and configuration are."""
     return hashlib.sha256(msgspec.json.encode([job, code_version(job)], order="sorted")).hexdigest()

@@ -1,7 +1,7 @@
 """The arms' labels in a figure, from their resolved options.
 
-A recipe's own label may name an option that a tier replaces. Here an arm is its method and those
-settings in which it differs from the other arms of that method.
+A recipe's own label may name an option that a tier overrides. These labels give the method and the
+settings in which an arm differs from the other arms of that method.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,21 @@ from farflock.experiments.reproduce.study import Result, Study
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.catalog import options_of as defaults_of
 
-SETTINGS = ("peers", "lr", "optimizer", "clip", "late", "speeds")  # of an arm, beside its options
+SETTINGS = ("peers", "lr", "optimizer", "clip", "late", "speeds")  # of an arm, besides its options
 
 
 def figure_labels(study: Study, results: Sequence[Result]) -> dict[str, str]:
-    """Return the label of each result of a study; without training, arms keep their own."""
+    """Return each result's label by name; in a study that trains nothing, arms keep their own."""
     own = {result.name: result.label for result in results}
     trains = study.recipe.experiment == "training"
     return labels(study.arms, study.sizes, own) if trains else own
 
 
 def labels(arms: Mapping[str, Arm | None], sizes: Sizes, own: Mapping[str, str]) -> dict[str, str]:
-    """Return each arm's label by name; `own` has the labels of the baselines. Arms with equal
-    settings, as in tier ci, are labelled with their names."""
+    """Return each arm's label by name; `own` has the labels of the baselines.
+
+    Arms with equal settings, as in tier ci, are told apart by their names.
+    """
     resolved = {name: _resolved(arm, sizes) for name, arm in arms.items() if arm is not None}
     made = {}
     for name, settings in resolved.items():
@@ -45,7 +47,7 @@ def labels(arms: Mapping[str, Arm | None], sizes: Sizes, own: Mapping[str, str])
 
 
 class _Settings(dict[str, Any]):
-    """Settings by name; None for one that an arm of the same method has and this one lacks."""
+    """Settings by name; None for a setting that only other arms of the method have."""
 
     def __missing__(self, key: str) -> None:
         return None

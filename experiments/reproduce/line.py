@@ -1,7 +1,7 @@
-"""The baselines of the arms, each in one process.
+"""The baselines, each in one process.
 
 Exact data parallelism is one model on the whole batch of each step; no communication is one model
-on one peer's part of it. Model, batches, schedule and inner optimizer are the swarm's; only the
+on one peer's part of it. The model, batches, schedule and inner optimizer are the swarm's; only the
 communication between replicas is missing.
 """
 
@@ -19,7 +19,7 @@ from farflock.optimizers.method import Progress
 
 
 def run(job: Line, progress: Callable[[float], None]) -> Outcome:
-    """Train; raise `Diverged` when the loss is no longer finite."""
+    """Train the baseline; raise `Diverged` when its loss is no longer finite."""
     plan = job.plan("local", {}, job.batch)
     model = build(plan.model, plan.run_seed).to(job.device)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)

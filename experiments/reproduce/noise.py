@@ -1,7 +1,7 @@
 """Consensus of replicas moved by the outer step alone: NoLoCo's arithmetic without any gradient.
 
-Replicas begin apart and are paired at random each round. The result is the factor per round of the
-mean square of their distance from the mean. Nothing is trained, so theta is phi.
+Replicas begin apart and are paired at random each round. The result is the factor per round by
+which their mean square distance from the mean grows. Nothing is trained, so theta is phi.
 """
 
 import math
@@ -18,7 +18,7 @@ from farflock.optimizers.noloco import NoLoCo, stability_bound
 WEIGHTS = 256
 NAME = "weights"
 GONE = 1e-10  # of the initial distance: below it only float32 rounding is left
-SETTLING = 10  # rounds left out: momentum starts at rest
+SETTLING = 10  # rounds left out of the growth: momentum starts at rest
 
 
 class Still:
@@ -31,11 +31,11 @@ class Still:
         self._weights = weights.clone()
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Return a copy."""
+        """Return a copy of the weights."""
         return {NAME: self._weights.clone()}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Take the new values; `mix` is not used."""
+        """Replace the weights; `mix` is not used."""
         self._weights = tensors[NAME].clone()
 
     def inner_step(self, lr: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Still:
 
 
 def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
-    """Return `growth`, the mean square distance's factor per round, and gamma's upper `bound`."""
+    """Return the metrics `growth`, the distance's factor per round, and `bound`, gamma's limit."""
     chance = torch.Generator().manual_seed(job.seed)
     replicas = [Still(torch.randn(WEIGHTS, generator=chance)) for _ in range(job.peers)]
     methods = [_method(job) for _ in replicas]
@@ -72,7 +72,7 @@ def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
 
 
 def _method(job: Noise) -> NoLoCo:
-    """Return a method with a gamma that the constructor rightly refuses, set afterwards."""
+    """Return a NoLoCo with any gamma, set afterwards because the constructor rejects bad ones."""
     method = NoLoCo(period=1, alpha=job.alpha, beta=0.1, gamma=0.1, codec="fp32")
     method.beta = method.gamma = job.gamma
     return method
@@ -81,7 +81,7 @@ def _method(job: Noise) -> NoLoCo:
 def _round(
     number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random
 ) -> None:
-    """Take one outer step of each replica with a random partner; if one is left over, it steps
+    """Take one outer step of each replica with a random partner; with an odd number, one steps
     alone."""
     asked: list[Exchange] = []
     for replica, method in zip(replicas, methods, strict=True):
@@ -105,6 +105,6 @@ def _round(
 
 
 def _distance(replicas: Sequence[Still]) -> float:
-    """Return the mean square distance of a weight from its mean over replicas, in float64."""
+    """Return the weights' mean square distance from their mean over replicas, in float64."""
     together = torch.stack([replica.read((NAME,), "param")[NAME].double() for replica in replicas])
     return float((together - together.mean(dim=0)).square().mean())

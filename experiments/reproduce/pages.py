@@ -1,4 +1,4 @@
-"""docs/reproductions.md: all verdicts in one page.
+"""docs/reproductions.md: all verdicts on one page.
 
 `farflock reproduce --record` writes the part between two marks, section by section. A section stays
 until the same recipe and tier are recorded again; failures stay like any other result.
@@ -17,8 +17,10 @@ _HEADING = re.compile(r"^### (\S+) \((ci|cpu|gpu)\)$", re.M)
 
 
 def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
-    """Write sections, keyed by recipe and tier, into the page's generated part; raise `Usage` if it
-    has none."""
+    """Write sections, keyed by recipe and tier, into the page's generated part.
+
+    Raise `Usage` if the page has no such part.
+    """
 
     def made(inside: str) -> str:
         kept = {
@@ -30,7 +32,7 @@ def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
 
 
 def rewrite(page: Path, begin: str, end: str, made: Callable[[str], str]) -> None:
-    """Rewrite the part between two marks from its old text; raise `Usage` if there is none."""
+    """Replace the text between two marks by `made` of it; raise `Usage` if a mark is missing."""
     try:
         text = page.read_text()
     except OSError as error:
@@ -55,7 +57,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
 
 
 def parsed(text: str, heading: re.Pattern[str]) -> dict[tuple[str, ...], str]:
-    """Return the sections of a generated part, by the names in their headings."""
+    """Return the sections of a generated part, keyed by the groups of `heading`."""
     found = list(heading.finditer(text))
     ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
     return {

@@ -25,11 +25,11 @@ Axis = Callable[[Outcome, Point], float]
 Units = Sequence[tuple[float, str]]
 ROUNDS = ((1.0, "rounds"),)
 STYLES = {"ddp": "--", "none": ":"}
-COLOURS = {"ddp": "#000000", "none": "0.45"}  # the two lines that every study has
+COLOURS = {"ddp": "#000000", "none": "0.45"}  # the baselines of every study
 
 
 def panels() -> list[tuple[str, Units, Axis]]:
-    """Return the horizontal axes: what they show, in which units, and their values."""
+    """Return each panel's horizontal axis: its label, its units, and the function of its values."""
     return [
         ("of the run", TOKENS, lambda outcome, point: point.tokens),
         ("sent per peer", BYTES, lambda outcome, point: point.sent_bytes),
@@ -44,8 +44,11 @@ def _seconds_at(rate: int) -> Axis:
 def draw(
     results: Sequence[Result], title: str, path: Path, labels: Mapping[str, str] | None = None
 ) -> None:
-    """Write the figure as PNG and SVG, and its data as CSV: each arm's mean over seeds, with a band
-    from the smallest to the greatest. `labels` replaces arms' own labels by name."""
+    """Write the figure as PNG and SVG, and its data as CSV.
+
+    It shows each arm's mean over seeds, with a band from the smallest to the greatest. `labels`
+    overrides the arms' own labels.
+    """
     named = {result.name: result.label for result in results} | dict(labels or {})
     noise = any("growth" in outcome.metrics for result in results for outcome in result.outcomes)
     shown = [("", ROUNDS, panels()[0][2])] if noise else panels()
@@ -125,7 +128,7 @@ def _look(number: int, name: str) -> tuple[str, str, str]:
 
 
 def _means(result: Result, axis: Axis) -> tuple[list[float], list[list[float]]]:
-    """Return the mean place of each point of an arm, and its losses over seeds."""
+    """Return each point's mean position on the axis, and its losses, one per seed."""
     outcomes = [outcome for outcome in result.outcomes if outcome.curve]
     length = min((len(outcome.curve) for outcome in outcomes), default=0)
     columns = [

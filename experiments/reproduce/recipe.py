@@ -26,7 +26,7 @@ from farflock.node.run.sections import (
 )
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
-LINES = ("ddp", "none")  # part of every recipe that trains, not written in it
+LINES = ("ddp", "none")  # baselines: part of every recipe that trains, without being named there
 METRICS = (
     "loss",
     "perplexity",
@@ -48,17 +48,17 @@ Rates = Annotated[list[Rate], msgspec.Meta(min_length=1, max_length=16)]
 
 
 class Sweep(Entry, frozen=True, kw_only=True):
-    """An arm for each value of one option (`outer.lr` is an option inside a table)."""
+    """An option whose values give one arm each (`outer.lr` names an option inside a table)."""
 
     option: str
     values: Annotated[list[float], msgspec.Meta(min_length=2, max_length=16)]
 
 
 class Arm(Entry, frozen=True, kw_only=True):
-    """One line of the experiment; `peers`, `lr` and `clip` default to those of all.
+    """One arm of the experiment; `peers`, `lr` and `clip` default to the tier's.
 
-    `late` is the share of its rounds for which a peer comes too late; `speeds` are factors by which
-    each peer's step is longer.
+    `late` is the share of rounds for which each peer comes too late. `speeds` has one factor per
+    peer, by which its steps take longer.
     """
 
     label: str
@@ -79,8 +79,8 @@ class Sizes(Entry, frozen=True, kw_only=True):
     """Settings that all arms share in one tier.
 
     A step of the run takes `batch` sequences of `seq` tokens, shared evenly by the peers. `lr` and
-    `warmup` (a share of the steps) are grids, searched for each arm on the first seed; `options`
-    replaces those of arms that have such an option; `step_s` is the modelled time of a step.
+    `warmup` (a share of the steps) are grids, searched for each arm on the first seed. `options`
+    overrides an arm's options of the same names. `step_s` is the modelled time of a step.
     """
 
     model: str | dict[str, Any] = "demo"
@@ -105,7 +105,7 @@ class Sizes(Entry, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> ModelConfig:
-        """The model's sizes."""
+        """The model's configuration."""
         named = PRESETS[self.model] if isinstance(self.model, str) else self.model
         return named if isinstance(named, ModelConfig) else msgspec.convert(named, ModelConfig)
 
@@ -118,7 +118,7 @@ class Recipe(Claim, frozen=True, kw_only=True):
     verdict: Annotated[list[Rule], msgspec.Meta(min_length=1)]
 
     def sizes(self, tier: str) -> Sizes:
-        """Return a tier's common settings; raise `Usage` if it is missing or inconsistent."""
+        """Return a tier's settings; raise `Usage` if there is no such tier or they do not fit."""
         sizes = self.section(tier, Sizes)
         if self.experiment == "training":
             _require_fit(self, sizes, f"{self.name}.toml, tiers.{tier}")
@@ -136,7 +136,7 @@ class Recipe(Claim, frozen=True, kw_only=True):
 
 
 def swept(name: str, arm: Arm) -> dict[str, Arm]:
-    """Return an arm, or those of its sweep."""
+    """Return the arm by its name, or one arm for each value of its sweep."""
     if arm.sweep is None:
         return {name: arm}
     made = {}
@@ -160,7 +160,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe | Computation:
-    """Return a recipe by name; raise `Usage` if there is none or it has a mistake."""
+    """Load a recipe by its name; raise `Usage` if there is none or it has a mistake."""
     if name not in names():
         raise Usage(
             f"recipe {name[:64]!r}", "there is no recipe with this name", nearest(name, names())
@@ -190,20 +190,20 @@ def read(name: str, text: str) -> Recipe:
 
 
 def _spelt_out(arm: Arm) -> Arm:
-    """Replace a preset by its method and options, so that both share their runs."""
+    """Replace a preset by its method and options, so that equal arms share their runs."""
     base, preset = unfolded(arm.method)
     return msgspec.structs.replace(arm, method=base, options=preset | arm.options)
 
 
 def missing(recipe: Recipe | Computation) -> list[str]:
-    """Return the methods of its arms that this version does not have."""
+    """Return the names of the methods that the arms use and this version lacks."""
     if isinstance(recipe, Computation) or recipe.experiment != "training":
         return []
     return sorted({arm.method for arm in recipe.arms.values()} - set(METHODS))
 
 
 def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the constructor arguments of the arm's method; raise `Usage` if it refuses them."""
+    """Return the constructor arguments of an arm's method; raise `Usage` if it rejects them."""
     described = MethodSection(arm.method, dict(options))
     require_method(described)
     try:
@@ -215,7 +215,7 @@ def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def options_of(arm: Arm, sizes: Sizes) -> dict[str, Any]:
-    """Return an arm's options in a tier."""
+    """Return an arm's options, with those that the tier overrides."""
     return arm.options | {
         name: value for name, value in sizes.options.items() if name in arm.options
     }
@@ -265,7 +265,7 @@ def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
 
 
 def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
-    """Raise `Usage` if sizes do not fit; peers must share a step's sequences evenly."""
+    """Raise `Usage` if the sizes do not fit the model or the number of peers."""
     if isinstance(sizes.model, str) and sizes.model not in PRESETS:
         raise Usage(
             f"{place}: model", f"{sizes.model!r} is not known", nearest(sizes.model, PRESETS)
@@ -303,5 +303,5 @@ def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explanation(name: str) -> str:
-    """Return the page next to a recipe: the question, the paper's claim, and what would count."""
+    """Return a recipe's page: the question, the paper's claim, and what would reproduce it."""
     return (_folder() / f"{name}.md").read_text()

@@ -1,8 +1,8 @@
 """The report of a recipe: a table of arms or rows, its rules with the paper's numbers, and JSON.
 
-Simulated time is the time without transfers plus that of the transfers at a given rate; where
-exchanges run during training (`overlaps`), it is the longer of the two. It is not a measurement,
-but it does not flatter a method more than a real link of that rate would.
+Simulated time is the time without transfers plus the transfer time at a given rate, or the longer
+of the two where exchanges run during training (`overlaps`). It is not a measurement, but it does
+not flatter a method more than a real link of that rate would.
 """
 
 import datetime
@@ -40,13 +40,13 @@ CI = "tier ci only checks that the recipe runs; its sizes are too small to judge
 
 
 def time_s(point: Point, overlaps: bool, mbit: float) -> float:
-    """Return the seconds until this point of a run on lines of `mbit` Mbit/s."""
+    """Return the seconds that a run takes to reach this point on links of `mbit` Mbit/s."""
     transfer_s = point.sent_bytes * 8 / (mbit * 1e6)
     return max(point.compute_s, transfer_s) if overlaps else point.compute_s + transfer_s
 
 
 def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return everything as JSON data, with the numbers of each seed."""
+    """Return a study and its findings as JSON data, with the numbers of each seed."""
     return {
         **_said(study.recipe, study.tier, study.recipe.verdict, findings),
         "arms": [_arm(study, result, results) for result in results],
@@ -57,7 +57,7 @@ def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) 
 def computed(
     recipe: Computation, tier: str, found: Table, findings: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return everything about a computation as JSON data."""
+    """Return a computation, its table and its findings as JSON data."""
     return {
         **_said(recipe, tier, recipe.rules, findings),
         "quantity": recipe.quantity,
@@ -90,7 +90,7 @@ def _said(
 
 
 def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Return columns and rows of the table of arms, or of a computation, from its JSON data."""
+    """Return the columns and rows of a table of arms or of a computation, from its JSON data."""
     if "rows" in told:
         return ("row", told["quantity"], "± SE", "seeds"), [
             (row["name"], f"{row['mean']:.4g}", _shown(row["error"]), row["seeds"])
@@ -110,7 +110,7 @@ def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, 
 
 
 def rule_rows(told: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Return the rows of the rules' table, from `facts`."""
+    """Return the rows of the table of rules, from JSON data."""
     return [
         (rule["says"], rule["paper"], rule["ours"], rule["verdict"] or "no verdict", rule["reason"])
         for rule in told["rules"]
@@ -207,7 +207,10 @@ def _point(point: Point, overlaps: bool) -> dict[str, float]:
 
 
 def _kept(result: Result, lines: dict[str, Result]) -> float | None:
-    """Return the share of DDP's gain over no communication, of the means."""
+    """Return the share of DDP's mean gain over no communication that an arm keeps.
+
+    None if a run diverged, or if DDP gains nothing.
+    """
     losses = [lines[name].values("loss") for name in ("none", "ddp") if name in lines] + [
         result.values("loss")
     ]

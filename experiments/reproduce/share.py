@@ -1,8 +1,7 @@
-"""The run's data, divided among its peers: every step has one batch, however many peers train on
-it.
+"""The run's data, divided among its peers.
 
-So arms with one, four or eight peers see the same sequences in the same steps, and so do the
-baselines.
+Every step has one batch, however many peers train on it. So arms with one, four or eight peers see
+the same sequences in the same steps, and so do the baselines.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from farflock.node.model.data import Batches
 
 @dataclass(frozen=True, slots=True)
 class Share(Batches):
-    """Part `part` of `parts` of each batch named by `peer`; `batch_size` is the part's."""
+    """Part `part` of `parts` of each batch of the stream `peer`, with `batch_size` sequences."""
 
     part: int = 0
     parts: int = 1

@@ -1,7 +1,7 @@
 """Finished runs and verdicts, in the user's data folder: no run is made twice, even after Ctrl-C.
 
 `arms/KEY/` holds one run (its job and its outcome), `tables/KEY/` a computed table, `NAME/TIER/`
-the last report of a recipe. Files appear whole.
+the last report of a recipe. Files are written atomically.
 """
 
 import os
@@ -25,7 +25,7 @@ class Kept(Protocol):
         """Store an outcome."""
 
     def kept_at(self, job: AnyJob) -> float:
-        """Return when a job in the store was kept, in seconds since 1970."""
+        """Return the time at which a job in the store was kept, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Shelf:
         write(folder / "outcome.json", msgspec.json.encode(outcome))
 
     def kept_at(self, job: AnyJob) -> float:
-        """Return when a job on the shelf was kept, in seconds since 1970."""
+        """Return the time at which a job on the shelf was kept, in seconds since 1970."""
         return (self._arm(job) / "outcome.json").stat().st_mtime
 
     def find_table(self, key: str) -> Table | None:
@@ -72,7 +72,7 @@ class Shelf:
         write(folder / "table.json", msgspec.json.encode(table))
 
     def place(self, recipe: str, tier: str) -> Path:
-        """Return the folder of a recipe's table, plot and verdict, made if missing."""
+        """Return the folder of a recipe's table, plot and verdict; create it if it is missing."""
         folder = self.folder / recipe / tier
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -1,7 +1,7 @@
-"""A recipe in practice: search of each arm's rate, then all seeds at the best, and the results.
+"""The run of a recipe: a learning-rate search for each arm, then all seeds at the best rate.
 
-Every arm and both baselines get the same search over the same grid, on the first seed: next to an
-untuned baseline, any arm looks good.
+Both baselines are searched like the arms, on the first seed and the tier's grid (an arm may have
+its own): compared with an untuned baseline, any arm looks good.
 """
 
 import itertools
@@ -37,8 +37,9 @@ from farflock.experiments.reproduce.verdict import (
 from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.errors import Failure, Usage
 
-Setting = tuple[float, float]  # learning rate, share of warm-up
-GAIN_ERRORS = 3.0  # standard errors by which communication must help before shares can be judged
+Setting = tuple[float, float]  # learning rate; warm-up, as a share of the steps
+# DDP must beat no communication by this many standard errors before any arm can be judged.
+GAIN_ERRORS = 3.0
 LABELS = {"ddp": "DDP, exact", "none": "no communication"}
 
 
@@ -49,23 +50,23 @@ class Result:
     name: str
     label: str
     setting: Setting
-    grid: Mapping[Setting, float | None]  # the loss of each on the first seed, None for diverged
+    grid: Mapping[Setting, float | None]  # each one's loss on the first seed; None: diverged
     outcomes: tuple[Outcome, ...]
 
     def values(self, metric: str) -> list[float]:
-        """Return the metric of each seed; empty if one of them has none."""
+        """Return a metric's value for each seed, or an empty list if any seed lacks it."""
         found = [outcome.metrics[metric] for outcome in self.outcomes if metric in outcome.metrics]
         return found if len(found) == len(self.outcomes) else []
 
     @property
     def at_edge(self) -> bool:
-        """True if the best rate is at an end of its grid, so that a better one may lie outside."""
+        """True if the best rate is at an end of its grid; a better one may lie outside."""
         rates = sorted({rate for rate, _ in self.grid})
         return len(rates) > 1 and self.setting[0] in (rates[0], rates[-1])
 
 
 class Study:
-    """One recipe in one tier."""
+    """One recipe at the sizes of one tier."""
 
     def __init__(self, recipe: Recipe, tier: str) -> None:
         self.recipe, self.tier = recipe, tier
@@ -93,7 +94,10 @@ class Study:
         }
 
     def run(self, shelf: Shelf, workers: int, progress: Callable[[float], None]) -> list[Result]:
-        """Run all jobs that the shelf lacks; an interruption loses only those that were running."""
+        """Run the jobs that the shelf lacks and return each arm's result.
+
+        An interruption loses only the jobs that were running.
+        """
         seeds = self.sizes.seeds
         search = {name: self.searched(name) for name in self.arms if len(self._grid(name)) > 1}
         steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
@@ -115,7 +119,7 @@ class Study:
         return results
 
     def judged(self, results: Sequence[Result]) -> list[Finding]:
-        """Return the finding of each of the recipe's rules."""
+        """Judge each of the recipe's rules."""
         by_name = {result.name: result for result in results}
         sweeps = {
             name: {value: f"{name}@{value:g}" for value in arm.sweep.values}
@@ -134,7 +138,7 @@ class Study:
         return findings
 
     def job(self, name: str, seed: int, setting: Setting) -> AnyJob:
-        """Return one run of one arm."""
+        """Return the job that runs an arm once, with this seed and setting."""
         arm, sizes = self.arms[name], self.sizes
         if self.recipe.experiment == "noise":
             assert arm is not None
@@ -156,7 +160,7 @@ class Study:
         return list(itertools.product(rates, self.sizes.warmup))
 
     def searched(self, name: str) -> list[AnyJob]:
-        """Return the jobs of an arm's search: each setting of its grid, at the first seed."""
+        """Return the jobs of an arm's search: each setting of its grid, on the first seed."""
         return [self.job(name, self.sizes.seeds[0], setting) for setting in self._grid(name)]
 
     def _best(
@@ -175,10 +179,14 @@ class Study:
         ), losses
 
     def _scaled(self, name: str, outcome: Outcome) -> Outcome:
-        """Give a line, which ran without peers, a ring's bytes and the swarm's tokens and time."""
+        """Scale a baseline, run in one process, to the swarm's tokens and time.
+
+        DDP also gets the bytes of a ring all-reduce; no communication sends none.
+        """
         if name not in LINES or outcome.diverged:
             return outcome
         peers, sizes = self.sizes.peers, self.sizes
+        # Every step of DDP waits for its slowest peer.
         slowest = max(
             (max(arm.speeds, default=1.0) for arm in self.recipe.arms.values()), default=1.0
         )
@@ -203,7 +211,7 @@ class Study:
         )
 
     def _idle(self, results: Mapping[str, Result]) -> str:
-        """Return why communication cannot be judged, as DDP gains too little; empty if it can."""
+        """Return why losses cannot be judged (DDP gains too little to tell), or "" if they can."""
         if self.recipe.experiment == "noise" or self.sizes.peers == 1:
             return ""
         both = results["none"].values("loss"), results["ddp"].values("loss")
@@ -217,7 +225,7 @@ class Study:
         )
 
     def _require_tokens(self, results: Iterable[Result]) -> None:
-        """Raise `Failure` unless arms of one speed trained exactly the planned tokens."""
+        """Raise `Failure` unless arms whose peers are equally fast trained the planned tokens."""
         planned = self.sizes.steps * self.sizes.batch * self.sizes.seq
         for result in results:
             arm = self.arms[result.name]
@@ -233,7 +241,7 @@ class Study:
 
 
 def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
-    """Return one run of an arm, or of the baseline of this name if `arm` is None."""
+    """Return the job for one run of an arm, or of the baseline `name` if `arm` is None."""
     common = {field: getattr(sizes, field) for field in _COMMON} | {
         "seed": seed,
         "lr": setting[0],
@@ -265,7 +273,7 @@ def verdict(tier: str, findings: Sequence[Finding]) -> str | None:
 
 
 class _Steps:
-    """The finished share of a study, over phases that may repeat jobs."""
+    """The finished share of a study, over two phases that may share jobs."""
 
     def __init__(self, search: int, final: int, progress: Callable[[float], None]) -> None:
         self._total, self._done, self._progress = search + final, 0, progress

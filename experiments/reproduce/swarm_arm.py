@@ -1,9 +1,9 @@
-"""A swarm arm: the product's own nodes in virtual time, started together and measured on the way.
+"""A swarm arm: real nodes in virtual time, started together and measured as they train.
 
-Unlike in `farflock sim`, for fair arms: no peer trains before all are members, so that all arms
-have the same tokens; the batches are parts of the run's own (experiments/reproduce/share.py); and
-the line is so fast that virtual time is computing and waiting only. The transfers' time is added
-afterwards, for any rate.
+Three things differ from `farflock sim`, so that arms can be compared. No peer trains before all are
+members, so all arms train the same tokens. Each peer's batch is a part of the run's own
+(experiments/reproduce/share.py). Links are so fast that virtual time is only computing and waiting;
+the time of the transfers is added afterwards, for any rate.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-FAST = LinkModel(1e9, 1e9, 0.001, 0.0)  # 8 Gbit/s, 1 ms: next to nothing beside a step
-LATE = 0.7  # of a deadline: the others waited for half of it and went on
+FAST = LinkModel(1e9, 1e9, 0.001, 0.0)  # 8 Gbit/s, 1 ms: negligible next to a step
+LATE = 0.7  # share of the deadline: the others wait for half of it, then go on
 TOGETHER_S = 0.05  # between checks that all peers are members
-FAR = 100  # times the run's tokens: peers of one speed end after their steps, not by tokens
+FAR = 100  # times the run's tokens: equally fast peers stop after their steps, not at a token count
 
 
 class Measured(Simulation):
@@ -74,7 +74,7 @@ class Measured(Simulation):
         node: ReplicaNode,
         train: Callable[[Callable[[], float]], Awaitable[float | None]],
     ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-        """Return a step that waits for the start, is as slow as its peer, and is late if told."""
+        """Wrap `train`: wait for the start, take as long as this peer does, sometimes be late."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
         slowness = job.speeds[index] if job.speeds else 1.0
         period = job.options.get("period", 0)
@@ -94,17 +94,17 @@ class Measured(Simulation):
         return step
 
     async def _together(self) -> None:
-        """Wait until every peer is a member; then the run begins."""
-        while not self._complete():  # noqa: ASYNC110 - all nodes' condition
+        """Wait until every peer is a member, and record when the run began."""
+        while not self._complete():  # noqa: ASYNC110 - no event covers all nodes
             await asyncio.sleep(TOGETHER_S)
         if self._began is None:
             self._began = asyncio.get_running_loop().time(), self._sent_bytes()
 
     async def _look(self) -> None:
-        """Measure the run after each share, half a step later, when all have applied their results.
+        """Measure the run at each of its points, half a step later, when all results are applied.
 
-        The peer that makes a share's last step asks: the first peer may be ahead of those that it
-        does not wait for.
+        Every peer checks after its steps: the first peer may be ahead of others that it does not
+        wait for.
         """
         tokens = min(self.trained_tokens, self.job.total_tokens)
         if tokens * self.job.points // self.job.total_tokens > self._looks:
@@ -119,7 +119,7 @@ class Measured(Simulation):
         return steps * self.job.seq * self.job.batch // self.job.peers
 
     def look(self, tokens: int, now_s: float) -> None:
-        """Add a point to the curve: the first peer's evaluation, and the spread of all."""
+        """Add a point to the curve: the first peer's held-out loss, and the spread over all."""
         assert self._began is not None, "no peer has begun"
         began_s, began_bytes = self._began
         models = [_model(node) for node in self.nodes.values()]
@@ -141,7 +141,7 @@ class Measured(Simulation):
         )
 
     def final_loss(self) -> float:
-        """Return the mean over peers of their held-out loss; equal models are evaluated once."""
+        """Return the mean held-out loss over peers; equal models are evaluated once."""
         models = [_model(node) for node in self.nodes.values()]
         hashes = [state_hash(model) for model in models]
         losses = {
@@ -152,7 +152,7 @@ class Measured(Simulation):
 
 
 class _Rounds:
-    """The number of participants of each round, as the nodes report it."""
+    """The number of participants in each round, as the nodes report it."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], int] = {}
@@ -160,7 +160,7 @@ class _Rounds:
     def watching(
         self, report: Callable[[str, dict[str, Any]], None]
     ) -> Callable[[str, dict[str, Any]], None]:
-        """Return a report function that also counts."""
+        """Wrap a report function so that it also counts participants."""
 
         def seen(kind: str, fields: dict[str, Any]) -> None:
             if kind == "round":
@@ -172,7 +172,7 @@ class _Rounds:
 
     @property
     def missed(self) -> float:
-        """The share of contributions in no round, relative to the largest group."""
+        """The share of contributions missing from rounds, if all were as large as the largest."""
         expected = len(self._seen) * max(self._seen.values(), default=1)
         return 1 - sum(self._seen.values()) / expected if expected else 0.0
 
@@ -208,8 +208,7 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
 
 
 def spread(models: Sequence[Tensors]) -> float:
-    """Return the standard deviation of a weight over replicas, as root mean square over all
-    weights."""
+    """Return the standard deviation over replicas, as the root mean square over all weights."""
     total, count = 0.0, 0
     for name in models[0]:
         together = torch.stack([model[name].double() for model in models])
@@ -219,7 +218,7 @@ def spread(models: Sequence[Tensors]) -> float:
 
 
 def correlation(ours: list[float], others: list[float]) -> float | None:
-    """Return Pearson's correlation; None where one of the two never changes."""
+    """Return Pearson's correlation; None for fewer than 3 values or if either never changes."""
     if len(ours) < 3 or len(set(ours)) == 1 or len(set(others)) == 1:
         return None
     both = torch.tensor([ours, others], dtype=torch.float64)

@@ -14,7 +14,7 @@ Measure = Callable[[Mapping[str, Tensor]], float]
 
 
 def measure(model: ModelConfig, seed: int, seq: int, sequences: int, device: str) -> Measure:
-    """Return a function from parameters to the held-out loss in nats per token."""
+    """Return a function that maps parameters to the held-out loss, in nats per token."""
     x, y = evaluation(texts()[1], seq, sequences)
     judge: nn.Module = build(model, seed).to(device)
     places = dict(judge.named_parameters())

@@ -1,9 +1,8 @@
-"""From numbers over seeds to a verdict.
+"""Verdicts from numbers over seeds.
 
-A rule holds, or its opposite does, only beyond its tolerance in standard errors; anything between
-cannot be told at this scale. Differences are taken between runs of the same seed, which share data
-and initial weights, so most noise cancels. A number without randomness, computed once, has no
-error.
+A rule holds or fails only beyond its tolerance in standard errors; anything between cannot be told
+at this scale. Differences are taken between runs of the same seed, which share data and initial
+weights, so most noise cancels. A number without randomness is computed once and has no error.
 """
 
 import math
@@ -18,19 +17,19 @@ Word = Literal["reproduced", "not reproduced", "cannot tell at this scale"]
 YES: Word = "reproduced"
 NO: Word = "not reproduced"
 UNKNOWN: Word = "cannot tell at this scale"
-Values = Mapping[str, Sequence[float]]  # of each arm, by seed in the same order
+Values = Mapping[str, Sequence[float]]  # by arm; one per seed, in the same order
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over seeds; the standard error is infinite for one seed, 0 for an exact number."""
+    """A mean over seeds and its standard error: infinite for one seed, 0 for an exact number."""
 
     mean: float
     error: float
 
     @property
     def text(self) -> str:
-        """Mean ± standard error; an exact number has none."""
+        """The mean ± its standard error; the mean alone for an exact number."""
         if not self.error:
             return f"{self.mean:.4g}"
         return (
@@ -42,7 +41,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one rule: the word, our numbers, and the reason."""
+    """The verdict on one rule, with our numbers and the reason."""
 
     word: Word
     ours: str
@@ -50,7 +49,7 @@ class Finding:
 
 
 def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
-    """Return mean and standard error over seeds; if `exact`, the only value without an error."""
+    """Return the mean and standard error over seeds; if `exact`, the only value, with error 0."""
     if exact:
         (value,) = values
         return Estimate(value, 0.0)
@@ -59,7 +58,7 @@ def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
 
 
 def between(found: Estimate, low: float | None, high: float | None, tolerance: float) -> Word:
-    """Judge low <= the true value <= high, as far as it can be told."""
+    """Judge whether the true value lies within `low` and `high`; None is no limit."""
     least = -math.inf if low is None else low
     most = math.inf if high is None else high
     if not math.isfinite(found.error):
@@ -71,7 +70,7 @@ def between(found: Estimate, low: float | None, high: float | None, tolerance: f
 
 
 def rises(found: Estimate, tolerance: float) -> Word:
-    """Judge that the true value is above 0; exactly 0 neither rises nor falls."""
+    """Judge whether the true value is above 0; an exact 0 neither rises nor falls."""
     if not math.isfinite(found.error):
         return UNKNOWN
     margin = tolerance * found.error
@@ -81,7 +80,7 @@ def rises(found: Estimate, tolerance: float) -> Word:
 def judge(
     rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]], exact: bool = False
 ) -> Finding:
-    """Judge a rule by its metric's `values`; `sweeps` name the arm of each value of a swept arm."""
+    """Judge a rule by its metric's `values`; `sweeps` maps a swept arm's option values to arms."""
     if rule.kind == "optimum":
         return _optimum(rule, values, sweeps)
     lacking = [name for name in rule.arms if not values.get(name)]
@@ -102,7 +101,7 @@ def judge(
 
 
 def together(findings: Sequence[Finding]) -> Word:
-    """Return a recipe's verdict: every rule must hold, and one that fails is enough."""
+    """Return a recipe's verdict: one failed rule decides against it, and all rules must hold."""
     words = {finding.word for finding in findings}
     return NO if NO in words else UNKNOWN if UNKNOWN in words else YES
 
@@ -125,7 +124,7 @@ def _limits(rule: Rule) -> str:
 
 
 def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
-    """Judge that the metric rises from each arm to the next."""
+    """Judge whether the metric rises from each arm to the next."""
     steps, rose = [], []
     for before, after in zip(rule.arms, rule.arms[1:], strict=False):
         each = estimate(
@@ -142,7 +141,11 @@ def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
 
 
 def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
-    """Judge whether the value with the lowest metric rises from arm to arm, seed by seed."""
+    """Judge whether the option value with the lowest metric rises from arm to arm.
+
+    The rise is that from the first arm to the last, seed by seed; the means of the arms between
+    must be in order too.
+    """
     best: dict[str, list[float]] = {}
     for name in rule.arms:
         grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}

@@ -1,8 +1,8 @@
 """The code behind a job: a hash over the syntax of all modules that it imports, transitively.
 
-A change to a page, a comment, a docstring, the format or another method leaves measured arms valid;
-one to the loop, the links or this method's arithmetic does not. The catalogues import everything;
-of them only the named method and its codecs count.
+A change to a page, a comment, a docstring, the layout or another method leaves measured arms valid;
+a change to the loop, the links or this method's arithmetic does not. The catalogues import
+everything, so they are left out; the named method and its codecs are added instead.
 """
 
 import ast
@@ -31,7 +31,7 @@ PACKAGE = Path(farflock.__file__).parent
 
 
 def code_version(job: msgspec.Struct) -> str:
-    """Return a hash of a job's code, and the version of torch."""
+    """Return the hash of a job's code, and the version of torch."""
     modules = list(ROOTS[str(type(job).__struct_config__.tag)])
     method, options = getattr(job, "method", None), getattr(job, "options", {})
     if method is not None:
@@ -63,7 +63,7 @@ def _syntax_hash(source: str) -> str:
 
 
 def closure(roots: Iterable[str]) -> dict[str, Path]:
-    """Return our modules that these import, transitively, with files; catalogues excluded."""
+    """Return the files of `roots` and of our modules that they import, without the catalogues."""
     found: dict[str, Path] = {}
     waiting = list(roots)
     while waiting:
@@ -78,7 +78,7 @@ def closure(roots: Iterable[str]) -> dict[str, Path]:
 
 @functools.cache
 def _imported(source: str) -> tuple[str, ...]:
-    """Return our names that a module imports, also inside functions."""
+    """Return the names of ours that a module imports, also inside functions."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("farflock."):

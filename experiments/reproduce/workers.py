@@ -1,7 +1,7 @@
-"""Runs jobs in a few processes and yields their outcomes; however this ends, no process is left.
+"""Jobs in a few worker processes, none of which outlives the command, however it ends.
 
-One job keeps one core busy, and a simulation cannot share its loop, so jobs run in processes. Jobs
-and outcomes are sent as JSON: no process rebuilds objects from another's bytes.
+One job keeps one core busy, and a simulation cannot share its event loop, so jobs run in processes.
+Jobs and outcomes are sent as JSON, not pickled.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from farflock.node.errors import Failure, explained
 from farflock.node.process.worker_processes import warm
 
 LOOK_S = 0.5  # between checks for dead workers
-END_S = 5.0  # for a worker that was asked to end
+END_S = 5.0  # for a worker to end after it is asked to
 TELL_SHARE = 0.02  # of a job between two reports of its progress
 
-GONE = (Diverged, UnencodableTensor)  # a loss, or an update, that is not finite
+GONE = (Diverged, UnencodableTensor)  # a loss or an update is not finite
 
 Told = Callable[[AnyJob, float], None]
 
 
 class _Word(msgspec.Struct):
-    """A worker's message: its progress, or the outcome, or the reason for having none."""
+    """A worker's message: its progress, its outcome, or the reason why it failed."""
 
     share: float = 0.0
     outcome: Outcome | None = None
@@ -45,7 +45,7 @@ class _Worker:
 
 
 def run(job: AnyJob, progress: Callable[[float], None]) -> Outcome:
-    """Run one job in this process; its metrics are empty if it diverged."""
+    """Run one job in this process; if it diverges, its outcome has no metrics."""
     import time
 
     begin_s = time.monotonic()
@@ -59,7 +59,7 @@ def run(job: AnyJob, progress: Callable[[float], None]) -> Outcome:
 
 
 def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[AnyJob, Outcome]]:
-    """Yield outcomes as they come, each with its job; a single worker is this process."""
+    """Yield each job and its outcome as it finishes; one worker means this process."""
     if workers <= 1 or len(jobs) <= 1:
         for one in jobs:
             yield one, run(one, functools.partial(told, one))
@@ -88,7 +88,7 @@ def outcomes(
     kept: Callable[[list[AnyJob]], None],
     told: Told,
 ) -> dict[str, Outcome]:
-    """Return outcomes by key: those on the shelf, told to `kept`, and the rest, run in order."""
+    """Return outcomes by key: from the shelf, after `kept` has those jobs, or else from a run."""
     wanted = {key(job): job for job in jobs}
     found = {
         name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None
@@ -103,8 +103,10 @@ def outcomes(
 
 
 def _runner(job: AnyJob) -> Callable[..., Outcome]:
-    """Return the job's function. Imports are late because a command that only lists needs none of
-    them."""
+    """Return the function that runs a job of this kind.
+
+    Imports are late: a command that only lists recipes needs none of these modules.
+    """
     from farflock.experiments.reproduce import line, noise, swarm_arm
 
     if isinstance(job, Swarm):
@@ -113,7 +115,7 @@ def _runner(job: AnyJob) -> Callable[..., Outcome]:
 
 
 def _diverged(error: BaseException) -> bool:
-    """Return whether this error reports nothing but divergence."""
+    """Return whether this error, or every error in this group, is a divergence."""
     if isinstance(error, BaseExceptionGroup):
         return all(_diverged(one) for one in error.exceptions)
     return isinstance(error, GONE)
@@ -121,7 +123,7 @@ def _diverged(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _crew(count: int) -> Iterator[list[_Worker]]:
-    """Run workers that live as long as the block."""
+    """Start workers that live as long as the block."""
     context = warm("farflock.experiments.reproduce.swarm_arm")
     crew = []
     try:
@@ -166,7 +168,7 @@ def _hear(worker: _Worker) -> _Word:
 
 
 def _work(line: Connection) -> None:
-    """Serve jobs until the line closes; Ctrl-C is for the process that started us."""
+    """Run jobs until the pipe closes; ignore Ctrl-C, which the parent process handles."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

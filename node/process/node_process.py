@@ -63,7 +63,7 @@ JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
-REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start anew
+REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
 INVITE_LASTS_S = 7 * 24 * 3600
 STATUS_EVERY_S = 1.0
 PACE_SAMPLES = 10  # seconds over which the pace is measured
@@ -107,8 +107,8 @@ class NodeProcess:
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """Return an invite with this node's address and others', as this node may have none or
-        may stop."""
+        """Return an invite with this node's address and those of others, since this node may have
+        none, or may stop."""
         return mint(self._invite((*self.directory.addresses[:1], *self._others())))
 
     def _others(self) -> tuple[str, ...]:
@@ -379,8 +379,8 @@ async def _join(
 
 
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
-    """Check that a whole model fits the memory. In a pipeline, that is checked once the stage is
-    known."""
+    """Raise `error` unless a whole model fits the memory. A pipeline's node checks that once it
+    knows its stage."""
     if manifest.pipeline is None:
         require_memory(manifest.plan(), error)
 

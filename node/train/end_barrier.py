@@ -29,7 +29,7 @@ class EndBarrier:
         self._alone_s: float | None = None  # when this peer became alone
         self._agreed = (-1, 0)  # agreed tokens, and this node's estimate when they last changed
         self._ends_s: float | None = None  # end of the wait for the others
-        self._has_told = False  # its rounds; before that it compares nothing
+        self._has_told = False  # announced its rounds; before that, it compares nothing
 
     def is_due(self, total_tokens: int) -> bool:
         """Return whether the agreed tokens have reached the total.

@@ -63,7 +63,8 @@ def below(bound: int, seed: int, stream: int, round_number: int, count: int) -> 
 
 
 def permutation(seed: int, stream: int, round_number: int, count: int) -> Tensor:
-    """Return a permutation of 0..count-1 as int64: places by random 64-bit key, then by place."""
+    """Return a permutation of 0..count-1 as int64: numbers sorted by random 64-bit keys, ties by
+    number."""
     pairs = words(seed, stream, round_number, 2 * count).reshape(count, 2)
     keys = (pairs[:, 0] << 32) | pairs[:, 1]  # sorted as signed integers, which is as random
     return torch.sort(keys, stable=True).indices

@@ -1,7 +1,7 @@
-"""A plan's paths while a planner changes them a little at a time, never breaking a rule.
+"""Paths that a planner changes a little at a time, without ever breaking a rule of the plan.
 
-The planner changes one or two paths, judges the result, and takes back what is not better: with
-only valid paths there is nothing to repair.
+The planner changes one or two paths, judges the result, and undoes what is not better. All paths
+stay valid, so there is nothing to repair.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from farflock.swarm.paths.timetable import (
 
 MAX_MICROBATCHES = 4096  # per horizon
 
-Change = dict[int, Path]  # new paths by their place
+Change = dict[int, Path]  # new paths by their index
 
 _ALONE = ("mate", "flip", "shift")
 _MOVES = (*_ALONE, "trade", "trade", "exchange")
@@ -33,7 +33,7 @@ class Instance:
     """A planning problem.
 
     `serving[stage]` are a stage's servers; each server of stage 0 begins a lane of `turns`
-    microbatches, `per_step` of them a step. Times are the seconds of a forward pass at each peer
+    microbatches, `per_step` of them per step. Times are the seconds of a forward pass at each peer
     and of a microbatch between two peers. A peer has memory for `memory` microbatches. With `swaps`
     two stages may change places.
     """
@@ -67,7 +67,7 @@ class Instance:
         return len(self.serving[0]) * self.turns
 
     def timetable(self, plan: PathPlan) -> Timetable:
-        """Return what the plan would do over these links."""
+        """Return the times of all passes if the plan runs over these links."""
         return timetable(
             plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first
         )
@@ -97,13 +97,14 @@ class Draft:
         )
 
     def adopt(self, plan: PathPlan) -> None:
-        """Take the paths of a plan, and restore their balance at the least delay."""
+        """Take the paths of a plan, and restore their balance with the least delay."""
         self.apply(dict(enumerate(plan.paths)))
         while change := self._mended():
             self.apply(change)
 
     def _mended(self) -> Change:
-        """Return a path with the least visited stage for the most visited, or {} if balanced."""
+        """Return a path with the least visited stage in place of the most visited, or {} if
+        stages are balanced."""
         visits = {stage: self._visits[stage] for stage in self._instance.terms.optional}
         if not visits or max(abs(count - self._mean) for count in visits.values()) <= 1:
             return {}
@@ -144,7 +145,7 @@ class Draft:
         return before
 
     def propose(self) -> Change:
-        """Return new paths for one or two places; empty if the draw does not fit."""
+        """Return new paths for one or two indices; empty if the random choice is not valid."""
         many = len(self.paths)
         one = self._chance.randrange(many)
         other = (one + self._chance.randrange(1, many)) % many if many > 1 else one
@@ -220,7 +221,7 @@ class Draft:
         )
 
     def _place(self, path: Path) -> int:
-        """Return a random place but the first; 0 if there is no other."""
+        """Return a random place in a path except the first; 0 if there is no other."""
         return self._chance.randrange(1, len(path)) if len(path) > 1 else 0
 
     def _fitting(self, change: Change) -> Change:
@@ -233,7 +234,7 @@ class Draft:
 
 
 def even_paths(instance: Instance, different: int) -> list[Path]:
-    """Return paths that take the optional stages and their servers in turn, whatever the cost."""
+    """Return paths that take the optional stages and their servers in turn, regardless of cost."""
     terms, serving = instance.terms, instance.serving
     optional, count = terms.optional, terms.visited - len(terms.needed)
     visits: Counter[int] = Counter()

@@ -23,8 +23,8 @@ HELD_S = 3.0  # a member held back from stage rounds for this long pushes the de
 # Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
 # the decision.
 ROUNDS_AHEAD = 2
-# The wait before each further proposal doubles this often: over slow links, one has to get through
-# before the next outbids it.
+# The wait before each further proposal doubles up to this many times: over slow links, a proposal
+# has to get through before the next one outbids it.
 MAX_BACKOFF_DOUBLINGS = 3
 
 

@@ -1,6 +1,7 @@
 """State of one partner in the links: connections both ways, queue, liveness.
 
-A connection counts whoever dialled it: a peer behind a NAT dials out and is answered on it.
+A connection counts no matter which side dialled it: a peer behind a NAT dials out, and the partner
+answers on the same connection.
 """
 
 import math
@@ -28,7 +29,7 @@ MAX_REDIAL_S = 8.0
 
 
 def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
-    """Return a record's ZMQ endpoints as (control, bulk) pairs, without kinds of newer builds."""
+    """Return a record's ZMQ endpoints as (control, bulk) pairs, without kinds unknown here."""
     pairs = []
     for control, bulk in zip(record.endpoints[::2], record.endpoints[1::2], strict=False):
         try:
@@ -143,12 +144,12 @@ class Partner:
     tunnel: Tunnel | None = None
     via: PeerId | None = None  # the relay in use
     via_s: float = 0.0  # when we began to try it
-    # The sealed first frame of each lane that found no room.
+    # By lane, the sealed first frame that found no room.
     stuck: list[bytes | None] = field(default_factory=lambda: [None, None])
     lost_s: float | None = None  # when the last control connection went down
     roadless_s: float | None = None  # since when there has been no transport at all
     traffic: dict[Transport, Traffic] = field(default_factory=dict)
-    relayed_bytes: int = 0  # forwarded here for it
+    relayed_bytes: int = 0  # forwarded for it by this node
     rtt_s: float | None = None
     pings: int = 0
     ping_s: float = 0.0

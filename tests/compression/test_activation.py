@@ -1,5 +1,5 @@
-"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue,
-and how peers agree on one."""
+"""The law of `ActivationCodec` (compression/activation.py) on every name of its catalogue, and how
+peers agree on a codec."""
 
 import contextlib
 import dataclasses
@@ -46,9 +46,8 @@ SHAPES = [(2, 5, WIDTH), (1, 1, WIDTH), (3, 7, WIDTH), (0, 4, WIDTH), (2, 0, WID
 KINDS = ("usual", "any", "huge", "denormal", "half", "rare", "zeros", "largest")
 REFUSALS = (CorruptPayload, Incompatible, ResyncNeeded)
 
-pytestmark = pytest.mark.usefixtures(
-    "oracle"
-)  # the kernel has its bits (test_native.py); hostile bytes go to both
+# the kernel has its bits (test_native.py); hostile bytes go to both
+pytestmark = pytest.mark.usefixtures("oracle")
 each_codec = pytest.mark.parametrize("name", NAMES)
 few = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -63,7 +62,7 @@ def basis(values):
 
 @pytest.fixture
 def ends(basis):
-    """A function name -> the sender's and the receiver's codec."""
+    """A function from a name to the sender's and the receiver's codec."""
     return lambda name: tuple(activation_codec(name, edge="a>b", basis=basis) for _ in range(2))
 
 
@@ -86,8 +85,8 @@ def backward_of(ctx, arrived):
 
 @pytest.fixture
 def activation(values, basis):
-    """A function (name, ctx, kind, seed) -> what a stage may send: any values,
-    but of subspaces what lies in them."""
+    """A function (name, ctx, kind, seed) -> an activation that a stage may send: any values, or for
+    a subspace codec values in the subspace."""
 
     def make(name, ctx, kind="usual", seed=0):
         if not name.startswith("subspace"):
@@ -111,7 +110,7 @@ def ctx_limit(encode, ctx):
 
 
 def twin(name, x, ctx):
-    """The result of the flat codec of the same name; a codec without memory must equal it."""
+    """The result of the flat codec of the same name, which a codec without memory must equal."""
     c, out, payload = codec(name), torch.empty(x.numel()), bytearray()
     c.encode(x.reshape(-1), ctx.flat(), payload)
     c.decode(payload, ctx.flat(), out)
@@ -306,8 +305,7 @@ def test_every_truncation_and_extension_is_refused(ends, activation, name):
 
 
 class Taken(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside, also of those that are freed again:
-    no less than the peak."""
+    """A count of the bytes of all tensors made inside, freed ones too: at least the peak."""
 
     def __init__(self):
         super().__init__()
@@ -325,12 +323,11 @@ class Taken(TorchDispatchMode):
 
 
 def memory_taken(action):
-    """Bytes of tensors, and peak of Python's own memory, while `action` runs;
-    a refusal counts as an end."""
+    """Return the bytes of tensors and the peak of Python's own memory while `action` runs, to its
+    end or to a refusal."""
     with Taken():
-        torch.empty(
-            1
-        )  # what torch imports when it is watched for the first time is no codec's memory
+        # torch's imports at its first watched call are not the codec's memory
+        torch.empty(1)
     tracemalloc.start()
     with Taken() as taken, contextlib.suppress(*REFUSALS):
         action()
@@ -401,7 +398,7 @@ def test_the_gradient_under_the_mask_is_the_gradient_of_what_was_computed(values
     )
 
 
-def test_a_mask_that_nobody_gives_is_asked_for():
+def test_a_missing_mask_is_asked_for():
     c, grad = Masked(codec("topk:3/10")), torch.ones(1, 1, 20)
     with pytest.raises(ValueError, match="give it to the gradient's context"):
         c.encode_grad(grad, ActivationContext((1, 1, 20), direction="backward"), bytearray())

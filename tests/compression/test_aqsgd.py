@@ -1,5 +1,5 @@
-"""Tests specific to AQ-SGD: whatever is lost, doubled, reordered or restarted,
-both ends hold the same m or say so."""
+"""Tests specific to AQ-SGD: whatever is lost, doubled, reordered or restarted, both ends hold the
+same m or say that they do not."""
 
 import dataclasses
 import hashlib
@@ -47,13 +47,14 @@ def message_of(sender, x, ctx):
 
 
 def held(one, sample):
-    """The value of a sample that an end remembers, as float32, or None."""
+    """The value that an end holds for a sample, as float32, or None."""
     entry = one.cache.get(sample)
     return None if entry is None else entry.values.float()
 
 
 def delivered(sender, receiver, x, ctx):
-    """A message that arrives, with the resync that the receiver may ask for; how often it did."""
+    """Deliver a message, with a resync if the receiver asks for it; return its values and the
+    number of resyncs."""
     try:
         return receiver.decode(message_of(sender, x, ctx), ctx), 0
     except ResyncNeeded as needed:
@@ -239,7 +240,7 @@ events = st.lists(
 @settings(max_examples=60)
 @given(events, st.integers(1, 7), st.integers(0, 2**31))
 def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, seed):
-    """Loss, doubling, reordering, restarts, caches that overflow: a value that is used is the one
+    """Under loss, doubling, reordering, restarts and full caches, a value that is used is the one
     that was meant."""
     more = {"max_samples": room, "max_cache_bytes": 5 * 2 * EACH}
     sender, receiver, late = end(**more), end(**more), []
@@ -275,7 +276,7 @@ def test_whatever_happens_the_receiver_uses_the_senders_m_or_asks(script, room, 
 
 
 def meaning(sender, x, ctx):
-    """A message, and what m it stands for: what a receiver that got all there was would use."""
+    """A message and the m that it stands for: what a receiver that got every message would use."""
     before = {sample: held(sender, sample) for sample in ctx.samples}
     message = message_of(sender, x, ctx)
     shadow = end(max_samples=99)
@@ -347,7 +348,7 @@ def test_samples_that_stay_away_make_room():
 
 
 def test_a_cache_for_half_of_the_samples_serves_half_of_the_visits_in_shuffled_epochs():
-    """The docstring's claim, and the policy that it compares: the oldest always leaves."""
+    """The docstring's claim, compared with a policy by which the oldest always leaves."""
     hits = {"waits": 0, "displaces": 0}
     for policy in hits:
         cache, generator = Cache(100, 1 << 30), torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
 """Scales and codes: the limits that keep decoding finite and free of denormals, and the arithmetic,
-against numpy."""
+compared with numpy."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Names and codecs: every name builds its codec, every codec has one name,
-wrong names get a useful answer."""
+"""Names and codecs: every name builds its codec, every codec has one name, and wrong names get a
+useful answer."""
 
 import pytest
 from hypothesis import given

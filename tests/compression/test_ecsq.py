@@ -1,4 +1,4 @@
-"""Tests specific to ecsq: codes and steps as a slow twin finds them, bits near their entropy,
+"""Tests specific to ecsq: codes and steps as a slow twin finds them, bits near their entropy, and
 hostile lists refused."""
 
 import math
@@ -25,7 +25,7 @@ def step_of(payload):
 
 
 def codes_of(x, step):
-    """The slow twin, in fp32 as the page says."""
+    """A slow twin, in fp32 as the page says."""
     step, up = np.float32(step), np.float32(5 / 16)
     return [math.floor(np.float32(abs(number)) / step + up) for number in x.numpy()]
 
@@ -59,13 +59,11 @@ def test_the_step_is_the_smallest_that_is_sure_to_keep_the_rate_up_to_the_larges
     x = values(kind, COUNT).clamp(-(2.0**127), 2.0**127)
     step, peak = step_of(encoded(Ecsq(rate), x)), float(x.abs().max())
     if sure_bits(codes_of(x, step)) > COUNT * rate / 100:
-        assert step == pytest.approx(
-            peak, rel=2.0**-8
-        )  # nothing but the largest would have been too much
+        # nothing but the largest would have been too much
+        assert step == pytest.approx(peak, rel=2.0**-8)
     elif step > peak / 1000:
-        assert (
-            sure_bits(codes_of(x, 0.97 * step)) > COUNT * rate / 100
-        )  # magnitudes are told apart to 1/128
+        # magnitudes are told apart to 1/128
+        assert sure_bits(codes_of(x, 0.97 * step)) > COUNT * rate / 100
 
 
 @given(
@@ -117,9 +115,8 @@ def test_bits_are_within_6_percent_of_the_codes_order_0_entropy_and_10_below_the
 def test_a_bit_a_value_loses_less_than_signs_do():
     x = noise("laplace")
     error = (round_trip(Ecsq(), x) - x).square().sum() / x.square().sum()
-    assert (
-        float(error) < 0.31 < 0.5
-    )  # the best sign and scale loses a half of Laplace values' energy
+    # the best sign and scale loses a half of Laplace values' energy
+    assert float(error) < 0.31 < 0.5
 
 
 def test_what_is_far_from_the_rest_arrives_within_the_bound(values):

@@ -1,5 +1,5 @@
-"""Products whose sums are exact: against rational arithmetic, and with the same bits in whatever
-order they are summed."""
+"""Products whose sums are exact: compared with rational arithmetic, and with the same bits in any
+order of summation."""
 
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 def rational(left, right):
-    """The slow twin."""
+    """A slow twin in rational numbers."""
     columns = list(zip(*right.tolist(), strict=True))
     return [
         [

@@ -1,4 +1,4 @@
-"""Tests specific to FP4: levels are powers of two, the nearest on the straight line is taken,
+"""Tests specific to FP4: levels are powers of two, the nearest by absolute difference is taken, and
 0 has one code."""
 
 import struct
@@ -14,8 +14,8 @@ LEVELS = [0.0, *(2.0**e for e in range(-6, 1))]
 
 
 def nearest(numbers, block):
-    """Slow and obvious: for each number the nearest signed level of its block,
-    of two the larger."""
+    """A slow twin: for each number the nearest signed level of its block, or the larger of two
+    equally near ones."""
     out = []
     for start in range(0, len(numbers), block):
         part = numbers[start : start + block]

@@ -1,5 +1,5 @@
-"""Tests specific to Hadamard tiles: the rotation is the dense matrix's, exact there and back,
-and tames large channels."""
+"""Tests specific to Hadamard tiles: the rotation is that of the dense matrix, exact there and back,
+and it tames large channels."""
 
 import functools
 import hashlib
@@ -51,15 +51,15 @@ def values_of(c, payload, count):
 
 @functools.cache
 def dense(length):
-    """Sylvester's matrix, from its definition: an entry is -1 where the places share an odd number
-    of set bits."""
+    """Sylvester's matrix from its definition: an entry is -1 where its row and column share an odd
+    number of set bits."""
     return torch.tensor(
         [[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)]
     )
 
 
 def tiles(x, c):
-    """The tiles as float64 with the cut that the docstring names, and their rotation by the dense
+    """The tiles as float64, clamped as the docstring says, and their rotation by the dense
     matrix."""
     cut = x.double().clamp(-(2.0**100), 2.0**100)
     cut = torch.cat((cut, cut.new_zeros(-len(x) % c.tile))).view(-1, c.tile)
@@ -136,7 +136,7 @@ def test_a_large_channel_harms_its_neighbours_less_than_in_plain_blocks(values):
 
 
 def test_the_decoder_is_the_dense_matrix_on_the_codes_of_int4(values):
-    """A twin: rotate back in float64 what int4 holds; all that differs is float32 rounding."""
+    """A twin rotates the values of int4 back in float64; only float32 rounding differs."""
     x = values("usual", 64 * 50)
     payload = payload_of(Hadamard(4), x)
     codes = torch.empty(len(x))
@@ -151,8 +151,8 @@ def test_the_decoder_is_the_dense_matrix_on_the_codes_of_int4(values):
 
 
 def read_by_the_page(payload, tile, bits, count):
-    """docs/activation-format.md in plain Python, each sum rounded to float32 by numpy:
-    one tile after the other."""
+    """docs/activation-format.md in plain Python, one tile after the other, with each sum rounded to
+    float32 by numpy."""
     stream = int.from_bytes(hashlib.shake_128(b"hadamard 5").digest(-(-tile // 8)), "little")
     tiles, values = -(-count // tile), []
     for number in range(tiles):
@@ -262,8 +262,8 @@ def test_a_scale_that_no_writer_makes_is_refused(scale):
 
 
 def test_no_value_ever_passes_through_a_denormal(values):
-    """So processors that flush denormals read the same bits: the least scale there is,
-    and differences of neighbours."""
+    """So processors that flush denormals read the same bits. The cases are the smallest scale there
+    is, and differences of neighbours."""
     scale = float(np.nextafter(np.float32(2.0**-84), np.float32(1)))
     for seed in range(20):
         codes = (values("any", 512, seed).view(torch.int32) % 15 - 7).to(torch.int8).numpy() + 8

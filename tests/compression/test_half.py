@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("version")
 
 
 def returned(name, *numbers):
-    """These numbers after a round trip."""
+    """Return these numbers after a round trip."""
     return round_trip(Half(name), torch.tensor(numbers, dtype=torch.float32)).tolist()
 
 

@@ -1,5 +1,5 @@
-"""Tests specific to int4: two codes a byte, the filler of an odd count,
-and the code it never writes."""
+"""Tests specific to int4: two codes per byte, the filler of an odd count, and the code it never
+writes."""
 
 import struct
 

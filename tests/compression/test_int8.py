@@ -1,5 +1,5 @@
-"""Tests specific to int8: how good its stated bound is, no drift of block means,
-and the code it never writes."""
+"""Tests specific to int8: how tight its stated bound is, no drift of block means, and the code it
+never writes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("version")
 
 
 def half_steps(values, block, top):
-    """Blocks of values that lie exactly between two codes, where rounding errs most."""
+    """Blocks of values exactly half-way between two codes, where rounding errs most."""
     x = ((values("usual", block * 64).view(torch.int32) % (2 * top) - top).float() + 0.5).view(
         -1, block
     )
@@ -31,9 +31,8 @@ def test_the_mean_of_blocks_survives(values):
     x = values("usual", 256 * 400)
     drift = (round_trip(Int8(), x).double() - x.double()).view(400, 256).mean(dim=1)
     step = x.view(400, 256).abs().amax(dim=1).double() / 127
-    assert (
-        float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5
-    )  # five standard deviations of 256 fair roundings
+    # five standard deviations of 256 fair roundings
+    assert float((drift / step).abs().max()) < 5 / (12 * 256) ** 0.5
     assert abs(float((drift / step).mean())) < 5 / (12 * 256 * 400) ** 0.5
 
 

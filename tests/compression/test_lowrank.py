@@ -1,5 +1,5 @@
-"""Tests specific to low rank: matrices of few directions arrive, the best directions are found,
-the rest is bf16."""
+"""Tests specific to low rank: matrices of few directions arrive, the best directions are found, and
+other tensors are bf16."""
 
 import struct
 
@@ -25,7 +25,7 @@ def values_of(c, payload, rows, columns):
 
 
 def returned(c, x):
-    """A matrix after a round trip."""
+    """Return a matrix after a round trip."""
     return values_of(c, payload_of(c, x, x.shape[1]), *x.shape)
 
 
@@ -54,7 +54,7 @@ def test_a_matrix_of_no_higher_rank_arrives_within_what_eight_bits_round(shape):
 
 @pytest.mark.parametrize("rank", [1, 4, 12])
 def test_the_error_is_near_that_of_the_best_directions(rank):
-    """Eckart and Young: no sum of `rank` products comes closer than that of the largest singular
+    """By Eckart and Young, no sum of `rank` products comes closer than that of the largest singular
     values."""
     x = normal(80, 120) * torch.arange(1, 121) ** -0.7
     singular = torch.linalg.svdvals(x.double())
@@ -108,9 +108,8 @@ def test_what_is_no_whole_number_of_rows_is_sent_as_bf16():
 
 def test_a_payload_is_as_long_as_the_page_says():
     assert len(payload_of(LowRank(4), normal(96, 256), 256)) == 4 * (96 + 256 + 4)
-    assert len(payload_of(LowRank(9), normal(3, 500), 500)) == 3 * (
-        3 + 500 + 4
-    )  # there are no more directions
+    # there are no more directions
+    assert len(payload_of(LowRank(9), normal(3, 500), 500)) == 3 * (3 + 500 + 4)
     assert len(payload_of(LowRank(2), normal(3, 500), 500)) == 2 * (3 + 500 + 4)
 
 

@@ -1,5 +1,5 @@
-"""The compiled kernel against torch alone, to the bit, for every instruction set that this machine
-has."""
+"""The compiled kernel compared with torch alone, to the bit, for every instruction set that this
+machine has."""
 
 import importlib
 import math
@@ -114,7 +114,7 @@ def refused(untouched):
 
 @contextmanager
 def without_kernel(monkeypatch):
-    """As on a machine where none was built."""
+    """Import as on a machine on which no kernel was built."""
 
     def fail(name):
         raise ImportError(name)
@@ -279,7 +279,7 @@ def test_strided_values_are_encoded_as_their_copy(values):
 
 
 @each_kernel
-def test_a_payload_that_somebody_looks_at_cannot_grow_and_stays_as_it_is(values, kernel):
+def test_a_payload_under_a_memoryview_cannot_grow_and_stays_as_it_is(values, kernel):
     out = bytearray(b"before")
     with memoryview(out), pytest.raises(BufferError):
         kernel.encode("int8", values("usual", 300), out, 256)
@@ -316,8 +316,8 @@ def test_an_instruction_set_that_is_not_there_is_refused(kernel):
 
 @each_kernel
 def test_other_threads_go_on_while_the_loops_run(values, kernel):
-    """Nobody is forced to hand over Python's lock here, so they go on only if the kernel lets it
-    go."""
+    """No thread is forced to hand over Python's lock here, so others go on only if the kernel
+    releases it."""
     x, ticks, done = values("usual", 2**20), [], threading.Event()
 
     def tick():

@@ -1,5 +1,5 @@
-"""The shared pieces: bytes in and out, and the one-pass check that must find what isfinite would
-find."""
+"""The shared parts: bytes in and out, and the one-pass check, which must find what isfinite
+finds."""
 
 import pytest
 import torch

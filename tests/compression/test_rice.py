@@ -1,5 +1,5 @@
-"""Lists of numbers: what is written is read, in as few bits as a slow twin takes, near the entropy;
-hostile bytes end."""
+"""Lists of numbers: what is written is read back, in as few bits as a slow twin takes and near the
+entropy, and hostile bytes are refused."""
 
 import math
 import tracemalloc
@@ -23,7 +23,7 @@ def written(numbers):
 
 
 def twin(numbers):
-    """Slow and obvious: the width by trial of all, the bits as text."""
+    """A slow twin: it tries all widths, and its bits are text."""
     if not numbers:
         return b""
     width = min(

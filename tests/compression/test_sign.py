@@ -1,5 +1,5 @@
-"""Tests specific to sign: a bit a value, the block's mean magnitude,
-and a sum that no machine rounds differently."""
+"""Tests specific to sign: one bit per value, the block's mean magnitude, and a sum that no machine
+rounds differently."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Tests specific to top-k in 2 bits: which are kept, the best two levels, the size,
+"""Tests specific to top-k in 2 bits: which values are kept, the best two levels, the size, and
 hostile positions."""
 
 import itertools
@@ -18,8 +18,7 @@ from farflock.compression.topk import TopK
 
 
 def largest(numbers, k, chunk):
-    """Positions of the largest magnitudes of each chunk, of equal ones the first:
-    slow and obvious."""
+    """A slow twin: positions of the largest magnitudes of each chunk, the first among equals."""
     kept = []
     for start in range(0, len(numbers), chunk):
         stop = min(start + chunk, len(numbers))
@@ -29,8 +28,8 @@ def largest(numbers, k, chunk):
 
 
 def best_error(sizes):
-    """The least squared error that two levels can have: every cut of the sorted magnitudes
-    tried."""
+    """The least squared error that two levels can have, by trying every cut of the sorted
+    magnitudes."""
     sizes = sorted(sizes)
     groups = [(sizes[:cut], sizes[cut:]) for cut in range(1, len(sizes) + 1)]
     return min(sum(np.var(part) * len(part) for part in pair if part) for pair in groups)
@@ -147,9 +146,8 @@ def test_a_level_that_is_negative_or_not_finite_is_refused(level):
 
 
 def test_codes_choose_sign_and_level_plane_by_plane():
-    payload = payload_of(
-        [0, 0, 0], codes=0b110_011
-    )  # signs of the first two, upper level of the last two
+    # signs of the first two, upper level of the last two
+    payload = payload_of([0, 0, 0], codes=0b110_011)
     assert decoded(TopK2(3, 10), payload, 10)[:3].tolist() == [-1.0, -2.0, 2.0]
 
 

@@ -1,5 +1,5 @@
-"""Subspace pipelines against the constrained dense model: activations, gradients, training,
-a change of basis, token ids."""
+"""Subspace pipelines compared with the constrained dense model: activations, gradients, training, a
+change of basis, token ids."""
 
 import dataclasses
 import hashlib
@@ -67,7 +67,7 @@ def normed(x):
 
 
 def layer_of(theta, layer, x):
-    """Pre-norm attention and MLP; `wo`, `w2` and `b2` are all that writes into the stream."""
+    """Pre-norm attention and MLP; only `wo`, `w2` and `b2` write into the stream."""
     q, k, v = (normed(x) @ theta[f"{layer}.wqkv"].T).chunk(3, dim=-1)
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True) @ theta[f"{layer}.wo"].T
     hidden = torch.relu(normed(x) @ theta[f"{layer}.w1"].T)
@@ -131,8 +131,8 @@ def dense(theta, fixed, tokens, targets):
 
 
 def split(theta, basis, c, tokens, targets):
-    """The same with a stage for the embedding, for each layer and for the head,
-    and the codec between all of them."""
+    """The same with one stage for the embedding, one for each layer and one for the head, and the
+    codec between all of them."""
     theta, ctx = leaves(theta), context(tokens)
     arrived, sent = [], [theta["embedding"][tokens] + basis.fixed_VD[tokens]]
     for layer in range(LAYERS):
@@ -151,8 +151,8 @@ def distance(x, y):
 
 
 def test_gradients_of_the_split_model_are_those_of_the_constrained_dense_one():
-    """E8: to rounding, whatever writes into the stream projected, which is all of it that its
-    training uses."""
+    """E8: equal up to rounding, with the gradients of everything that writes into the stream
+    projected, which is all that training uses of them."""
     theta, basis = constrained()
     tokens, targets = batch()
     loss, expected = dense(theta, basis.fixed_VD, tokens, targets)
@@ -272,8 +272,8 @@ def test_bf16_arithmetic_of_a_constrained_stage_is_not_taken_for_a_forgotten_pro
 
 
 def test_means_stay_inside_and_quantised_ones_do_not_until_they_are_projected():
-    """Invariant (a): also for CheckFree's mean of neighbours, which is a mean of matrices of the
-    same subspace."""
+    """Invariant (a). It also covers CheckFree's mean of neighbours, which is a mean of matrices in
+    the same subspace."""
     (one, basis), (other, _) = constrained(), constrained()
     other["0.w2"] = other["1.w2"]
     mean = {name: 0.3 * one[name] + 0.7 * other[name] for name in one}
@@ -290,7 +290,7 @@ def test_means_stay_inside_and_quantised_ones_do_not_until_they_are_projected():
 
 
 def test_swapped_stages_need_no_other_codec():
-    """Invariant (d): the same basis everywhere."""
+    """Invariant (d): the basis is the same everywhere."""
     theta, basis = constrained()
     tokens, _ = batch()
     x = theta["embedding"][tokens] + basis.fixed_VD[tokens]
@@ -570,7 +570,7 @@ def test_tables_of_another_width_are_refused():
     "vocabulary", [2, 256, 257, 65_536, 1 << 17, (1 << 17) + 1, 1 << 24, 1 << 31]
 )
 def test_integer_ids_survive_exactly(vocabulary):
-    """E15: also where a bf16 or fp16 channel would round them."""
+    """E15: they survive even where a bf16 or fp16 channel would round them."""
     ids = torch.tensor(
         [0, 1, 255, 257, 2047, 2049, 65_535, 131_071, 131_072, vocabulary - 1]
     ).clamp(max=vocabulary - 1)

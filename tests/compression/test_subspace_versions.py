@@ -1,5 +1,5 @@
-"""A subspace codec whose frozen embedding changes on the way: what comes is read as it says itself,
-or refused by name."""
+"""A subspace codec whose frozen embedding changes during a run: a payload is read in the version
+that it names, or refused with that name."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def context(direction="forward", version=None):
 
 
 def activation(version):
-    """The result with weights of this version."""
+    """An activation made with the weights of this version."""
     return BASES[version].fixed_VD[TOKENS] + INSIDE
 
 

@@ -1,4 +1,4 @@
-"""Tests specific to top-k: exactly the largest travel, equals are settled by place,
+"""Tests specific to top-k: exactly the largest are sent, equals are ordered by position, and
 hostile positions are refused."""
 
 import pytest
@@ -14,8 +14,7 @@ pytestmark = pytest.mark.usefixtures("version")
 
 
 def largest(numbers, k, chunk):
-    """Positions of the k largest magnitudes of each chunk, of equal ones the first:
-    slow and obvious."""
+    """A slow twin: positions of the k largest magnitudes of each chunk, the first among equals."""
     kept = []
     for start in range(0, len(numbers), chunk):
         order = sorted(
@@ -85,7 +84,7 @@ def test_not_finite_values_are_counted_before_any_are_dropped(values):
 
 
 def hostile(places, bits, count_of_values):
-    """A payload with these positions, whose values are well formed."""
+    """A payload with these positions and well-formed values."""
     stream = sum(place << bits * i for i, place in enumerate(places))
     return (
         stream.to_bytes(-(-bits * len(places) // 8), "little")

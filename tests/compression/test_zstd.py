@@ -52,9 +52,8 @@ def test_a_frame_that_hides_its_size_is_refused():
 
 
 def test_a_frame_that_asks_for_a_huge_window_is_refused():
-    header = (
-        b"\x28\xb5\x2f\xfd" + bytes([0x80, 0x88]) + struct.pack("<I", 200)
-    )  # content of 200 bytes, window of 128 MiB
+    # content of 200 bytes, window of 128 MiB
+    header = b"\x28\xb5\x2f\xfd" + bytes([0x80, 0x88]) + struct.pack("<I", 200)
     with pytest.raises(CorruptPayload, match="in a window of 134217728"):
         decoded(BF16, header + bytes(20), 100)
 

@@ -154,7 +154,7 @@ def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere such a daemon ends by itself after 30 s"
 )
-def test_a_daemon_that_nobody_has_connected_to_yet_ends_with_its_process(tmp_path):
+def test_a_daemon_without_a_connection_ends_with_its_process(tmp_path):
     with peer(tmp_path, 1, script=UNCONNECTED) as process:
         daemon = int(process.stdout.readline())
         assert alive(daemon)

@@ -97,9 +97,8 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
     tmp_path, monkeypatch
 ):
     threads, passing = set(threading.enumerate()), tmp_path / "passing"
-    before = {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }  # an earlier test's resource tracker
+    # an earlier test's resource tracker
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     passing.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(passing))
     model = nn.Linear(2, 1)
@@ -128,9 +127,8 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
     assert gone(children)
     ends_s = time.monotonic() + 5
     while set(threading.enumerate()) - threads and time.monotonic() < ends_s:
-        time.sleep(
-            0.02
-        )  # asyncio's own thread that has waited for the directory's process is on its way out
+        # asyncio's own thread that has waited for the directory's process is on its way out
+        time.sleep(0.02)
     assert not set(threading.enumerate()) - threads
     assert not list(passing.glob("farflock-*"))
 

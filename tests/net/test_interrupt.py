@@ -175,9 +175,8 @@ def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(
     joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
     for each in (founder, joiner):
         each.reaches(lambda status: status["rounds"].get("ok", 0) >= 2)
-    os.kill(
-        founder.process.pid, signal.SIGSTOP
-    )  # half of the members, the senior one: the other cannot decide alone
+    # half of the members, the senior one: the other cannot decide alone
+    os.kill(founder.process.pid, signal.SIGSTOP)
     waiting = joiner.reaches(
         lambda status: status["waits"] and status["partners"][0]["life"] != "alive"
     )

@@ -61,9 +61,8 @@ def on_a_terminal(popen, command, out):
     shown = b""
     ends_s = time.monotonic() + 100
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a terminal that no process holds any more cannot be read
+        # a terminal that no process holds any more cannot be read
+        with contextlib.suppress(OSError):
             while time.monotonic() < ends_s:
                 if select.select([ours], [], [], 0.1)[0]:
                     shown += os.read(ours, 65536)

@@ -50,9 +50,8 @@ def assembled(plan, pieces):
 
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
     steps = 40
-    manifest = described(
-        6, steps, window=BATCH // 2
-    )  # about half of a step's gradients may be a step late
+    # about half of a step's gradients may be a step late
+    manifest = described(6, steps, window=BATCH // 2)
     plan = manifest.plan()
     founder = run.found(manifest)
     run.servers(3, first=2)

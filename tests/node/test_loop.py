@@ -77,7 +77,7 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
         for kind, fields in reports[2]
         if kind == "round" and fields["status"] == "partial"
     }
-    assert missed, "nobody was late, so this test shows nothing"
+    assert missed, "no peer was late, so this test shows nothing"
     for number, states in hashes_by_round(nodes).items():
         assert len(states) == 1, f"states differ after round {number}"
 
@@ -149,9 +149,7 @@ class Silent:
 @pytest.mark.parametrize(
     ("answer_s", "ends_s"), [(500.0, 6.5 + STOPPING_WAIT_S), (8.0, 8.0), (3.0, 7.0)]
 )
-def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_come(
-    answer_s, ends_s
-):
+def test_a_loop_that_is_stopped_waits_only_for_an_answer_that_is_about_to_come(answer_s, ends_s):
     async def main():
         silent = Silent(answer_s)
 

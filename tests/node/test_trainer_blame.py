@@ -69,7 +69,9 @@ async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microb
     assert stages_of(world.asked(Backward)) == [2, 1, 1]
     await world.close(0, stages=(2,))
     await world.merged(1 + STAGES)
-    assert set(peers_of(world.asked(Backward, stage=2)[1:])) == {"2b"}, "who made it is passed by"
+    assert set(peers_of(world.asked(Backward, stage=2)[1:])) == {"2b"}, (
+        "the server that made it is passed by"
+    )
     assert world.trainer.commits.finished == 0
 
 

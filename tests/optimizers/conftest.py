@@ -66,12 +66,12 @@ def quick():
 
 @pytest.fixture
 def same_bits(processors):
-    """A check that `digest()` of a test's file says the same in a process with these vector
-    instructions of torch."""
+    """A check that `digest()` of a test's file returns the same in a process in which torch uses
+    these vector instructions."""
 
     def check(capability, file, digest):
         if torch.backends.cpu.get_cpu_capability().lower() == capability:
-            return  # this process is the one that the other is held against
+            return  # the other process is compared with this one
         source = (
             "import importlib.util, torch\n"
             f"spec = importlib.util.spec_from_file_location('elsewhere', {file!r})\n"

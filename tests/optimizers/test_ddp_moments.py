@@ -1,5 +1,5 @@
-"""DDP's state has the moments of whatever inner optimizer there is: who takes it over steps as the
-one that it came from."""
+"""DDP's state has the moments of whatever inner optimizer there is: a peer that adopts it steps as
+the peer that it came from."""
 
 import pytest
 import torch

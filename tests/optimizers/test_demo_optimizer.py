@@ -1,5 +1,5 @@
-"""DeMo with the class itself, compared with a slow reference written from the paper's equations
-with scipy's transform."""
+"""DeMo by the class alone, compared with a slow reference written from the paper's equations with
+scipy's transform."""
 
 import numpy as np
 import pytest
@@ -37,8 +37,8 @@ def step(made, replica, gradient, number=0):
 
 
 def as_decoded(name, exchange):
-    """The tensors as every peer decodes them, cut as the product cuts them,
-    and the bytes that travel."""
+    """The tensors as every peer decodes them, cut as in a real run, and the number of bytes
+    sent."""
     shapes = {key: tuple(x.shape) for key, x in exchange.tensors.items()}
     cut = ShardLayout.of(shapes, codec(name), 0)
     payloads = [
@@ -66,7 +66,7 @@ def answer(exchange, gathered, mine="a", inside=True, **more):
 
 
 class Twin:
-    """M peers of the paper's algorithm 1 without the sign, one matrix that is one chunk; float64,
+    """M peers of the paper's algorithm 1 without the sign, on one matrix of one chunk, in float64,
     step by step."""
 
     def __init__(self, start, peers, decay, lr, k):
@@ -110,8 +110,8 @@ def test_three_peers_follow_the_twin_of_the_paper(vectors):
 
 
 def test_all_coefficients_without_decay_and_sign_are_a_plain_step(vectors):
-    """theta -= lr·g. The papers' code has lr·(lr·g) here, for it has the rate in the momentum as
-    well."""
+    """theta -= lr·g. The paper's code has lr·(lr·g) here, because the rate is also in its
+    momentum."""
     made, replica = (
         DeMo(chunk=8, decay=0.0, codec="fp32", sign=False),
         vectors(lr=0.25, **normal(1)),
@@ -125,7 +125,7 @@ def test_all_coefficients_without_decay_and_sign_are_a_plain_step(vectors):
 
 @pytest.mark.parametrize("spec", ["topk:3/64", "topk:32/64", "fp32", "int8", "topk2:3/64"])
 def test_what_leaves_the_momentum_is_what_others_decode(vectors, spec):
-    """delta = delta' + IDCT(sent), quantiser and all, to one unit in the last place."""
+    """delta = delta' + IDCT(sent), quantiser included, to one unit in the last place."""
     made, replica = DeMo(chunk=8, codec=spec), vectors(**normal(1))
     for number in range(4):
         exchange = step(made, replica, normal(10 + number), number)
@@ -238,8 +238,8 @@ def test_each_chunk_of_a_matrix_keeps_its_own_k_largest(vectors):
     ("shape", "kept"), [((128, 192), 6 * 32), ((256,), 32), ((8192,), 64), ((4, 8, 64, 2), 32)]
 )
 def test_the_bytes_are_those_of_the_formula(vectors, shape, kept):
-    """12 bits a position, 8 a value, 4 bytes a scale of 32 values, 4 the length:
-    2.5 bytes and a little a coefficient."""
+    """12 bits per position, 8 per value, 4 bytes per scale of 32 values, 4 for the length: a little
+    more than 2.5 bytes per coefficient."""
     made, replica = (
         DeMo(),
         vectors(x=torch.randn(shape, generator=torch.Generator().manual_seed(0))),

@@ -1,5 +1,5 @@
-"""Lean averaging with the class itself: what is sent, where the rest is,
-and what leaves the momentum."""
+"""Lean averaging by the class alone: what is sent, where the rest stays, and what leaves the
+momentum."""
 
 import numpy as np
 import pytest
@@ -23,12 +23,12 @@ def normal(seed, scale=1.0):
 
 
 def integers(seed, count=24):
-    """From integers, for torch.randn has other bits on other processors."""
+    """Values made from integers, because torch.randn has other bits on other processors."""
     return torch.randint(-999, 999, (count,), generator=torch.Generator().manual_seed(seed)) / 997
 
 
 def work(made, replica, *gradients):
-    """Local steps; the exchange they lead to, if any."""
+    """Take local steps; return the exchange that they lead to, if any."""
     for number, gradient in enumerate(gradients):
         replica.write({"x": gradient}, "grad")
         made.local_step(replica, Progress(number))
@@ -36,7 +36,7 @@ def work(made, replica, *gradients):
 
 
 def answer(made, exchange, *others, taken=((0, COUNT),), **more):
-    """A group's answer to this message and the others' decoded ones."""
+    """Return a group's answer to this message and the others' decoded ones."""
     mine = round_trip(codec(made.codec), exchange.tensors["x"])
     every = [mine, *others] if taken else list(others)
     mean = {"x": round_trip(codec(made.return_codec), torch.stack(every).mean(dim=0))}
@@ -76,7 +76,7 @@ def adam():
     return made
 
 
-# What travels, and what stays
+# What is sent, and what stays
 
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:31", "int8", "topk:4/32"])
@@ -116,8 +116,7 @@ def test_without_a_codec_it_is_the_mean_replica(vectors):
 
 @pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:20"])
 def test_all_of_a_descent_arrives_in_the_end(vectors, spec):
-    """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on
-    the way."""
+    """Alone and with gradients of zero, phi moves to theta, and no work is lost on the way."""
     made, replica = Lean(period=1, codec=spec, return_codec="fp32"), vectors(x=normal(0))
     exchange = work(made, replica, normal(1))
     aim = read(replica)
@@ -164,8 +163,8 @@ def test_a_failed_round_moves_nothing_and_its_work_goes_with_the_next_message(ve
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_a_round_without_me_moves_the_replica_along_with_phi(vectors, replayed):
-    """Sent too late, or decided while this peer was away: its work is the same as before,
-    on top of another phi."""
+    """The message was late, or the round was decided while this peer was away: its work is the same
+    as before, on top of another phi."""
     made, replica = Lean(period=3, decay=0.5, **FLAT), vectors(x=normal(0))
     exchange = work(made, replica, *(normal(seed) for seed in (1, 2, 3)))
     theta, before = read(replica), phi(made, replica)
@@ -216,8 +215,8 @@ def test_nothing_is_asked_for_while_a_message_is_on_its_way(vectors):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam, steps):
-    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, a replica's own step,
-    and becomes -mean, everybody's."""
+    """Period 1, no codec: rate·exp_avg / sqrt(exp_avg_sq) was -q, the replica's own step, and
+    becomes -mean, the step of all."""
     made, replica = Lean(period=1, correction=1.0, cap=1e6, **FLAT), adam(normal(0))
     for number in range(steps):
         exchange = work(made, replica, normal(10 + number))
@@ -230,8 +229,8 @@ def test_with_all_of_the_correction_the_momentum_points_along_the_mean_step(adam
 
 
 def test_a_gradient_of_mine_that_the_mean_does_not_follow_leaves_my_momentum(adam):
-    """The sign: I went down alone, the others up as far; the exchange takes me back,
-    and so it takes my momentum."""
+    """This is a test of the sign: one peer went down, the others went up as far. The exchange takes
+    it back, and so it takes its momentum."""
     made, replica = Lean(period=1, correction=1.0, cap=10.0, **FLAT), adam(torch.zeros(COUNT))
     exchange = work(made, replica, torch.ones(COUNT))
     assert bool((exchange.tensors["x"] < 0).all())
@@ -297,7 +296,7 @@ def test_an_optimizer_without_second_moments_is_never_corrected(vectors):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("rate", [1e-5, 0.01])
 def test_the_rate_is_that_of_the_step_with_adams_bias_corrections(adam, rate, weight_decay):
-    """Weight decay is no part of it: it moves weights whatever the momentum."""
+    """Weight decay is not part of it: it moves weights whatever the momentum is."""
     replica = adam(normal(0), decay=weight_decay)
     for number in range(1, 8):
         replica.write({"x": normal(number)}, "grad")
@@ -325,7 +324,7 @@ def test_a_step_that_moved_nothing_corrects_nothing(adam):
     assert torch.equal(read(replica, "exp_avg"), before)
 
 
-# Who holds what
+# What each peer holds
 
 
 def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):

@@ -9,8 +9,8 @@ from farflock.optimizers.parts.inner import InnerConfig
 
 
 def train(made, steps, inner):
-    """Parameters after some steps of a small model under a method; `made` None:
-    a bare PyTorch loop."""
+    """Return the parameters after some steps of a small model with the method `made`, or in a bare
+    PyTorch loop if that is None."""
     module = torch.nn.Linear(3, 2)
     with torch.no_grad():
         module.weight.copy_(torch.arange(6.0).reshape(2, 3) / 7)

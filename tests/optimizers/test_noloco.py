@@ -1,4 +1,4 @@
-"""NoLoCo with the class itself: its stability region, and results that only pairs have."""
+"""NoLoCo by the class alone: its stability region, and results that only pairs have."""
 
 import random
 import warnings
@@ -11,8 +11,8 @@ from farflock.optimizers.noloco import NoLoCo, stability_bound
 
 
 def swarm_spread(vectors, alpha, gamma, peers=64, rounds=80):
-    """Variance of phi over M peers in random pairs without gradients, first and last,
-    and the drift of their mean.
+    """Return the variance of phi over M peers in random pairs without gradients, at first and at
+    last, and the drift of their mean.
 
     The constructor's check is bypassed: the values are set afterwards.
     """

@@ -1,5 +1,5 @@
-"""Snapshots that come from elsewhere: what does not fit is refused as a whole,
-what fits is taken over as asked."""
+"""Snapshots from other peers: one that does not fit is refused as a whole, and one that fits is
+adopted in the way that is asked for."""
 
 import pytest
 import torch

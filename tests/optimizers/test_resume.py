@@ -40,8 +40,8 @@ def result_of(exchange, failed):
 
 
 def play(quick, vectors, name, options, stop_at=None):
-    """Train; after step `stop_at` everything is copied into a new method and a new replica,
-    which go on."""
+    """Train; after step `stop_at` copy everything into a new method and a new replica, which
+    continue."""
     made, replica = fresh(quick, vectors, name, options)
     pending = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""SparseLoCo with the class itself: what is sent, what stays, and where a peer's work is when its
+"""SparseLoCo by the class alone: what is sent, what stays, and where a peer's work is if its
 message was not taken."""
 
 import pytest
@@ -18,7 +18,7 @@ def normal(seed, scale=1.0):
 
 
 def work(made, replica, *gradients):
-    """Local steps; the exchange they lead to, if any."""
+    """Take local steps; return the exchange that they lead to, if any."""
     for number, gradient in enumerate(gradients):
         replica.add_gradient(x=gradient)
         made.local_step(replica, Progress(number))
@@ -26,7 +26,7 @@ def work(made, replica, *gradients):
 
 
 def answer(made, exchange, *others, inside=True, **more):
-    """A group's answer to this message and the others' decoded ones."""
+    """Return a group's answer to this message and the others' decoded ones."""
     mine = round_trip(codec(made.codec), exchange.tensors["x"])
     gathered = {
         f"p{number}": {"x": x} for number, x in enumerate(([mine] if inside else []) + list(others))
@@ -54,8 +54,8 @@ def residual(made, replica):
 @pytest.mark.parametrize("spec", ["topk:4/32", "topk2:4/32", "topk:16/32", "int8", "fp32"])
 @pytest.mark.parametrize("feedback", [0.0, 0.95, 1.0])
 def test_a_message_is_what_others_decode_and_what_stays(vectors, spec, feedback):
-    """a = beta·e + (phi - theta) = sent + e, the quantiser's error in e: to the bit but for values
-    far from their level."""
+    """a = beta·e + (phi - theta) = sent + e, with the quantiser's error in e: exact to the bit
+    except for values far from their level."""
     made, replica = SparseLoCo(period=1, feedback=feedback, codec=spec), vectors(x=normal(0))
     for number in range(6):
         before, old = phi(made, replica), residual(made, replica)
@@ -140,8 +140,8 @@ def test_two_peers_with_equal_state_send_equal_bytes(vectors):
 
 @pytest.mark.parametrize("spec", ["topk:2/32", "topk2:2/32"])
 def test_with_undecayed_feedback_all_of_a_constant_descent_arrives(vectors, spec):
-    """Every coordinate is sent sooner or later, and what is still to come stays bounded while the
-    sum grows."""
+    """Every coordinate is sent sooner or later, and what is still to be sent stays bounded while
+    the sum grows."""
     made, replica, gradient = (
         SparseLoCo(period=1, feedback=1.0, codec=spec),
         vectors(x=torch.zeros(COUNT)),
@@ -187,8 +187,8 @@ def test_gradients_times_a_power_of_two_make_everything_that_much_larger(vectors
 
 
 def test_work_that_was_not_taken_stays_in_the_replica_which_follows_the_others(vectors):
-    """Not in the residual: it counts once. The next message is that of a peer that did both rounds'
-    work in one."""
+    """It is not in the residual, and counts once. The next message is that of a peer that did the
+    work of both rounds in one."""
     made, replica = (
         SparseLoCo(period=1, feedback=1.0, codec="topk:4/32"),
         vectors(x=torch.zeros(COUNT)),
@@ -267,7 +267,7 @@ def test_carrying_keeps_work_and_residual_and_adopting_drops_both(vectors):
 
 def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
     def values(seed):
-        """From integers, for torch.randn itself has other bits on other processors."""
+        """Return values made from integers: torch.randn has other bits on other processors."""
         return torch.randint(-999, 999, (24,), generator=torch.Generator().manual_seed(seed)) / 997
 
     made, replica = (

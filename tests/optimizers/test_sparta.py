@@ -1,4 +1,4 @@
-"""SPARTA against section 13 of its specification, alone and inside DiLoCo."""
+"""SPARTA compared with section 13 of its specification, alone and inside DiLoCo."""
 
 import pytest
 import torch
@@ -205,7 +205,7 @@ def test_averaging_leaves_the_mean_of_the_replicas_where_it_was(vectors, selecto
 
 def test_a_lossy_codec_leaves_what_it_rounds_off_in_each_replica(vectors):
     """Steps of 2^-14 on values near 1 are below half of fp16's unit: with theta <- mean they would
-    never get on."""
+    never make progress."""
     swarm = Lockstep(vectors, lambda: Sparta(one_in=1), peers=2)
     for _, replica in swarm.peers:
         replica.write({"a": torch.ones(10), "b": torch.ones(4)}, "param")
@@ -380,7 +380,7 @@ def test_after_an_outer_step_all_replicas_equal_the_outer_parameters_in_any_orde
     shadow = [theta.clone() for theta in swarm.thetas()]
     for peer, theta in enumerate(shadow):
         theta -= torch.cat([swarm.gradient(peer, "a", 10), swarm.gradient(peer, "b", 4)])
-    swarm.steps(1)  # with a delay the old sparse mean arrives here, and is of no use any more
+    swarm.steps(1)  # with a delay the old sparse mean arrives here, too late to be used
     assert all(torch.equal(now, theta) for now, theta in zip(swarm.thetas(), shadow, strict=True))
 
 

@@ -106,8 +106,8 @@ def test_more_fragments_than_layers_are_refused_when_the_model_is_there(vectors)
 
 
 def alone(made, replica, steps, answer=lambda exchange, step: 0):
-    """One peer whose exchanges are answered `answer(exchange, step)` steps late (None: never):
-    what was asked at which step."""
+    """Run one peer whose exchanges are answered `answer(exchange, step)` steps late, or never if
+    that is None; return what it asked for at which step."""
     asked, pending = [], []
     for step in range(1, steps + 1):
         replica.add_gradient(**{name: torch.ones(shape) for name, shape in replica.shapes.items()})

@@ -30,7 +30,7 @@ def no_hash_check(patch):
 
 
 def round_key_again(patch):
-    """After a round in which somebody was missing, those who took part use its key once more."""
+    """After a round in which a peer was missing, the others use its key once more."""
     decode = exchange_client.ExchangeClient.decode
 
     def again(self, key, outcome, payloads=()):
@@ -45,7 +45,7 @@ def round_key_again(patch):
 
 
 def dead_reducer_ignored(patch):
-    """Nobody takes over the shards of a reducer that died."""
+    """No member takes over the shards of a reducer that died."""
 
     def only_first(self, shard, now_s):
         return groups.reducers(self._roster.ordered, shard)[0] == self._roster.me
@@ -66,7 +66,7 @@ def stale_view_accepted(patch):
 
 
 def feedback_settled_at_encode(patch):
-    """The residual is computed when a message is made, whether or not anybody takes it."""
+    """The residual is computed when a message is made, whether or not it is taken."""
     due, take = DiLoCo.due, DiLoCo._take
 
     def settled(self, replica, progress):

@@ -26,9 +26,8 @@ BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 RATE = 0.3
-SLOW = LinkModel(
-    latency_s=0.1
-)  # of each of the two lines between peers: a call takes 0.4 s and more
+# of each of the two lines between peers: a call takes 0.4 s and more
+SLOW = LinkModel(latency_s=0.1)
 
 
 def late(
@@ -166,7 +165,7 @@ def test_a_server_that_dies_between_two_passes_is_replaced_by_one_with_its_weigh
             forwards, _ = Ways(one).of(back)
             there = forwards.get(back.stage)
             taken_over += there is not None and by[id(there)] in dead and by[id(back)] not in dead
-    assert taken_over > 0, "nobody took a dead server's forward pass over"
+    assert taken_over > 0, "no server took over a dead one's forward pass"
     check_ages(one)
 
 

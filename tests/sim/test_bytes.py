@@ -37,15 +37,14 @@ A, B, P = SIZES["a"], SIZES["b"], sum(SIZES.values())
 LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
-ITEM = 60  # in a close list, of each shard of each peer: a digest, who is in it, and its size
-CONTROL = (
-    FRAME + 160 + ITEM * 3 * PEERS
-)  # any other message: at most a close list with three shards of each peer
+ITEM = 60  # in a close list, for each shard of each peer: a digest, the members in it, its size
+# any other message: at most a close list with three shards of each peer
+CONTROL = FRAME + 160 + ITEM * 3 * PEERS
 # Of these for each two peers in a round: offers, wants, holdings and votes, each sent again every
 # half second.
 MESSAGES = 40
 WINDOW_S = 8.0
-IDLE = 40  # ... and in the rest of the time: pings, and who is there
+IDLE = 40  # ... and in the rest of the time: pings, and which peers are there
 
 
 def coded(codec, count):
@@ -275,7 +274,7 @@ def test_the_transport_counts_the_formulas_bytes_and_a_bounded_control_traffic(m
     assert {stream for stream, _ in run.rounds} == formula.keys()
     content = sum(formula[stream] for stream, _ in run.rounds)
     sketches = sum(formula[stream] for stream, _ in run.rounds if stream == CHECK)
-    # Peers that agree have equal sketches, and who has one needs no other.
+    # Peers that agree have equal sketches, and a peer that has one needs no other.
     assert content - sketches <= run.bodies <= content
     assert run.bodies == content or sketches
     assert all(overhead <= PIECE for overhead in run.pieces)

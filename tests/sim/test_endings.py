@@ -1,9 +1,9 @@
-"""Whole runs to their last token, on the product's own nodes in virtual time: who ends how,
+"""Whole runs to their last token, on the product's own nodes in virtual time: how each node ends,
 and with which state.
 
-Peers are unequal, come in one after the other, and what the network does changes when the run nears
-its end. Each node ends as a process does (node/process/node_process.py):
-it takes part until the run is over, stays a little for the others, saves, and leaves."""
+Peers are unequal and come in one after the other, and the network's faults change when the run
+nears its end. Each node ends as a process does (node/process/node_process.py): it takes part until
+the run is over, stays a little for the others, saves, and leaves."""
 
 import asyncio
 import random

@@ -37,7 +37,7 @@ def audit(seed, asynchronous, limit_s=400.0):
     ("seed", "asynchronous"), [(0, None), (3, Asynchronous(STALENESS + 1))], ids=["waits", "late"]
 )
 def test_all_are_let_in_and_train_and_each_gradient_counts_once(seed, asynchronous):
-    """Members who put a view forward every two, three or four seconds would overtake each other for
+    """Members that propose a view every two, three or four seconds would overtake each other for
     ever."""
     one, admitted_s = audit(seed, asynchronous), []
 

@@ -95,7 +95,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
                         x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
     assert {number for _, number in one.versions} >= {-1, 0, 1, 2, 3}
-    assert not one.events["forward computed"], "an activation went to somebody"
+    assert not one.events["forward computed"], "an activation went to a server"
 
 
 def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had():
@@ -120,14 +120,14 @@ def test_replicas_and_pipelines_train_one_model():
     )
     assert in_step(one)
     assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, (
-        "somebody's work does not count"
+        "a replica's work does not count"
     )
     replica = one.sim.nodes[8]
     assert replica.role == "replica"
     assert replica.work["backward"] > 0, "trainers do not ask it"
     assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
     telling = {number for number, node in one.sim.nodes.items() if node.peer.loads.mine is not None}
-    assert telling == set(range(6)), "who tells its load may be told to move"
+    assert telling == set(range(6)), "a peer that tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
     assert brought == {me(one, number) for number in (1, 4, 8)}
 
@@ -181,7 +181,7 @@ POINTS = [
 
 
 @pytest.mark.ci_more
-def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_for_the_rest():
+def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_no_peer_asks_for_the_rest():
     one = audit(2, 1, 1, replicas=2)
     points, dying, lost = list(POINTS), [], set()
 
@@ -206,7 +206,7 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
     mine = me(one, 4)
     asked = [peer for life in one.lives for peer, _ in life.computed if life.number != 4]
     assert asked
-    assert mine not in asked, "its microbatches were computed by somebody else"
+    assert mine not in asked, "another peer computed its microbatches"
     named = {number for keys in one.named[0].values() for peer, number in keys if peer == mine}
     assert len({number // NUMBERS for number in named}) == len(POINTS) + 1, (
         "a life's work does not count"

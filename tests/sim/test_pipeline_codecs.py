@@ -1,6 +1,6 @@
-"""Pipelines whose servers do not all read the same codecs: everybody works,
-each edge has what both of its ends read, and each microbatch counts once with its gradient,
-also while those come and go who know less."""
+"""Pipelines whose servers do not all read the same codecs: every server works, each edge has a
+codec that both of its ends read, and each microbatch counts once with its gradient, also while
+servers that know fewer codecs come and go."""
 
 import collections
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
     one.run(during).check()
     late = one.codecs_of(1) - seen[0]
     assert seen[0]["fp32"] > seen[0]["raw"]
-    assert late["raw"] > late["fp32"], "all who are left read it"
+    assert late["raw"] > late["fp32"], "all that are left read it"
 
 
 @pytest.mark.parametrize(

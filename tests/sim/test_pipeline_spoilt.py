@@ -64,7 +64,7 @@ def spoiling(liar, back=False, policy="swarm", servers=SERVERS, steps=6):
     ("liar", "policy"),
     [(0, "swarm"), (1 + STAGES, "swarm"), pytest.param(1, "fixed", marks=pytest.mark.long)],
 )
-def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_microbatch_counts(
+def test_with_a_server_whose_outputs_cannot_be_read_the_run_ends_and_each_microbatch_counts(
     liar, policy
 ):
     one = spoiling(liar, policy=policy).run().check().check_finished()
@@ -76,7 +76,7 @@ def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_micro
     assert not [entry for entry in one.tale.events if entry[2] == "dropped"]
 
 
-def test_gradients_that_nobody_can_read_cost_the_rest_of_their_microbatches_and_no_more():
+def test_gradients_that_cannot_be_read_cost_the_rest_of_their_microbatches_and_no_more():
     liar = 2
     one = spoiling(liar, back=True).run().check().check_finished()
     assert [fields["stage"] for _, _, kind, fields in one.tale.events if kind == "shunned"]

@@ -138,7 +138,7 @@ class Subspaced(Audit):
         return self.check_inside()
 
     def check_inside(self):
-        assert self.digests == {self.basis.digest}, "somebody made another basis"
+        assert self.digests == {self.basis.digest}, "a peer made another basis"
         assert self.looked > 3
         dtype = self.plan.dtype
         assert self.farthest <= (2e-6 if dtype == torch.float32 else 1e-14), (
@@ -274,7 +274,7 @@ def test_under_churn_newcomers_adopt_projected_weights_and_the_same_basis(seed):
     one.run().check().check_finished()
     assert one.tale.kills > 1
     later = {life.stage for life in one.lives if min(life.weights, default=-1) >= 0}
-    assert later, "nobody came while the run went on"
+    assert later, "no peer came while the run went on"
 
 
 def test_a_stage_made_from_its_neighbours_of_which_one_is_free_begins_in_the_subspace():

@@ -23,7 +23,7 @@ SWAPPING = [["0:0 2:1 1:0 3:0", "0:1 1:1 2:0 3:1"], ["0:1 1:0 2:1 3:1", "0:0 2:0
 
 
 class Followed(Audit):
-    """An audit that also sees whom trainers ask for which microbatch and stage, first of all."""
+    """An audit that also sees which server trainers ask first for each microbatch and stage."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -75,7 +75,7 @@ def test_each_microbatch_has_the_gradient_of_the_stages_on_its_path_in_their_ord
     for key in keys:
         for stage, place in of_plan(one, key):
             places, asked = one.asked[*key, stage]
-            if place < len(places):  # else nobody has it yet
+            if place < len(places):  # else no server has it yet
                 assert asked == places[place]
                 there += place > 0
     assert there > BATCH

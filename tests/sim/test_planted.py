@@ -7,13 +7,14 @@ import pytest
 
 from farflock.node.simulate.chaos import run_seed
 
+# seeds that have found one before; no more than the order in which all hundred are tried
 TELLING = (
     0,
     2,
     4,
     7,
     12,
-)  # seeds that have found one before; no more than the order in which all hundred are tried
+)
 
 
 @pytest.mark.timeout(600)

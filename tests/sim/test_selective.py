@@ -229,7 +229,7 @@ def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round
     assert [(rounds, version) for _, rounds, version in one.spoken][:9] == list(expected.items())
 
 
-# deaths, and who comes late
+# Deaths and latecomers
 
 
 def rounds_of(one, stage=0):
@@ -263,10 +263,10 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
 
     one.run(around_changes).check().check_finished()
     again = [life for life in one.lives if life.number in victims][len(victims) :]
-    assert any(life.merged for life in again), "nobody's work counts after he came back"
+    assert any(life.merged for life in again), "no work of a server that came back counts"
     assert max(version for _, _, version in one.spoken) > 5
     fallen = [version for number, _, version in one.spoken if number in victims]
-    assert fallen == sorted(fallen), "who came back spoke a former version"
+    assert fallen == sorted(fallen), "a server that came back spoke a former version"
 
 
 @pytest.mark.ci_more

@@ -1,4 +1,5 @@
-"""A budget of bytes: never overdrawn, in order, and whole again after every cancellation."""
+"""A budget of bytes: never overdrawn, granted in order, and whole again after every
+cancellation."""
 
 import asyncio
 import random

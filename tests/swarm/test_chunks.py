@@ -29,8 +29,8 @@ def data_of(size, seed=0):
 
 
 class Net:
-    """The smallest network on which `Chunks` runs: latency, a rate for each sender's bulk, loss,
-    and lives."""
+    """The smallest network on which `Chunks` runs: latency, a rate for each sender's bulk frames,
+    loss, and lives."""
 
     def __init__(self, *, latency_s=0.02, rate=12.5e6, loss=0.0, seed=1):
         self.latency_s, self.rate, self.loss = latency_s, rate, loss
@@ -71,7 +71,7 @@ class Net:
 
 
 class Carrier:
-    """One peer's way into the network."""
+    """One peer's access to the network."""
 
     def __init__(self, network, name):
         self.network, self.name, self.spawn = network, name, network.spawn
@@ -99,8 +99,8 @@ def pins_of(store, data):
 
 
 def in_virtual_time(main):
-    """A test that is a coroutine with a network of its own; afterwards nothing may be left running
-    or taken."""
+    """Run a test, a coroutine, with a network of its own; afterwards nothing may be left running or
+    reserved."""
 
     def test():
         async def whole():
@@ -190,7 +190,7 @@ async def test_lost_pieces_are_asked_for_again_and_little_else(net):
 
 @in_virtual_time
 async def test_many_readers_of_a_slow_holder_get_every_piece_about_once(net):
-    """Slow is not lost: what is still on its way must not be asked for again."""
+    """Slow is not lost: a piece that is still on its way must not be asked for again."""
     net.rate = 0.25e6
     parts = [data_of(2**18, seed) for seed in range(4)]
     net.peer("holder", *parts)
@@ -273,7 +273,7 @@ async def test_a_fetch_without_holders_gives_up_in_time_and_uses_a_holder_that_a
 
 
 @in_virtual_time
-async def test_a_final_fetch_ends_as_soon_as_nobody_is_left_who_could_have_the_chunk(net):
+async def test_a_final_fetch_ends_as_soon_as_no_peer_is_left_that_could_have_the_chunk(net):
     data = data_of(100)
     reader = net.peer("reader")
     for name in ("one", "other"):
@@ -295,7 +295,7 @@ async def test_a_final_fetch_ends_as_soon_as_nobody_is_left_who_could_have_the_c
 
 @in_virtual_time
 async def test_fetches_from_the_dead_leave_the_budget_to_others(net):
-    """A dead member's many shards must not stop what the living bring."""
+    """A dead member's many shards must not hold up those of the living."""
     net.rate = 1e9
     net.lives["dead"] = "dead"
     reader = net.peer("reader")
@@ -375,7 +375,7 @@ def forged(digest, start, size, body):
 
 
 @in_virtual_time
-async def test_pieces_that_nobody_asked_for_are_dropped_and_counted(net):
+async def test_pieces_that_were_not_asked_for_are_dropped_and_counted(net):
     data = data_of(2 * PIECE_BYTES)
     holder, reader = net.peer("holder", data), net.peer("reader")
     net.latency_s = 0.5
@@ -420,15 +420,15 @@ async def test_a_strangers_miss_does_not_turn_the_reader_from_its_holder(net):
 
 
 def contributions(count):
-    """Chunks as shards are: 262,144 values of four bytes and a length, so that two do not quite fit
-    a window."""
+    """Chunks of a shard's size: 262,144 values of four bytes and a length, so that two do not quite
+    fit a window."""
     return [data_of(2**20 + 4, seed) for seed in range(count)]
 
 
 @in_virtual_time
 async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(net):
-    """Transfers that have begun finish first; otherwise all would complete only at the end, and the
-    reader would wait until then."""
+    """Transfers that have begun finish first; otherwise all would be complete only at the end, and
+    the reader would wait until then."""
     parts = contributions(8)
     net.peer("holder", *parts)
     reader = net.peer("reader")
@@ -446,7 +446,7 @@ async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(
 
 @in_virtual_time
 async def test_a_far_holder_is_never_idle_while_something_is_missing(net):
-    """Each piece that comes makes room for the next question: the line stays full although the
+    """Each piece that arrives makes room for the next request: the line stays full although the
     window is four times what is on its way."""
     parts = contributions(20)
     net.peer("holder", *parts)

@@ -177,7 +177,7 @@ async def test_nothing_is_announced_that_others_could_not_verify_as_its_owners(w
 
 
 @on_every_directory
-async def test_every_different_head_is_shown_whoever_publishes_it(world):
+async def test_every_different_head_is_shown_from_any_publisher(world):
     one, two, three = [await world.open(number) for number in (1, 2, 3)]
 
     async def publish():
@@ -224,7 +224,7 @@ async def test_announcements_outlive_their_directory_and_calls_after_closing_end
     await soon(seen, lambda: leaver.announce(RUN, blob))
     await leaver.close()
     assert not await leaver.announce(RUN, record(3, 2))
-    assert set(await leaver.peers(RUN)) <= {blob, record(3, 2)}, "it sees nobody else"
+    assert set(await leaver.peers(RUN)) <= {blob, record(3, 2)}, "it sees no other peer"
     await soon(seen)
     await leaver.close()
 

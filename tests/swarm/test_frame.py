@@ -1,5 +1,5 @@
-"""One frame on the wire: what was packed comes back, and everything else is refused without taking
-memory."""
+"""One frame on the wire: what was packed comes back, and everything else is refused without
+allocating memory."""
 
 import json
 import math
@@ -125,7 +125,7 @@ def body_of(message):
 
 
 def sealed(message_bytes, body=b"", *, incarnation=1, version=frames.VERSION, flags=0, magic=b"FF"):
-    """A frame with a right checksum around any message bytes: what a hostile peer can make."""
+    """A frame with a correct checksum around any message bytes, as a hostile peer can make it."""
     head = struct.pack(
         "<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body)
     )

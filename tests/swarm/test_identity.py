@@ -1,4 +1,4 @@
-"""One key, one name: the libp2p id, the key file, and signatures that are good for one purpose
+"""One key, one name: the libp2p id, the key file, and signatures that are valid for one purpose
 only."""
 
 import os
@@ -53,10 +53,11 @@ def test_a_key_of_another_length_has_no_name(size):
     ("name", "reason"),
     [
         ("", "not the id of an Ed25519 key"),
+        # of an RSA key
         (
             "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
             "not the id of an Ed25519 key",
-        ),  # of an RSA key
+        ),
         (str(base58.b58encode(bytes.fromhex("002408011220") + bytes(31)), "ascii"), "not the id"),
         (A.peer[:-1], "not the id"),
         (A.peer[:-1] + "0", "not a peer id"),  # base58 has no 0
@@ -113,7 +114,7 @@ def test_nonsense_is_not_signed_by_anybody(peer, message, signature):
 # Keys.
 
 
-def test_a_seed_always_gives_the_same_key_and_a_fresh_key_is_nobody_elses():
+def test_a_seed_always_gives_the_same_key_and_a_fresh_key_is_new():
     assert Identity.from_seed(bytes([1]) * 32).peer == A.peer
     assert Identity.generate().peer != Identity.generate().peer
 

@@ -140,7 +140,7 @@ async def test_frames_of_many_senders_come_to_one_reader_each_under_its_own_name
 
 
 @on_all_links
-async def test_nobody_unknown_is_reached(world):
+async def test_no_unknown_peer_is_reached(world):
     (links, _) = await world.open(1)
     assert not links.send(STRANGER, b"x")
     assert not await links.send_bulk(STRANGER, b"x", 0.1)
@@ -175,9 +175,8 @@ async def test_bulk_for_a_peer_that_does_not_read_ends_at_its_timeout_and_contro
     a, b = await acquainted(world, 1, 2)
     loop, queued = asyncio.get_running_loop(), 0
     if isinstance(world, Simulated):
-        world.network.set_link(
-            a.me, LinkModel(up_bytes_per_s=1000)
-        )  # as slow as a reader that does not read
+        # as slow as a reader that does not read
+        world.network.set_link(a.me, LinkModel(up_bytes_per_s=1000))
     while True:
         begun_s = loop.time()
         if not await a.send_bulk(b.me, FRAME, 0.3):
@@ -225,7 +224,7 @@ async def test_a_peer_that_ended_is_suspect_in_a_second_dead_in_five_and_its_nex
     assert not await a.send_bulk(b.me, b"x", 0.1)
     again = await world.again(2, [a])
     if isinstance(world, Real):
-        a.send(again.me, b"hello")  # the road is built by the first frame
+        a.send(again.me, b"hello")  # the first frame builds the route
     await until(lambda: is_now("alive"), 10.0, every_s=0.01)
     assert a.send(again.me, b"welcome back")
     while (await got(again))[1] != b"welcome back":

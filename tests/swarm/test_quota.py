@@ -50,7 +50,7 @@ def test_bytes_cost_too():
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=60))
-def test_nobody_gets_more_than_the_burst_and_the_inflow(steps):
+def test_no_peer_gets_more_than_the_burst_and_the_inflow(steps):
     quota, now_s, paid = Quota(units_per_s=3, burst_units=7), 0.0, 0.0
     for cost, wait_s in steps:
         now_s += wait_s

@@ -1,4 +1,4 @@
-"""A record is its owner's word, whole and within limits, or it is nothing."""
+"""A record is its owner's statement, whole and within limits, or it is refused."""
 
 import math
 
@@ -124,7 +124,7 @@ def test_a_field_beyond_its_limit_is_refused_when_read_and_when_sealed(fields):
         seal(A, record)
 
 
-def test_fields_that_nobody_knows_or_that_are_missing_are_refused():
+def test_fields_that_are_unknown_or_missing_are_refused():
     fields = msgspec.structs.asdict(PLAIN)
     assert unseal(signed(fields), RUN) == PLAIN
     with pytest.raises(BadRecord, match="not a record"):

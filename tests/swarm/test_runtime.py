@@ -1,4 +1,4 @@
-"""Run time: everybody's estimate of the founder's clock, which no single partner can move far."""
+"""Run time: each peer's estimate of the founder's clock, which no single partner can move far."""
 
 import random
 
@@ -10,8 +10,8 @@ from farflock.swarm.runtime import KEPT_SAMPLES, MAX_PARTNERS, RunClock
 
 
 def answered(clock, partner, offset_s, rtt_s=0.1, there=0.5, at_s=100.0):
-    """One ping at `at_s` to a partner whose run time is the local one plus `offset_s`;
-    `there` is the way's share."""
+    """Note a ping at `at_s` to a partner whose run time is the local one plus `offset_s`; `there`
+    is the outward leg's share of the round trip."""
     clock.answered(partner, at_s, at_s + rtt_s, at_s + rtt_s * there + offset_s)
 
 

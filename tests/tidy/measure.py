@@ -131,9 +131,8 @@ def cycles(graph: Graph) -> list[str]:
 def longest_chain(graph: Graph) -> list[str]:
     """The longest way along the edges; a cycle counts as one node, named by one of its members."""
     reach, best = reachable(graph), dict[str, list[str]]()
-    for node in sorted(
-        graph, key=lambda node: len(reach[node])
-    ):  # all that it leads to comes first
+    # all that it leads to comes first
+    for node in sorted(graph, key=lambda node: len(reach[node])):
         group = {node} | {other for other in reach[node] if node in reach[other]}
         tails = [best[next_one] for member in group for next_one in graph[member] - group]
         best[node] = [node, *max(tails, key=len, default=[])]

@@ -75,9 +75,8 @@ def test_the_loop_fits_on_one_screen():
 
 def test_one_update_enters_the_files_that_the_page_lists(monkeypatch):
     entered = {}
-    for _ in range(
-        TRIES
-    ):  # a peer that is late catches up by another way, and a busy machine makes peers late
+    # a peer that is late catches up by another way, and a busy machine makes peers late
+    for _ in range(TRIES):
         with monkeypatch.context() as patch:
             entered = traced_update(patch).entered
         if len(entered) <= MAX_FILES:

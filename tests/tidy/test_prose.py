@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,20 @@ def test_bounds_are_called_min_and_max_and_deadlines_timeout():
         if BOUND.search(name)
     ]
     assert not found
+
+
+MAX_WIDTH = 100  # ruff holds the Python files to it
+WRAPPED = ("*.toml", "*.c", "*.h", "*.yml", "*.cff", "Makefile", ".ci/run")
+
+
+def test_no_line_of_a_text_file_is_wider_than_a_hundred_columns():
+    listed = subprocess.run(
+        ["git", "ls-files", *WRAPPED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = [
+        (name, number, line)
+        for name in listed.stdout.split()
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
+    ]
+    assert len(lines) > 1000
+    assert not [f"{name}:{number}" for name, number, line in lines if len(line) > MAX_WIDTH]

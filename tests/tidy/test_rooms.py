@@ -7,13 +7,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOUSES = ("node", "swarm", "optimizers", "compression", "experiments")
+# about the whole, not one room
 NO_ROOMS = {
     "tests/docs",
     "tests/net",
     "tests/sim",
     "tests/tidy",
     "tests/worlds",
-}  # about the whole, not one room
+}
 SUBJECTS = {"laws", "spec", "swarm"}  # of a room's tests: what holds for all of its modules
 MAX_FILES = 25
 MIN_LINES = 3

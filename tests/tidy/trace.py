@@ -46,9 +46,8 @@ class Trace:
 
     def _called(self, frame, event, arg):
         code = frame.f_code
-        if (
-            event != "call" or code.co_code[frame.f_lasti + 1] & 3
-        ):  # RESUME after an await: it was entered before
+        # RESUME after an await: it was entered before
+        if event != "call" or code.co_code[frame.f_lasti + 1] & 3:
             return
         if code.co_qualname == self._begin:
             self.on, self._begin = True, ""

@@ -1,5 +1,5 @@
-"""Payloads of codecs, for tests of any codec: written behind other bytes, and read into a tensor
-of NaNs, so that a codec that overwrites or leaves out a place is seen."""
+"""Payloads for tests of any codec: written after other bytes, and read into a tensor of NaNs, so
+that a codec that overwrites or skips a position is found."""
 
 import torch
 

@@ -70,9 +70,8 @@ class ExchangeWorld:
     ):
         self.chance = random.Random(seed)
         self.n, self.bundles, self.loss, self.trip_s = n, bundles, loss, trip_s
-        self.waits = (
-            (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
-        )  # of a trip: long lines are not so by chance
+        # of a trip: a long line varies less
+        self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = RoundTerms(
             "gather" if kind == "gather" else "mean", bundles, deadline_s, **kinds
@@ -230,7 +229,7 @@ class ExchangeWorld:
     # running and checking
 
     def run(self, until_s=60.0):
-        """Until all live members are complete, or the time is over."""
+        """Run until all live members are complete, or the time is over."""
         while self.queue and self.now_s < until_s and not self.all_complete():
             self.now_s, _, what, args = heapq.heappop(self.queue)
             what(*args)
@@ -283,7 +282,7 @@ class ExchangeWorld:
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
             for item in last_bundles(self.close, self.bundles):
                 assert any(item.digest in self.holds[me] for me in self.live), (
-                    "nobody knows any more what counts"
+                    "no member knows any more what counts"
                 )
 
     @property
@@ -323,7 +322,7 @@ class ExchangeWorld:
         assert close.tokens == PRIOR_TOKENS + sum(10 + member for member in included)
         if self.terms.uniform:
             assert len({item.mask for item in close.items}) <= 1, (
-                "somebody's contribution is in half of the bundles"
+                "a member's contribution is in some of the bundles only"
             )
         if self.terms.kind == "mean" and close.items:
             assert [item.index for item in close.items] == list(range(self.bundles))

@@ -1,4 +1,4 @@
-"""A group that decides a value, by schedules of chance: what is delivered, doubled or lost, and
+"""A group that decides a value under random schedules of what is delivered, doubled or lost, and
 which member crashes."""
 
 import random
@@ -11,7 +11,7 @@ KEY, VIEW = Key("weights", 3), bytes(32)
 
 
 class Ruled(AcceptanceRules):
-    """Members for whom some of the rules are others."""
+    """Members for which some of the rules are different."""
 
     def __init__(self, **rules):
         for name, rule in rules.items():
@@ -76,7 +76,7 @@ class Schedule:
             assert value in self.proposed, f"{value} was never proposed"
 
     def refuse(self, me, value):
-        """From now on and for ever, unless this member has just accepted it."""
+        """Make a member refuse the value for good, unless it has just accepted it."""
         accepted = self.members[me].accepted
         if accepted is None or accepted[1] != value:
             self.refused[me].add(value)

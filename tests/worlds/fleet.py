@@ -46,7 +46,7 @@ class Fleet(contextlib.AsyncExitStack):
         return links
 
     async def pair(self, **options) -> tuple[ZmqLinks, ZmqLinks]:
-        """Two that know each other and are connected."""
+        """Return two peers that know each other and are connected."""
         a, b = await self.peer(1), await self.peer(2, **options)
         assert a.learn(b.record())
         assert b.learn(a.record())
@@ -65,7 +65,7 @@ class Fleet(contextlib.AsyncExitStack):
 
 
 class Stranger:
-    """A client of its own making: holds a CURVE key, says what it likes."""
+    """A hand-made client that holds a CURVE key and sends whatever it likes."""
 
     def __init__(
         self, target: ZmqLinks, owner: Identity, lane: int, routing_id: bytes | None = None
@@ -173,7 +173,7 @@ class Process:
         self.child.stdin.write(" ".join(words).encode() + b"\n")
 
     async def answer(self, word: str, timeout_s: float = 15.0) -> list[str]:
-        """The next line that begins with `word`; other lines are kept for later."""
+        """Return the next line that begins with `word`; keep other lines for later."""
         while not self.lines.get(word):
             line = await asyncio.wait_for(self.child.stdout.readline(), timeout_s)
             assert line, "the process ended"
@@ -182,7 +182,7 @@ class Process:
         return self.lines[word].pop(0)
 
     async def end(self) -> None:
-        """Have it close by itself; kill it if it does not."""
+        """Let it close by itself; kill it if it does not."""
         with contextlib.suppress(ProcessLookupError):
             self.child.send_signal(signal.SIGCONT)
         self.child.stdin.close()
@@ -194,7 +194,7 @@ class Process:
 
 
 async def until(condition, timeout_s: float = 5.0) -> float:
-    """Wait for a condition; the seconds it took."""
+    """Wait for a condition; return the seconds that took."""
     begun_s = time.monotonic()
     while not condition():
         assert time.monotonic() - begun_s < timeout_s, "waited in vain"
@@ -203,7 +203,7 @@ async def until(condition, timeout_s: float = 5.0) -> float:
 
 
 async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
-    """Have `a` dial `b` and both be heard."""
+    """Let `a` dial `b`, and wait until both have heard each other."""
     assert a.send(b.me, b"meet")
     assert await got(b) == (a.me, b"meet")
     assert b.send(a.me, b"met")

@@ -1,6 +1,5 @@
-"""Whole `Peer`s that serve the stages of a model, on the simulated network;
-a contribution is a name, as in `herd`, so that whatever counts twice or in the wrong stage
-shows."""
+"""Whole `Peer`s that serve the stages of a model, on the simulated network. A contribution is a
+name, as in `herd`, so that whatever counts twice or in the wrong stage is seen."""
 
 import asyncio
 import collections
@@ -39,8 +38,8 @@ def stream(stage, wants="all", witnessed=False):
 
 
 class Node:
-    """One life of one peer: it brings a named contribution to each round of its stage,
-    and looks on at the others."""
+    """One life of one peer: it brings a named contribution to each round of its stage, and observes
+    the others."""
 
     def __init__(self, flock, number, stage, life, wants):
         self.flock, self.number, self.stage, self.life, self.wants = (
@@ -155,14 +154,14 @@ class Flock:
         self.pace_s = collections.defaultdict(lambda: 0.5)
         self.nodes, self.lives, self.serving = {}, 100, {}
         self.quiet = set()  # stages that bring nothing by themselves
-        self.results = {
-            stage: {} for stage in range(stages)
-        }  # by round: (names, participants, tokens)
+        # by round: (names, participants, tokens)
+        self.results = {stage: {} for stage in range(stages)}
         self.counted = collections.Counter()
+        # rounds that were applied by some, and had failed for others
         self.given_up, self.may_give_up = (
             set(),
             False,
-        )  # rounds that were applied by some, and had failed for others
+        )
 
     def records(self):
         return [node.record for node in self.nodes.values()]
@@ -209,10 +208,10 @@ class Flock:
         if mine is not None and outcome.status != "failed":
             assert outcome.taken == (mine in names,) * SHARDS
         served = {peer for (peer, _), other in self.serving.items() if other == stage}
-        assert set(outcome.participants) <= served, "somebody of another stage contributed"
+        assert set(outcome.participants) <= served, "a member of another stage contributed"
 
     def check(self):
-        """Of each stage all rounds are there, and tokens are those of what counted in it."""
+        """Check that each stage has all its rounds, with the tokens of what counted in them."""
         for stage, results in self.results.items():
             tokens = 0
             for number in range(min(results, default=0), max(results, default=-1) + 1):
@@ -240,8 +239,8 @@ class Flock:
 
 
 def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
-    """Run a test `main(flock)` whose nodes serve these stages, in virtual time;
-    check that all laws held."""
+    """Run a test `main(flock)` whose nodes serve these stages, in virtual time; check that all laws
+    held."""
 
     def decorate(main):
         def test():

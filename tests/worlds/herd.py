@@ -1,8 +1,8 @@
 """Whole `Peer`s on the simulated network with the smallest node on top that can show a fault.
 
 A contribution is a name; a reduced shard lists the names in it; a node's state is a hash chain over
-the rounds it has applied. So whatever counts twice, in the wrong round,
-or differently at two peers, shows.
+the rounds it has applied. So whatever counts twice, in the wrong round, or differently at two
+peers, is seen.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def stream(kind="mean", first=0, stride=1, **options):
 
 
 def contents_of(outcome):
-    """The reduced shards; of a gather, what reducing them would give."""
+    """The reduced shards; for a gather, what reducing its payloads would give."""
     if outcome.gathered is None:
         return outcome.reduced or ()
     columns = zip(*outcome.gathered.values(), strict=True)
@@ -54,8 +54,8 @@ def identity(number):
 
 
 class Node:
-    """One life of one peer: it founds or joins, adopts, and brings a named contribution to each
-    round."""
+    """One life of one peer: it starts the run or joins it, adopts a state, and brings a named
+    contribution to each round."""
 
     def __init__(self, herd, number, incarnation, founds):
         self.herd, self.number, self.incarnation, self.founds = herd, number, incarnation, founds
@@ -89,7 +89,7 @@ class Node:
         return {member.peer for member in self.view.members}
 
     def served(self):
-        """The rounds that this node got an outcome of its own from."""
+        """The rounds of which this node got an outcome of its own."""
         return [number for _, number, status in self.events if status in ("ok", "partial", "alone")]
 
     async def life(self):
@@ -124,9 +124,8 @@ class Node:
         while self.herd.stream.terms.enough and (
             missed := self.peer.decided(STREAM, self.applied + self.herd.stream.cadence.stride)
         ):
-            self.apply(
-                missed, None
-            )  # rounds that wait for nobody are many: a node takes in all that it missed at once
+            # Rounds that wait for no peer are many: a node takes in all that it missed at once.
+            self.apply(missed, None)
         number = self.applied + self.herd.stream.cadence.stride
         outcome = self.peer.decided(STREAM, number)
         name = None
@@ -180,7 +179,7 @@ class Herd:
         return self.nodes[number]
 
     def kill(self, number):
-        """As SIGKILL: no goodbye, and whatever was on its way out is lost."""
+        """Kill a node as SIGKILL does: it says no goodbye, and loses what it has not sent yet."""
         node = self.nodes[number]
         self.network.kill(node.id)
         node.task.cancel()
@@ -194,8 +193,8 @@ class Herd:
             self.agreed(node, outcome, contents, name)
 
     def swapped(self, node, contents, name):
-        """A pair's contribution counts at its owner and at one other peer, and both mean the same
-        two."""
+        """Check that a pair's contribution counts at its owner and at one other peer, and that both
+        name the same two."""
         for content in contents[:1]:
             names = json.loads(content)["names"]
             assert name in names
@@ -209,8 +208,8 @@ class Herd:
                 )
 
     def agreed(self, node, outcome, contents, name):
-        """There is one result of a round, with everybody's contribution in it at most once and in
-        its own round."""
+        """Check that a round has one result, with each contribution in it at most once and in its
+        own round."""
         number = outcome.key.round
         result = (contents, outcome.participants, outcome.tokens, node.state)
         if number not in self.results:
@@ -228,7 +227,7 @@ class Herd:
             assert outcome.taken == inside, f"{name}: taken {outcome.taken}, but in {inside}"
 
     def check_tokens(self):
-        """Tokens are those of the counted contributions, round after round."""
+        """Check that tokens are those of the counted contributions, round after round."""
         tokens = 0
         for number in sorted(self.results):
             contents, participants, after, _ = self.results[number]
@@ -237,7 +236,7 @@ class Herd:
                 assert after == tokens, f"round {number} says {after} tokens, {tokens} were trained"
 
     async def end(self):
-        """End all nodes; raise what any of them died of."""
+        """End all nodes; raise the error that ended any of them."""
         for node in self.nodes.values():
             node.task.cancel()
         ended = await asyncio.gather(

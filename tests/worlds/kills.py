@@ -1,4 +1,4 @@
-"""Kills servers of an audited pipeline, each at a point of the protocol that a test names."""
+"""Kills of servers in an audited pipeline, each at a point of the protocol that a test names."""
 
 import asyncio
 import collections
@@ -7,9 +7,9 @@ from worlds.waiting import now, until
 
 
 class ScheduledKills:
-    """Kills the server that reaches a point, after that point's delay. Before the next kill it
-    waits until every peer is back with the state of its stage: if only one server has a stage's
-    last round, that round dies with it."""
+    """Kills of the server that reaches a point, after that point's delay. The next kill waits until
+    every peer is back with the state of its stage: if only one server has a stage's last round,
+    that round dies with it."""
 
     def __init__(self, audit, points, rest_s=2.0):
         self.audit, self.points, self.rest_s = audit, list(points), rest_s
@@ -42,7 +42,7 @@ class ScheduledKills:
         return all(len(rounds) == 1 for rounds in applied.values())
 
     async def until_all(self, sim):
-        """Ends the run some time after the last of them."""
+        """End the run some time after the last of them."""
         await until(lambda: not self.points and self.is_calm())
         sim.end()
 

@@ -99,7 +99,7 @@ class Node:
         return []
 
     def reaches(self, condition):
-        """Its status as soon as that meets a condition."""
+        """Return its status as soon as that meets a condition."""
         ends_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < ends_s:
             if (status := self.status()) is not None and condition(status):
@@ -118,7 +118,7 @@ class Node:
         self.process.wait(20)
 
     def ends(self):
-        """Exit code, and what the last line of standard output says."""
+        """Return the exit code, and what the last line of standard output says."""
         out, _ = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, json.loads(out.splitlines()[-1])
 
@@ -127,7 +127,7 @@ class Node:
         assert (code, said["ended"]) == (0, "done"), self.log[-2000:]
 
     def leaves(self, number=signal.SIGTERM):
-        """Is told to, and does so in order; what the last line of standard output says."""
+        """Tell it to leave, and check that it does; return what its last line of output says."""
         self.process.send_signal(number)
         code, said = self.ends()
         assert (code, said["ended"]) == ({signal.SIGTERM: 0, signal.SIGINT: 130}[number], "left"), (
@@ -136,7 +136,7 @@ class Node:
         return said
 
     def saved(self, stage):
-        """Its last checkpoint of a stage."""
+        """Return its last checkpoint of a stage."""
         return checkpoint.latest(self.folder / "checkpoints" / f"stage-{stage}")
 
     def losses(self):
@@ -167,7 +167,7 @@ class Run:
         return self.start(name, "join", self.invite, *words)
 
     def servers(self, stages, first=1):
-        """Two servers of each stage; of the first one, `first` with the founder."""
+        """Start two servers of each stage; of the first stage `first`, founder included."""
         for stage in range(stages):
             for place in range(2 if stage else first - 1):
                 self.join(f"server-{stage}-{place}", "--role", f"stage:{stage}")
@@ -176,7 +176,7 @@ class Run:
         return [node for node in self.nodes if node.process.poll() is None]
 
     def serving(self, stage):
-        """The living nodes that serve the stage."""
+        """Return the living nodes that serve the stage."""
         return [node for node in self.alive() if node.status()["role"] == f"stage:{stage}"]
 
     def end(self):
@@ -192,7 +192,7 @@ def round_of(saved):
 
 
 def one_state(saved):
-    """The stage's tensors, which all of these checkpoints have bit by bit."""
+    """Return the stage's tensors; check that all of these checkpoints have them bit by bit."""
     for each in saved[1:]:
         assert round_of(each) == round_of(saved[0])
         for part in ("model", "method"):
@@ -203,6 +203,6 @@ def one_state(saved):
 
 
 def fallen(trainer):
-    """By how much its microbatches' loss fell, in nats a token."""
+    """Return by how much its microbatches' loss fell, in nats per token."""
     seen = trainer.losses()
     return (sum(seen[:BATCH]) - sum(seen[-BATCH:])) / BATCH

@@ -17,7 +17,8 @@ LR = 0.05
 
 
 class Net(nn.Module):
-    """Uneven to shard: tied embeddings, an odd number of rows, a norm, a one-value parameter."""
+    """A module that is hard to shard: tied embeddings, an odd number of rows, a norm, and a
+    parameter of one value."""
 
     def __init__(self):
         super().__init__()

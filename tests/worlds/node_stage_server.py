@@ -35,7 +35,7 @@ PASS_S = 0.5
 
 
 class Bench:
-    """A server of one of three stages in fp64, and what is sent to it.
+    """A server of one of three stages in fp64, and the messages sent to it.
 
     A forward pass takes half a virtual second.
     """
@@ -77,7 +77,7 @@ class Bench:
         )
 
     def apply_round(self, noted=b""):
-        """A round changes the weights."""
+        """Apply a round, which changes the weights."""
         self.server.accounts.closing(self.applied + 1, noted)
         with torch.no_grad():
             for parameter in self.stage.model.parameters():

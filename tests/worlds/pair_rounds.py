@@ -1,4 +1,4 @@
-"""The two machines of a pair, and whole rounds of theirs under bad luck in virtual time."""
+"""The two machines of a pair, and their whole rounds under random faults in virtual time."""
 
 import random
 
@@ -38,8 +38,8 @@ STEPS = int(DEADLINE_S / STEP_S) + 60
 
 
 class Round:
-    """One pair under loss, doubling, delay, cut links, crashes and late starts;
-    `run` checks how it may end."""
+    """One pair under loss, doubling, delay, cut links, crashes and late starts; `run` checks that
+    it ends in an allowed way."""
 
     def __init__(self, seed, *, faults):
         self.chance = chance = random.Random(seed)

@@ -1,13 +1,13 @@
-"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model.
+"""An audit of a simulated pipeline: what its rounds applied must be what the unsplit model gives.
 
 Every pass is recorded with the weights that it saw, and every payload with the pass that made it.
-So the gradient that a microbatch is to have at a stage is known, whatever path it took,
-how often it was asked for, who died meanwhile and how far apart the weights were along its way:
-that of the unsplit model whose stages have these weights, with activations as the forward passes
-made them and derivatives by the weights of the backward passes.
+So the gradient that a microbatch must have at a stage is known, whatever path it took, however
+often it was asked for, whichever servers died meanwhile and however far apart the weights were
+along its way. It is that of the unsplit model whose stages have these weights, with activations as
+the forward passes made them and derivatives by the weights of the backward passes.
 
-Where the rate is too small to change a double, `STILL`, all of these are the initial weights,
-and the unsplit model's gradient is computed once more without any of the records.
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and
+the unsplit model's gradient is computed once more without any of the records.
 """
 
 import asyncio
@@ -49,9 +49,8 @@ TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
 TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-STORE_BYTES = (
-    2**20
-)  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+# rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+STORE_BYTES = 2**20
 WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
 
 
@@ -76,8 +75,9 @@ def pipeline(stages=3, batch=8, codec="raw", **options):
 
 
 class Audit:
-    """One simulated run with an eye on every node; `check` after it ended. `on_event(what,
-    number)` is called with what a server of this peer number just does: tests kill it there."""
+    """One simulated run in which every node is watched; call `check` after it has ended.
+    `on_event(what, number)` is called with what the server of this peer number is just doing, so
+    that tests can kill it there."""
 
     close = CLOSE  # of sums of gradients
     lossy = False  # whether activations arrive as others than they were computed: `arrived`
@@ -91,12 +91,10 @@ class Audit:
         # by stage, round and peer, the backward passes of each key of its contribution
         self.brought = {}
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
-        self.ages = collections.defaultdict(
-            dict
-        )  # by stage and round, how late each key is that counts
-        self.applied = collections.defaultdict(
-            dict
-        )  # by stage and round, the results that servers applied
+        # by stage and round, how late each key is that counts
+        self.ages = collections.defaultdict(dict)
+        # by stage and round, the results that servers applied
+        self.applied = collections.defaultdict(dict)
         self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
         self.events = collections.Counter()
         self.on_event = lambda what, number: None
@@ -210,19 +208,19 @@ class Audit:
         passes.forward, passes.backward, server.serve = forwarding, going_back, serving
 
     def input_of(self, job):
-        """Names the input that a pass was given."""
+        """Name the input that a pass was given."""
         return job.payloads[-1 if isinstance(job.request, Forward) else -2]
 
     def output_of(self, job, reply):
-        """Names the output that a forward pass gave, as `input_of` names it where it comes in."""
+        """Name the output of a forward pass, as `input_of` names it where it arrives."""
         return reply
 
     def gradient_named(self, job, payload):
-        """Names a gradient, alike where it comes from and where it comes in."""
+        """Name a gradient, alike where it is made and where it arrives."""
         return payload
 
     def arrived(self, named, value):
-        """The activation of this name as it came in, of the `value` that went out."""
+        """Return the activation of this name as it arrived, given the `value` that was sent."""
         return value
 
     def _watch_whole(self, node, lives):
@@ -255,8 +253,8 @@ class Audit:
         )
 
     def weights_of(self, life):
-        """Of this server now: the same as every server's of the stage that has applied as many
-        rounds."""
+        """Return this server's weights; every server of the stage with as many applied rounds has
+        the same."""
         key = life.stage, life.serving.state_sync.applied_round
         if key[1] not in life.weights:
             life.weights[key[1]] = self._seen_weights(
@@ -294,9 +292,8 @@ class Audit:
 
         def bringing(number):
             noted = brought(number)
-            if (
-                number not in audit.named[life.stage]
-            ):  # else it is over, and the contribution goes into the next one
+            # else it is over, and the contribution goes into the next one
+            if number not in audit.named[life.stage]:
                 audit.brought[life.stage, number, peer] = {
                     key: life.merged[key] for key in counted(noted)
                 }
@@ -331,7 +328,7 @@ class Audit:
         method.__class__ = Watched
 
     async def _measure(self, sim):
-        """Check, again and again, that each peer's tables stay small."""
+        """Check repeatedly that each peer's tables stay small."""
         while True:
             await asyncio.sleep(0.25)
             for node in sim.nodes.values():
@@ -358,8 +355,8 @@ class Audit:
     # what must hold
 
     def gradient(self, key):
-        """Of one microbatch's summed loss, by the unsplit model with its initial weights,
-        or by one that is made of the stages that it visits, in that order."""
+        """Return the gradient of one microbatch's summed loss by the unsplit model with its initial
+        weights, or by one made of the stages that it visits, in that order."""
         if key not in self._gradients:
             whole = self.order(key) == tuple(range(len(self._stages)))
             found = (
@@ -371,7 +368,7 @@ class Audit:
         return self._gradients[key]
 
     def _of_these(self, key):
-        """Gradients of the stages on a microbatch's path; those of others are not there."""
+        """Return gradients of the stages on a microbatch's path, and none of others."""
         x, targets = self.batch(key)
         visited = [self._stages[stage] for stage in self.order(key)]
         for model in visited:
@@ -385,7 +382,7 @@ class Audit:
         return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
 
     def order(self, key):
-        """The stages that a microbatch visits."""
+        """Return the stages that a microbatch visits."""
         trainer, number = key
         if trainer not in self._policies:
             cut = self.pipeline
@@ -435,7 +432,7 @@ class Audit:
         return self._expected[mark]
 
     def _whole_gradient(self, key, back):
-        """By the unsplit model with the weights that the replica had."""
+        """Return the gradient by the unsplit model with the weights that the replica had."""
         mark = key, id(back.weights)
         if mark not in self._expected:
             tokens, targets = self.batch(key)
@@ -487,7 +484,7 @@ class Audit:
         }
 
     def check(self):
-        """Every sum that was taken, every mean that was applied, and every account."""
+        """Check every sum that was taken, every mean that was applied, and every account."""
         for life, staged, keys in self.taken:
             assert staged.tokens == TOKENS * len(keys)
             if keys:
@@ -506,8 +503,8 @@ class Audit:
         return self
 
     def _check_round(self, stage, number, results):
-        """The keys of a round are those of its contributions, each of one of them;
-        its mean is theirs."""
+        """Check that each key of a round is that of exactly one of its contributions, and that its
+        mean is theirs."""
         passes, keys = {}, sorted(self.ages[stage][number])
         for peer in results[0].participants:
             mine = self.brought[stage, number, peer]
@@ -560,7 +557,7 @@ class Audit:
         return self
 
     def check_memory(self):
-        """The most of everything that a peer held is what its terms allow."""
+        """Check that no peer ever held more of anything than its terms allow."""
         server, trainer = self.pipeline.server, self.pipeline.trainer
         assert self.most["kept"] <= trainer.kept
         assert self.most["tasks"] <= trainer.kept * len(self.pipeline.stages)
@@ -574,7 +571,7 @@ class Audit:
 
 
 def begun_of(trainer):
-    """The start times of its microbatches that do not count everywhere yet."""
+    """Return the start times of its microbatches that do not count everywhere yet."""
     return list(trainer.commits.begun_s.values())
 
 

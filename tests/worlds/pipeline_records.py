@@ -10,8 +10,8 @@ from farflock.node.train import microbatch_ids as notes
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that was computed: at which stage, after which round, by which weights,
-    of which input, forward or with which outside."""
+    """A pass that was computed: its stage, the round before it, its weights and its input; forward,
+    or backward with the gradient that came from outside."""
 
     stage: int
     round: int
@@ -22,8 +22,8 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A pass there and back through all stages of a full replica, by these weights of the unsplit
-    model; `stage` is of whose gradient it is asked."""
+    """A pass forward and back through all stages of a full replica, by these weights of the unsplit
+    model; `stage` is the one whose gradient is asked for."""
 
     stage: int
     weights: dict[str, torch.Tensor]
@@ -36,9 +36,8 @@ class Life:
     number: int
     stage: int
     serving: Any
-    computed: dict[tuple[str, int], Pass] = field(
-        default_factory=dict
-    )  # the backward pass whose gradient is put aside
+    # the backward pass whose gradient is put aside
+    computed: dict[tuple[str, int], Pass] = field(default_factory=dict)
     merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
     used: Any = None  # the weights that the stage computed with last
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
@@ -46,7 +45,7 @@ class Life:
 
 @dataclass
 class WatchedSums:
-    """A server's sums, of which `add` is watched."""
+    """A server's sums, whose `add` is watched."""
 
     sums: Any
     add: Any

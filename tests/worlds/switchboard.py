@@ -31,8 +31,8 @@ def backwards(*payloads):
 
 
 class Echo:
-    """Answers with the request and with all payloads backwards; may be slow, refuse, or raise;
-    knows what it was asked."""
+    """A handler that answers with the request and with all payloads reversed. It may be slow,
+    refuse or raise, and records what it was asked."""
 
     def __init__(self, slow_s=0.0, refuse=None, answer=None):
         self.slow_s, self.refuse, self.answer = slow_s, refuse, answer
@@ -97,7 +97,7 @@ class Life(Spawner):
 
     @property
     def kept(self):
-        """Everything that is kept for any call."""
+        """Return everything that is kept for any call."""
         calls, serving = self.calls, self.calls.serving
         return (
             calls.asking,
@@ -151,11 +151,11 @@ class Switchboard:
         self.taps.append(tap)
 
     def say(self, sender, to, message):
-        """Have a peer say what its calls would not."""
+        """Let a peer say what its calls would not."""
         sender.context.send(to.name, message)
 
     async def empty(self, within_s=LEASE_S + DEAD_S + 1.0):
-        """Wait until nothing is kept for any call at those who live, which must be soon."""
+        """Wait until no living peer keeps anything for any call, which must be soon."""
         living = [life for life in self.lives if life.tasks]
         begun_s = now()
         while any(any(life.kept) for life in living):

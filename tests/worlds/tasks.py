@@ -1,10 +1,10 @@
-"""The tasks that a world starts for its peers, and what they died of."""
+"""The tasks that a world starts for its peers, and the errors that ended them."""
 
 import asyncio
 
 
 class Spawner:
-    """Starts tasks; `failures` are the exceptions that ended any of them."""
+    """A starter of tasks; `failures` are the exceptions that ended any of them."""
 
     def __init__(self, failures=None):
         self.tasks = set()

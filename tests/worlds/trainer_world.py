@@ -42,7 +42,7 @@ class Asked(collections.namedtuple("Asked", "peer request payloads")):
 
 
 class Order(dict):
-    """By stage, who serves it."""
+    """The servers of each stage."""
 
     @property
     def stages(self):
@@ -114,7 +114,7 @@ class World:
     def skipped(self):
         return self.doubtful.pop() if self.doubtful else None
 
-    # the policy: the first in line; who did not do it goes to its end
+    # The policy: ask the first in line; a server that fails goes to the end of the line.
 
     def stage_order(self, microbatch):
         return tuple(range(STAGES))
@@ -152,8 +152,8 @@ class World:
             self.under_way[place] -= 1
 
     def remembering(self, peer, request, payloads):
-        """As a server does with a codec that remembers samples: what comes out of a stage is its
-        input and one more."""
+        """Answer as a server with a codec that remembers samples; a stage's output is its input
+        plus one."""
         memory, x = self.memories[peer], torch.zeros(1, TOKENS, 2)
         try:
             x = memory.input(self.me, payloads[1], request) if request.stage else x
@@ -164,8 +164,8 @@ class World:
         return encode(Done(LIFE)), (memory.output(self.me, x + 1 + request.number / 16, request),)
 
     def script(self, peer, kind, *steps):
-        """The next requests of this kind to this server are answered so, later ones as they
-        should."""
+        """Answer the next requests of this kind to this server like this, and later ones as
+        usual."""
         self.scripts[peer, kind] += steps
 
     # watching
@@ -188,7 +188,7 @@ class World:
         await asyncio.sleep(2 * CALL_S)
 
     async def close(self, *numbers, stages=range(STAGES)):
-        """Rounds of these stages name these microbatches."""
+        """Close rounds of these stages that name these microbatches."""
         self.closed += [(stage, [(self.me, number) for number in numbers]) for stage in stages]
         await asyncio.sleep(0.3)
 

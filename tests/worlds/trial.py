@@ -21,7 +21,7 @@ from farflock.swarm.sim.virtual_time import run_virtual
 MISFORTUNES = ("drop", "delay", "partial", "join", "leave", "corrupt", "late")
 SHARE = 0.2  # of all frames, where it is frames that suffer
 LEAST_S, MOST_S = 2.0, 30.0  # how long one lasts until it shows
-TINY = 2  # peers: so few need another one first, for there would be nobody to talk to
+TINY = 2  # peers: so few need another one first, or the one left would have no partner
 
 
 class Dishonest(Population):
@@ -43,7 +43,7 @@ class Dishonest(Population):
 
 
 class Trial(Chaos):
-    """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
+    """A swarm of `peers` at first; `shown` counts the faults that took effect."""
 
     def __init__(self, arm: ChaosCase, peers: int, misfortunes=MISFORTUNES, seed=0):
         super().__init__(
@@ -69,7 +69,7 @@ class Trial(Chaos):
         return bool(self.shown[kind])
 
     async def until(self, shown):
-        """True if something comes to pass in time."""
+        """Return True if the condition holds in time."""
         end_s = now() + MOST_S
         while not (there := shown()) and now() < end_s:  # noqa: ASYNC110 - anything may show
             await asyncio.sleep(0.1)
@@ -90,8 +90,8 @@ class Trial(Chaos):
         return await self.frames_suffer("reorder", delay_s=1.0)
 
     async def corrupt(self):
-        """Frames change on the way; chunks are not what they are called; somebody sends what no
-        codec writes."""
+        """Change frames on the way, serve chunks under false names, and let one peer send payloads
+        that no codec writes."""
         self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
         there = there and await self.until(lambda: self.population.liar is None or not self.streams)
@@ -99,16 +99,16 @@ class Trial(Chaos):
         return there
 
     async def partial(self):
-        """Somebody computes for so long that rounds are closed without it."""
-        victim, before = self.last(), self.without_somebody()
+        """Let one peer compute for so long that rounds are closed without it."""
+        victim, before = self.last(), self.rounds_missing_a_peer()
         self.population.slow[victim] = 1e9
-        there = await self.until(lambda: self.without_somebody() > before or not self.streams)
+        there = await self.until(lambda: self.rounds_missing_a_peer() > before or not self.streams)
         self.population.slow.pop(victim)
         return there
 
     async def late(self):
-        """Somebody is cut off until its exchange is overdue (a pair's ends then),
-        and hears of it later."""
+        """Cut one peer off until its exchange is overdue (a pair's exchange ends then); it hears of
+        the result later."""
         victim, before = self.last(), self.watch.statuses["failed"] + self.watch.statuses["alone"]
         life, peer = self.population.lives[victim], self.population.identities[victim].peer
         self.network.partition(
@@ -147,7 +147,7 @@ class Trial(Chaos):
             lambda: all(victim not in self.members_of(index) for index in self.population.lives)
         )
 
-    # who
+    # The peers
 
     def last(self):
         """The member that a quorum can do without: the last of the newest view."""
@@ -168,7 +168,7 @@ class Trial(Chaos):
             for index in self.population.lives
         )
 
-    def without_somebody(self):
+    def rounds_missing_a_peer(self):
         pairs = self.arm.method == "noloco"
         return sum(
             self.watch.statuses[one] for one in (("alone", "failed") if pairs else ("partial",))
@@ -176,7 +176,7 @@ class Trial(Chaos):
 
 
 def tried(arm, peers, misfortunes=MISFORTUNES, seed=0):
-    """The trial of an arm, once it has ended, and its report."""
+    """Run the trial of an arm; return it and its report."""
 
     async def whole():
         trial = Trial(arm, peers, misfortunes, seed)

@@ -1,4 +1,4 @@
-"""Waiting on the clock of the running loop, be it virtual or real."""
+"""Waiting on the clock of the running loop, whether virtual or real."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ def now():
 
 
 async def until(condition, within_s=math.inf, what="the condition", every_s=0.05):
-    """Poll until a condition holds; the seconds that it took."""
+    """Poll until a condition holds; return the seconds that it took."""
     start_s = now()
     while not condition():
         assert now() - start_s < within_s, f"{what} did not hold within {within_s} s"

@@ -1,4 +1,4 @@
-"""The seam to the frozen part of the embedding, which both ends of the subspace codec share.
+"""The seam for the frozen part of the embedding, which both ends of the subspace codec share.
 
 If all peers are constrained to the subspace, it follows from the run's seed and never changes:
 every peer computes it, and nothing is exchanged. If full replicas are free, it gets a new
@@ -39,8 +39,7 @@ class FrozenEmbedding:
         """Fetch the version for projecting a stage that is about to start over after this round."""
 
     async def begun(self, *, anew: bool) -> None:
-        """Note that a stage has its state: either a new one of its own (`anew`), or other
-        servers'."""
+        """Note that a stage has its state: a newly made one (`anew`), or that of other servers."""
 
     async def run(self) -> None:
         """Download new versions and serve them, for as long as there may be any."""

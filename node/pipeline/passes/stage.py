@@ -43,8 +43,8 @@ class BackwardOutput:
 
 
 class Stage:
-    """Computes passes; keeps nothing but its weights between calls. Only one thread at a time
-    may call it."""
+    """The passes of one stage, which keeps nothing but its weights between calls. Only one thread
+    at a time may call it."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model

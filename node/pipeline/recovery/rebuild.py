@@ -166,8 +166,8 @@ def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -
 def bumped_rate(
     rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf
 ) -> float:
-    """Return the learning rate of a stage that was rebuilt `steps_since` steps of its own ago:
-    `bump` times the schedule's at first.
+    """Return the learning rate of a rebuilt stage after `steps_since` of its own steps: at first
+    `bump` times the schedule's.
 
     By default the bump stays, as in the paper; with `decay_steps` the excess falls by a factor
     of e in that many steps. A stage that is lost again starts over: bumps do not multiply."""

@@ -9,18 +9,18 @@ from farflock.swarm.peer.call_server import CallReply
 
 
 class Dispatch:
-    """Passes each call to the server of its stage; if there is none, to the first server, which
-    refuses it."""
+    """A handler that passes each call to the server of its stage. If there is none, the first
+    server gets the call and refuses it."""
 
     def __init__(self, servers: Mapping[int, StageServer]) -> None:
         self._servers, self._first = dict(servers), next(iter(servers.values()))
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
-        """As `StageServer.admit`."""
+        """Admit or refuse a call, as `StageServer.admit` does."""
         return self._server(request).admit(caller, request, sizes)
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
-        """As `StageServer.serve`."""
+        """Serve a call, as `StageServer.serve` does."""
         return await self._server(request).serve(caller, request, payloads)
 
     def _server(self, request: bytes) -> StageServer:
@@ -31,7 +31,7 @@ class Dispatch:
 
 
 class Closed:
-    """Refuses every call, for one given reason."""
+    """A handler that refuses every call, for one given reason."""
 
     def __init__(self, why: str) -> None:
         self._refusal = encode(Refused(why))

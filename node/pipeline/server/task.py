@@ -1,7 +1,7 @@
 """A stage as the ordinary loop trains it.
 
-A step ends when the stage's group has taken in a batch, however little of it came to this
-server. So all members of a stage step together although some are faster, and every method syncs
+A step ends when the stage's group has taken in a batch, no matter how little of it came to this
+server. So all members of a stage step together, although some are faster, and every method syncs
 a stage like a whole model. A method that exchanges gradients gets the sum, weighted by the
 number of microbatches in it; one with local steps gets the mean of what this server took in."""
 

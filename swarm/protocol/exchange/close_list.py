@@ -55,7 +55,7 @@ class RoundTerms:
 
 
 class BadCloseList(ValueError):
-    """A close list that no correct member proposes."""
+    """Raised for a close list that no correct member proposes."""
 
 
 _decoder = msgspec.msgpack.Decoder(CloseList)

@@ -19,9 +19,8 @@ from farflock.compression.check import CodecLawBroken, check_codec
 from farflock.compression.codec import CorruptPayload, require_finite, require_length
 from farflock.compression.payload import append, values_at
 
-pytestmark = pytest.mark.usefixtures(
-    "oracle"
-)  # the kernel has its bits (test_native.py); hostile bytes go to both here
+# the kernel has its bits (test_native.py); hostile bytes go to both here
+pytestmark = pytest.mark.usefixtures("oracle")
 
 NAMES = [
     *CODECS,
@@ -46,16 +45,16 @@ def absmax_of_block(x, block):
 
 
 def blockwise_bound(x, block, levels):
-    """absmax/(2·levels) of each value's block with a little for rounding,
-    and the size of what counts as nothing."""
+    """absmax/(2·levels) of each value's block, a little more for rounding, and the size of what
+    counts as 0."""
     absmax = absmax_of_block(x, block)
     rounding = {127: 2.0**-14, 7: 2.0**-18}[levels]
     return absmax / (2 * levels) * (1 + rounding) + levels * 2.0**-126
 
 
 def bound(name, x):
-    """The largest error that the docstring of the codec allows, for each value, in float64;
-    of a codec that is not named here, what it states itself."""
+    """The largest error that the codec's docstring allows for each value, in float64; codecs that
+    are not named here state it themselves."""
     kind, _, numbers = name.removesuffix("+zstd").partition(":")
     size = x.double().abs()
     match kind:
@@ -89,8 +88,8 @@ def bound(name, x):
 
 
 def topk_bound(x, k, chunk):
-    """int8's bound on what is kept, everything on what is not; kept are the largest,
-    of equal ones the first."""
+    """int8's bound for kept values, and the whole value for others; the largest are kept, the first
+    among equals."""
     out = x.double().abs()
     for start in range(0, len(x), chunk):
         part = x[start : start + chunk]
@@ -100,8 +99,8 @@ def topk_bound(x, k, chunk):
 
 
 def topk2_bound(x, k, chunk):
-    """A little more than the largest magnitude of the chunk for what is kept,
-    everything for what is not."""
+    """A little more than the chunk's largest magnitude for kept values, and the whole value for
+    others."""
     out = x.double().abs()
     for start in range(0, len(x), chunk):
         part = x[start : start + chunk]
@@ -112,8 +111,8 @@ def topk2_bound(x, k, chunk):
 
 
 def ecsq_bound(x):
-    """11/16 of a step, which is at most the largest magnitude (test_ecsq.py holds it to the rate),
-    and what is above 2^127."""
+    """11/16 of a step, which is at most the largest magnitude (test_ecsq.py checks it against the
+    rate), plus whatever is above 2^127."""
     cut = x.double().abs().clamp(max=2.0**127)
     if not len(x):
         return cut
@@ -235,9 +234,8 @@ def test_encode_and_decode_are_pure(name):
 # 6
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if not name.startswith("ecsq")]
-)  # its step is of all it is given
+# its step is of all it is given
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("ecsq")])
 def test_shards_cut_at_granules_decode_as_the_whole_does(name):
     check.check_cut_at_granules(codec(name))
 
@@ -247,7 +245,7 @@ def test_shards_cut_at_granules_decode_as_the_whole_does(name):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Keeps every law: the values as they are. What follows breaks one law each."""
+    """A codec that keeps every law: the values as they are. Each one below breaks one law."""
 
     name: ClassVar[str] = "whole"
     biased: ClassVar[bool] = False
@@ -273,7 +271,7 @@ class Whole:
 
 
 class Loose(Whole):
-    """Has no slots, so that anything can be stored in it."""
+    """Without slots, so that anything can be stored in it."""
 
 
 class Coarse(Whole):
@@ -286,7 +284,7 @@ class Coarse(Whole):
 
 
 class Long(Whole):
-    """Says that it writes less than it does."""
+    """Claims to write less than it does."""
 
     __slots__ = ()
 
@@ -295,7 +293,7 @@ class Long(Whole):
 
 
 class Miscounting(Whole):
-    """Returns all that is in the buffer."""
+    """Returns the length of the whole buffer."""
 
     __slots__ = ()
 
@@ -305,7 +303,7 @@ class Miscounting(Whole):
 
 
 class Careless(Whole):
-    """Sends what is not finite."""
+    """Sends values that are not finite."""
 
     __slots__ = ()
 
@@ -323,7 +321,7 @@ class Patient(Whole):
 
 
 class Trusting(Whole):
-    """Decodes to NaN where somebody wrote one."""
+    """Decodes to NaN where the payload has one."""
 
     __slots__ = ()
 
@@ -333,7 +331,7 @@ class Trusting(Whole):
 
 
 class Hasty(Whole):
-    """Writes before it looks."""
+    """Writes before it checks."""
 
     __slots__ = ()
 
@@ -345,7 +343,7 @@ class Hasty(Whole):
 
 
 class Crashing(Whole):
-    """Leaves a payload that is too short to numpy."""
+    """Lets numpy fail on a payload that is too short."""
 
     __slots__ = ()
 
@@ -365,7 +363,7 @@ class Greedy(Whole):
 
 
 class Early(Whole):
-    """Makes room before it looks at the length."""
+    """Allocates memory before it checks the length."""
 
     __slots__ = ()
 
@@ -384,7 +382,7 @@ class Scratching(Whole):
 
 
 class Uncuttable(Whole):
-    """Says that it may be cut anywhere, and keeps the first three values of a shard."""
+    """Claims that it may be cut anywhere, but keeps only the first three values of a shard."""
 
     __slots__ = ()
 

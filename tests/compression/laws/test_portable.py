@@ -48,7 +48,7 @@ def hashes(name):
     return found
 
 def products(flush):
-    # of a payload that is made up: who writes one may find other factors on another machine
+    # of a made-up payload: an encoder may find other factors on another machine
     codes = (mixed(4 * (96 + 512), 5) % 255 - 127).to(torch.int8)
     scales = torch.tensor([2.0**-9 / 3, 0.1, 7.7, 1e-30])
     payload = scales.numpy().tobytes() + codes.numpy().tobytes()
@@ -72,7 +72,8 @@ print(json.dumps(report))
 
 
 def report(processor):
-    """The script's JSON line, run with torch and numpy held to one level of vector instructions."""
+    """The JSON line of the script, run with torch and numpy limited to one level of vector
+    instructions."""
     done = processor.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
     )

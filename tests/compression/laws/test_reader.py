@@ -1,7 +1,7 @@
 """A second reader of every codec payload, written from docs/wire-format.md alone, in plain Python.
 
-It shares no code with compression/. It is slow and obvious, and it must agree with `decode` to the
-bit: on what the values are, and on which payloads are refused.
+It shares no code with compression/. It is slow and obvious, and must agree with `decode` to the bit
+on the values, and on which payloads are refused.
 """
 
 import itertools
@@ -51,8 +51,8 @@ class Refused(Exception):
 
 
 def bits_of(number):
-    """The 32 bits of a number, rounded once to binary32; products of a small whole number and an
-    fp32 are exact before."""
+    """The 32 bits of a number, rounded once to binary32; before that, the product of a small whole
+    number and an fp32 is exact."""
     return struct.unpack("<I", struct.pack("<f", number))[0]
 
 
@@ -164,7 +164,7 @@ def read_planes(payload, count, width):
 
 
 def read_list(payload, count):
-    """The numbers of a list, and what follows it."""
+    """The numbers of a list, and the bytes after it."""
     if not count:
         return [], payload
     need(payload and payload[0] <= 16)
@@ -186,7 +186,7 @@ def read_list(payload, count):
 
 
 def most(count, total):
-    """R of the page."""
+    """The page's R."""
     least = min(count * (w + 1) + total // 2**w for w in range(17))
     return 1 + (14 + least) // 8 if count else 0
 
@@ -251,7 +251,7 @@ def read_ecsq(payload, n, rate):
 
 
 def length(name, n):
-    """The page's table; the limit, where it is one."""
+    """The length in the page's table, or its limit where the length varies."""
     kind, *numbers = re.split("[:/]", name)
     a, b = ([int(number) for number in numbers] + [0, 0])[:2]
     match kind:

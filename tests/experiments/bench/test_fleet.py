@@ -96,7 +96,7 @@ def test_a_stopped_worker_ends_with_the_block(echo):
 
     worker = asyncio.run(main())
     assert worker.process.returncode == -signal.SIGKILL
-    worker.signal(signal.SIGKILL)  # to who has ended: nothing
+    worker.signal(signal.SIGKILL)  # has no effect on a process that has ended
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

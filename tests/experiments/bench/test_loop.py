@@ -69,9 +69,8 @@ def test_loops_that_did_not_train_alike_are_not_compared(ours):
 
 
 def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):
-    importlib.import_module(
-        "torch._dynamo"
-    )  # which a first optimizer step imports, and which makes a folder of its own
+    # which a first optimizer step imports, and which makes a folder of its own
+    importlib.import_module("torch._dynamo")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def live():

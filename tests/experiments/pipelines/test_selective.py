@@ -1,5 +1,5 @@
-"""The experiment's machinery: who compresses stays in the subspace, the others are free,
-and a round is the same to all."""
+"""The experiment's machinery: peers that compress stay in the subspace, the others are free, and a
+round is the same to all."""
 
 import math
 
@@ -97,9 +97,8 @@ def test_replicas_that_start_in_the_subspace_of_all_columns_lose_nothing():
     plain = selective.train(SIZE, Arm("", 0, 64), 6e-3, 1, TEXT)
     whole = selective.train(SIZE, Arm("", 2, 64), 6e-3, 1, TEXT)
     for name, x in plain.items():
-        torch.testing.assert_close(
-            x, whole[name], rtol=1e-3, atol=2e-3
-        )  # AdamW makes rounding of tiny gradients large
+        # AdamW makes rounding of tiny gradients large
+        torch.testing.assert_close(x, whole[name], rtol=1e-3, atol=2e-3)
 
 
 def test_the_table_has_a_row_for_each_arm_and_what_selection_saves():

@@ -155,7 +155,7 @@ def test_a_node_that_fits_nowhere_is_spare():
     assert split(PLAIN, machines, stages=2, replicas=1).spare == (1,)
 
 
-def test_the_only_large_machine_is_kept_for_the_stage_that_nobody_else_can_hold():
+def test_the_only_large_machine_is_kept_for_the_stage_that_no_other_can_hold():
     """By speed alone the first, fastest machine would go to the slowest stage of all,
     which small ones can serve too."""
     model = ModelCosts(4, GB, 0, head_bytes=5 * GB, head_layers=0, edge_bytes=0)
@@ -194,7 +194,7 @@ rates = st.floats(0.1, 10)
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(rates, st.floats(4, 20)), min_size=6, max_size=12), st.integers(1, 3))
-def test_layers_add_up_and_nobody_is_over_memory_or_in_two_stages(measured, stages):
+def test_layers_add_up_and_no_machine_is_over_memory_or_in_two_stages(measured, stages):
     machines = [machine(rate, memory * GB) for rate, memory in measured]
     try:
         found = split(PLAIN, machines, stages, replicas=2)
@@ -222,7 +222,7 @@ def test_more_machines_for_a_stage_never_make_it_slower(measured, doubled):
     assert slowest(more) >= slowest(teams)
 
 
-def test_a_stage_that_fits_nobody_is_refused_with_its_need_and_the_remedy():
+def test_a_stage_that_fits_no_machine_is_refused_with_its_need_and_the_remedy():
     machines = [machine(memory=3 * GB) for _ in range(4)]
     with pytest.raises(
         ValueError,

@@ -170,7 +170,7 @@ def test_as_many_stages_as_allowed_are_ordered_and_no_more():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_between_unequal_stages_nobody_has_more_partners_than_the_sizes_force(seed):
+def test_between_unequal_stages_no_node_has_more_partners_than_the_sizes_force(seed):
     costs = Costs(links(8, seed), TRAFFIC)
     larger, smaller = (0, 1, 2, 3, 4), (5, 6, 7)
     ways = [

@@ -1,4 +1,4 @@
-"""The stages of the benchmark: who is screened, who is in the final, at which rate,
+"""The stages of the benchmark: which arms are screened, which are in the final and at which rate,
 and that nothing is run twice."""
 
 import math

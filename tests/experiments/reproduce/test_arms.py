@@ -51,10 +51,11 @@ def test_a_line_that_diverges_says_so(line, monkeypatch):
 
 def test_a_swarm_that_shares_every_gradient_exactly_ends_where_the_line_ends(line, swarm):
     """The claim of all recipes: same data, same initial weights, same tokens, same schedule."""
+    # DDP in a swarm takes a step at the rate of the round's end
     constant = {
         "warmup": 0.0,
         "floor": 1.0,
-    }  # DDP in a swarm takes a step at the rate of the round's end
+    }
     ddp, together = line_of(line(**constant)), run(swarm(**constant, method="ddp", options=EXACT))
     assert together.metrics["loss"] == pytest.approx(ddp.metrics["loss"], abs=2e-6)
     assert together.metrics["tokens"] == ddp.metrics["tokens"] == 128

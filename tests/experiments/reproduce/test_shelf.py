@@ -23,7 +23,7 @@ def test_an_outcome_is_found_again_whole(shelf, line, outcome):
     shelf.keep(line(), kept)
     assert shelf.find(line()) == kept
     assert list((shelf.folder / "arms" / key(line())).iterdir()), (
-        "beside it the job, for whoever looks"
+        "the job is kept next to it, for a reader"
     )
 
 

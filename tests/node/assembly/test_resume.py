@@ -77,9 +77,8 @@ def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)
     assert found.meta == expected.meta
     assert found.step == expected.step
-    assert bool(found.parts["reducer"]) == (
-        method == "lean"
-    )  # a coarse return codec leaves something out
+    # a coarse return codec leaves something out
+    assert bool(found.parts["reducer"]) == (method == "lean")
     for part, tensors in expected.parts.items():
         assert tensors.keys() == found.parts[part].keys()
         for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
-"""The live view says who is there, how fast a node trains, how it reaches the others, and which
-peers it waits for and for how long."""
+"""The live view says which peers are there, how fast a node trains, how it reaches the others, and
+which peers it waits for and for how long."""
 
 import re
 import sys

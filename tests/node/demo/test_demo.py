@@ -158,7 +158,7 @@ def test_the_wait_for_a_newcomer_ends_and_the_demo_says_what_it_lacks(waiting, c
     assert said in swarm.news
 
 
-def test_a_newcomer_that_ended_holds_nobody_up(demo):
+def test_a_newcomer_that_ended_delays_no_other_node(demo):
     swarm = demo(1, came_in=False, steps=60)
     swarm.joined_s = time.monotonic()
     swarm.attend(HOLD_AT)

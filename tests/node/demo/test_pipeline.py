@@ -87,7 +87,7 @@ def test_it_trains_on_n_batches_and_its_middle_stage_can_be_made_from_its_neighb
     assert manifest.exchange.start_peers == STAGES * SERVERS
     held = [names_of(model, span) for span in pipeline.stages]
     assert all(names < set(dict(build(model, 0).named_parameters())) for names in held), (
-        "somebody holds it all"
+        "a stage holds the whole model"
     )
     assert parse(manifest.canonical()) == manifest
 
@@ -193,7 +193,7 @@ def test_the_model_is_put_together_from_the_newest_checkpoint_of_each_stage_that
             assert bool((model[name] == value).all()), name
 
 
-def test_a_stage_that_nobody_left_a_checkpoint_of_is_a_failure_that_names_it(left):
+def test_a_stage_without_a_checkpoint_is_a_failure_that_names_it(left):
     children = [left("a", 0), left("b", 1, killed=True), left("c", 2)]
     with pytest.raises(Failure, match="stage 1 left no checkpoint"):
         assembled(pipeline_manifest(20).plan(), STAGES, children)

@@ -227,7 +227,7 @@ def test_every_method_runs_with_its_defaults_on_every_preset_and_in_the_simulato
     assert simulated_default([f"method.name={name}"]).method.name == name
 
 
-def test_fragments_that_nobody_counted_divide_the_layers():
+def test_the_default_number_of_fragments_divides_the_layers():
     def fragments(layers):
         made = resolve(
             {"model": {"preset": "demo", "layers": layers}, "method": {"name": "streaming"}}

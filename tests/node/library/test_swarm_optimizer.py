@@ -352,7 +352,7 @@ def test_a_word_that_is_no_invite_is_refused_before_anything_starts(invite, says
 
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
-def test_a_host_that_nobody_could_dial_is_refused_before_anything_starts(host):
+def test_a_host_that_cannot_be_dialled_is_refused_before_anything_starts(host):
     with pytest.raises(Usage, match=f"^host: .*{host}"):
         SwarmOptimizer(net(), host=host)
     assert not [thread for thread in threading.enumerate() if thread.name == "farflock"]

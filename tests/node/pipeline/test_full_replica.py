@@ -247,7 +247,7 @@ def test_what_is_named_twice_at_a_stage_is_told():
     assert world.trainer.commits.doubled == 1
 
 
-def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_doubt():
+def test_rounds_that_no_peer_remembers_leave_what_waited_for_them_in_doubt():
     world = ReplicaWorld(ahead=2, kept=2)
     trainer = world.run(
         4 * WHOLE_S,

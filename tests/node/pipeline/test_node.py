@@ -229,7 +229,7 @@ def test_a_member_that_does_not_run_yet_lets_calls_wait():
 
     look, one.watch = one.watch, late_founder
     one.run().check()
-    assert began[0] > 0, "nobody asked the founder before it ran"
+    assert began[0] > 0, "no peer asked the founder before it ran"
     assert one.tale.virtual_s < 120
 
 
@@ -277,7 +277,7 @@ def test_full_replicas_and_pipelines_that_step_on_their_own_agree_on_each_stages
         )
     named = collections.Counter(peer for keys in one.named[0].values() for peer, _ in keys)
     assert min(named[identity_of(made, number).peer] for number in (4, 5, 6)) > 5, (
-        "somebody's work does not count"
+        "a server's work does not count"
     )
     start = dict(build(MODEL, made.run_seed).named_parameters())
     moved = {
@@ -309,9 +309,8 @@ def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stop
     (trainer,) = (node.trainer for node in one.sim.nodes.values() if node.trainer is not None)
     assert (trainer.commits.doubled, trainer.commits.lost) == (0, 0)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
-    assert {(entry["stage"], entry["from"]) for entry in begun} == {
-        (1, "mean")
-    }  # one, or two at once
+    # one, or two at once
+    assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}
     later = [life for life in one.lives[6:] if life.stage == 1]
     assert len(later) >= 2
     assert {life.serving.training_task.rate_factor() for life in later} == {LR_BUMP}, (
@@ -341,9 +340,8 @@ def parameters(node):
 
 
 def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
-    still = plan(
-        rate=pipeline_audit.STILL
-    )  # an adopted state has fp32 weights, which steps would move apart from doubles
+    # an adopted state has fp32 weights, which steps would move apart from doubles
+    still = plan(rate=pipeline_audit.STILL)
     one = audit(parts(2, 3, 1), still, 2)
 
     async def cut_off(sim):

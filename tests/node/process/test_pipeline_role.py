@@ -64,7 +64,7 @@ class Members:
 
     @property
     def views(self):
-        assert self.asked, "nobody was asked"
+        assert self.asked, "no peer was asked"
         return Chain(RUN, [self._view])
 
     def gone(self, view, peer):

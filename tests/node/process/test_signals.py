@@ -40,7 +40,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-def test_work_that_nobody_interrupts_gives_its_result():
+def test_uninterrupted_work_gives_its_result():
     async def work():
         await asyncio.sleep(0)
         return 7
@@ -128,7 +128,7 @@ def test_work_that_does_not_end_in_time_is_broken_off(monkeypatch):
     assert time.monotonic() - began_s < 10
 
 
-def test_work_that_is_cancelled_by_somebody_else_is_no_end_of_ours():
+def test_work_that_is_cancelled_without_a_signal_raises_the_cancellation():
     async def work():
         asyncio.current_task().cancel()
         await asyncio.sleep(1)

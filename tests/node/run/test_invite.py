@@ -82,9 +82,8 @@ def test_the_format_is_what_was_documented():
 
 def test_every_mistyped_character_is_found():
     text = mint(INVITE)
-    for place in range(
-        len(PREFIX), len(text) - 1
-    ):  # the last one may carry bits that count for nothing
+    # the last one may carry bits that count for nothing
+    for place in range(len(PREFIX), len(text) - 1):
         other = "A" if text[place] != "A" else "B"
         assert "the invite is damaged" in refusal(text[:place] + other + text[place + 1 :])
 
@@ -148,7 +147,7 @@ def test_an_invite_that_is_far_too_long_is_not_even_decoded():
     "change",
     [{"addresses": ()}, {"run": "short"}, {"addresses": ("here",)}, {"addresses": (ADDRESS,) * 9}],
 )
-def test_nobody_mints_what_nobody_could_read(change):
+def test_an_invite_that_could_not_be_read_is_not_minted(change):
     with pytest.raises(ValueError, match="Expected"):
         mint(msgspec.structs.replace(INVITE, **change))
 

@@ -506,7 +506,7 @@ def test_the_largest_head_fits_its_limit():
     assert len(seal_head(IDENTITY, largest)) <= MAX_HEAD_BYTES
 
 
-def test_nobody_but_the_founder_signs_a_head(head):
+def test_only_the_founder_signs_a_head(head):
     stranger = Identity.from_seed(bytes([1] * 32))
     with pytest.raises(BadHead, match="cannot sign"):
         seal_head(stranger, head)

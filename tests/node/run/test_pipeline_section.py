@@ -44,12 +44,13 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
+    # int8 does not have these
     spelt_out = set(manifest.pipeline.__struct_fields__) - {
         "asynchronous",
         "basis",
         "cache_bytes",
         "plan",
-    }  # not for int8
+    }
     assert all(
         f"\
 {name} = "
@@ -359,7 +360,7 @@ def test_several_codecs_are_in_the_order_of_the_manifest_as_far_as_they_are_know
     newer = parse(manifest.canonical().decode().replace("int4 | int8", "vq:9 | int8"))
     edges = edges_of(newer.plan(), newer.pipeline_plan())
     assert (edges.codec.name, edges.others) == ("int8,int8", ()), (
-        "who joins does without what it does not know"
+        "a joiner does without what it does not know"
     )
 
 

@@ -345,7 +345,7 @@ def test_what_is_no_plan_at_all_is_refused(plan):
         ('"0:0 1:1 3:0"', '"' + "0:0 " * 220 + '3:0"'),
     ],
 )
-def test_a_strangers_plan_that_nobody_can_follow_is_refused_by_the_joiner(old, new):
+def test_a_strangers_plan_that_cannot_be_followed_is_refused_by_the_joiner(old, new):
     text = resolved({"lanes": GOOD}).canonical().decode()
     assert text.count(old) == 1
     with pytest.raises(RefusedByRun):

@@ -97,9 +97,8 @@ def test_a_majority_always_lives_and_a_fault_that_hits_no_peer_is_not_counted(se
 
 @pytest.mark.parametrize("seed", [EXACT, PAIRS])
 def test_no_peer_is_killed_that_a_view_needs_for_its_quorum(monkeypatch, seed):
-    monkeypatch.setattr(
-        chaos, "is_quorum", lambda members, size: 0 in members
-    )  # so the view's first member decides all
+    # so the view's first member decides all
+    monkeypatch.setattr(chaos, "is_quorum", lambda members, size: 0 in members)
 
     async def main(disaster):
         assert not await disaster.kill(0)
@@ -169,7 +168,7 @@ def test_peers_that_do_not_come_in_are_a_violation():
     assert violations[0].startswith("peer 1 has made ")
 
 
-def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violations():
+def test_a_task_that_outlives_its_peer_and_uncounted_bytes_are_violations():
     async def main(disaster):
         looking = asyncio.create_task(asyncio.sleep(1e9))
         looking.cancel()

@@ -274,11 +274,12 @@ def test_peers_that_are_told_different_tokens_are_found():
 def test_work_that_counts_twice_is_found_though_the_sums_are_right():
     async def main(scene):
         await scene.round([1, 2, 3])
+        # the first trains nothing more, and offers the same
         for index, steps in (
             (0, 0),
             (1, STEPS),
             (2, 2 * STEPS),
-        ):  # the first trains nothing more, and offers the same
+        ):
             scene.train(index, steps)
             scene.results[PEERS[index]] = Result("failed", 2)
             await scene.offer(index, 1, 1)

@@ -58,7 +58,7 @@ def test_a_container_that_grows_is_found_and_named(part, name, grown):
     in_a_peer(check)
 
 
-def test_frames_that_nobody_takes_out_of_an_inbox_are_found():
+def test_frames_that_are_never_taken_out_of_an_inbox_are_found():
     async def check(peer, network):
         other = network.links("somebody")
         for _ in range(MANY):

@@ -131,18 +131,16 @@ def test_views_and_transposed_tensors_are_saved_by_value(tmp_path):
 )
 def test_a_failure_at_any_system_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch, failure):
     total = len(interrupted(monkeypatch, tmp_path / "count", 10**9, failure)[1])
-    assert (
-        total >= 2 + 4 * 3 + 5
-    )  # two folders, four files, two folder fsyncs with their opens, the rename
+    # two folders, four files, two folder fsyncs with their opens, the rename
+    assert total >= 2 + 4 * 3 + 5
     outcomes = set()
     for at in range(total):
         folder = tmp_path / f"at-{at}"
         write(folder, 1)
         error, log = interrupted(monkeypatch, folder, at, failure)
         found = latest(folder)
-        assert (
-            error is not None or found.step == 2
-        )  # mkdir of a folder that is there, clean-up after the rename
+        # mkdir of a folder that is there, clean-up after the rename
+        assert error is not None or found.step == 2
         assert_whole(found, found.step)
         outcomes.add(found.step)
         if failure is not Killed:

@@ -217,9 +217,8 @@ def test_old_steps_become_means_of_stretches_and_the_table_stays_small(tmp_path,
         ]
         assert series[0] == pytest.approx(999 / 2)  # the mean of the first thousand
         whole = run.series("loss", 1)
-        assert whole == [
-            (0, pytest.approx(19_999 / 2))
-        ]  # each step counts alike, however it is kept
+        # each step counts alike, however it is kept
+        assert whole == [(0, pytest.approx(19_999 / 2))]
 
 
 def test_a_number_that_is_none_stays_one_in_the_mean_of_its_stretch(tmp_path, clock, short):

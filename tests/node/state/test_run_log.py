@@ -101,6 +101,5 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path,
     blocked.rmdir()
     journal.report("round", round_of(3))
     assert [event["round"] for event in history.events()] == [3]
-    assert [entry["sent_bytes"] for entry in history.receipts()] == [
-        30
-    ]  # nothing that was sent is lost from the books
+    # nothing that was sent is lost from the books
+    assert [entry["sent_bytes"] for entry in history.receipts()] == [30]

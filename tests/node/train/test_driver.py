@@ -160,7 +160,7 @@ def test_no_result_is_taken_twice(driver, notes):
     assert len(notes.applied) == 1
 
 
-def test_a_result_that_nobody_asked_for_is_refused(driver):
+def test_a_result_that_was_not_asked_for_is_refused(driver):
     with pytest.raises(AssertionError, match="not pending"):
         driver.resolve(ExchangeKey("x", 7), OK)
 
@@ -227,12 +227,11 @@ def test_tokens_go_with_the_first_stream_and_pairs_say_what_they_believe_of_the_
     )
 
 
-def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(
+def test_a_round_that_failed_for_all_is_over_and_one_that_no_peer_knows_of_is_asked_for_again(
     driver,
 ):
-    driver.apply(
-        Apply(ask(), Result("failed", 0)), Progress(0)
-    )  # as a restored node says of its open exchange
+    # as a restored node says of its open exchange
+    driver.apply(Apply(ask(), Result("failed", 0)), Progress(0))
     assert driver.position.rounds["x"] == -1
     driver.apply(Apply(ask(), Result("failed", 1)), Progress(0))
     assert driver.position.rounds["x"] == 0

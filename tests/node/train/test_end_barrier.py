@@ -43,10 +43,11 @@ class Here:
         self.ended[name] = number
 
     def reports(self, name):
+        # a peer that has told nothing has no book
         return {
             "me": TallyReport(True, self.ended[name]),
             **self.said[name],
-        }  # a peer that has told nothing has no book
+        }
 
     def called(self, name):
         return name in self.open_rounds
@@ -70,7 +71,9 @@ def test_the_run_is_over_with_its_agreed_tokens_whatever_a_node_has_done_since(h
     assert not due(together, here, 99, 99)
     assert not due(together, here, 99, 150)
     assert due(together, here, 100, 150)
-    assert due(EndBarrier(here, here, here), here, 130, 130), "also for who comes in only then"
+    assert due(EndBarrier(here, here, here), here, 130, 130), (
+        "also for a peer that comes in only then"
+    )
 
 
 def test_a_peer_that_heard_no_other_for_long_goes_by_its_estimate(here):
@@ -143,7 +146,7 @@ def test_it_goes_at_once_where_all_have_ended_with_its_rounds(here):
     assert here.ended == {"delta": 4}
 
 
-def test_before_it_has_told_anything_it_waits_for_nobody(here):
+def test_before_it_has_told_anything_it_waits_for_no_peer(here):
     together, seen = EndBarrier(here, here, here), []
 
     async def take_in():
@@ -175,7 +178,7 @@ def test_it_tells_nothing_while_an_exchange_of_its_own_is_open(here):
     assert waits == []
 
 
-def test_it_asks_for_a_round_that_somebody_has_and_it_has_not_and_goes_once_that_is_in_its_state(
+def test_it_asks_for_a_round_that_only_another_has_and_goes_once_that_is_in_its_state(
     here,
 ):
     here.said["delta"]["mate"] = TallyReport(True, 5)

@@ -59,7 +59,7 @@ def test_neighbouring_numbers_take_a_byte_each():
 
 
 @pytest.mark.parametrize("payload", ODD.values(), ids=ODD.keys())
-def test_what_nobody_writes_is_refused(payload):
+def test_what_no_encoder_writes_is_refused(payload):
     with pytest.raises(CorruptPayload):
         read(payload)
     assert joined([payload, written([("t", 1)])]) == [("t", 1)]
@@ -68,7 +68,7 @@ def test_what_nobody_writes_is_refused(payload):
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60))
-def test_any_bytes_are_what_somebody_wrote_or_are_refused(payload):
+def test_any_bytes_are_what_an_encoder_writes_or_are_refused(payload):
     try:
         keys = read(payload)
     except CorruptPayload:
@@ -85,7 +85,7 @@ def test_a_reduction_is_the_union_whatever_the_order(lists):
     assert joined(written(keys) for keys in lists) == whole
 
 
-def test_of_lists_that_nobody_can_read_there_is_no_union():
+def test_unreadable_lists_have_no_union():
     reduction = union([("a", 1.0, b"\xc1"), ("b", 1.0, b"")])
     assert reduction.data is None
     assert reduction.rejected == ("a", "b")

@@ -147,9 +147,8 @@ def test_of_a_state_that_is_larger_than_any_method_s_not_a_byte_is_downloaded(
 
     def broken(state):
         shapes = {name: x.shape for name, x in state.items() if not name.startswith("next.")}
-        seen.append(
-            max_state_bytes(shapes)
-        )  # twice what the model alone says, for the state has two copies
+        # twice what the model alone says, for the state has two copies
+        seen.append(max_state_bytes(shapes))
         return padded(state, int(over * seen[0]))
 
     truth, found, counters = joined(bench, text, broken)

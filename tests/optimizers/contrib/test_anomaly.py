@@ -1,4 +1,4 @@
-"""Judging norms: who is rejected, what the others weigh, and the statistics behind it."""
+"""Judging norms: which peers are rejected, what the others weigh, and the statistics behind it."""
 
 import math
 
@@ -148,14 +148,15 @@ def test_a_wide_spread_of_recent_scores_widens_the_threshold():
 
 
 def test_a_score_is_taken_before_its_norm_enters():
-    """Entering first would pull the mean towards the norm and widen the variance: self-masking."""
+    """A norm that entered first would pull the mean towards itself and widen the variance: it would
+    mask itself."""
     norm, stats = 5.0 + 2.0 * 3.001, [5.0, 4.0, 0.0, 0.0]
     rejected, after = judge(alpha=0.5).anomalies([norm], stats, 1)
     assert rejected == [True]
     assert (norm - after[0]) / math.sqrt(after[1]) < 3
 
 
-def test_nobody_is_rejected_during_the_warm_up_or_without_threshold():
+def test_no_peer_is_rejected_during_the_warm_up_or_without_threshold():
     stats = [5.0, 4.0, 0.0, 0.0]
     assert judge(warmup=3).anomalies([1e5], stats, 2)[0] == [False]
     assert judge(warmup=3).anomalies([1e5], stats, 3)[0] == [True]

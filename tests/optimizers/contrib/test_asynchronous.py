@@ -1,5 +1,5 @@
-"""Asynchronous local SGD by hand: delayed Nesterov against a slow twin, staleness,
-local steps by speed, messages that wait. Whole swarms are in
+"""Asynchronous local SGD by hand: delayed Nesterov compared with a slow twin, staleness, local
+steps by speed, and messages that wait. Whole swarms are in
 tests/optimizers/swarm/test_asynchronous.py."""
 
 import hashlib
@@ -21,7 +21,7 @@ SIZE = 5
 
 
 class Still:
-    """A replica of one vector; its steps take a given amount away."""
+    """A replica of one vector; each step subtracts a given amount."""
 
     def __init__(self, size=SIZE, step=1.0):
         self.shapes, self.names = {"x": (size,)}, ("x",)
@@ -53,7 +53,7 @@ def payload(g, staleness=0.0, speed=1.0):
 
 
 def arrive(made, replica, **payloads):
-    """A round that others closed: each peer's payload."""
+    """Hand over a round that other peers closed, with each peer's payload."""
     number = made._book.number
     found = dict(sorted(payloads.items()))
     result = Result("ok", number + 1, tuple(found), (1.0,) * len(found), {}, found)
@@ -64,7 +64,7 @@ def arrive(made, replica, **payloads):
 
 
 def answer(made, replica, asked, taken=True, **others):
-    """My exchange's result; others are payloads."""
+    """Hand over the result of this peer's exchange; `others` are the other peers' payloads."""
     sent = dict(asked.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = {name: [(0, x.numel())] for name, x in sent.items()} if taken else {}
@@ -83,7 +83,7 @@ def phi(made, replica):
 
 
 def train(made, replica, steps, start_s=0.0, seconds=1.0):
-    """Local steps of equal length; what the last one asks for."""
+    """Take local steps of equal length; return the exchanges that are due after the last one."""
     asked = []
     for step in range(steps):
         assert not asked
@@ -255,7 +255,7 @@ def test_staleness_and_speed_survive_the_codec(codec):
 
 
 @pytest.mark.parametrize(("said", "read"), [(-5.0, 1.0), (0.4, 1.0), (2.0**99, 0.0)])
-def test_a_staleness_that_nobody_has_is_read_as_the_nearest_possible(said, read):
+def test_an_impossible_staleness_is_read_as_the_nearest_possible(said, read):
     made, replica = Async(buffer=1, lr=1.0, momentum=0.0, staleness="drop"), Still()
     arrive(made, replica, a=payload(torch.ones(SIZE), said))
     assert phi(made, replica).tolist() == [-read] * SIZE
@@ -300,7 +300,7 @@ def test_waiting_for_an_answer_is_no_slowness():
 
 
 @pytest.mark.parametrize("claim", [FASTEST * 2, -3.0, 2.0**99])
-def test_an_absurd_speed_makes_nobody_slow(claim):
+def test_an_absurd_speed_makes_no_peer_slow(claim):
     made, replica = Async(period=10), Still()
     (asked,) = train(made, replica, 10)
     answer(made, replica, asked, liar=payload(torch.ones(SIZE), speed=claim))
@@ -396,7 +396,7 @@ def test_carrying_a_snapshot_puts_the_work_since_the_pull_on_top():
         assert len(train(made, replica, 2)) == 1
 
 
-# states from elsewhere
+# states from other peers
 
 
 def some_state():

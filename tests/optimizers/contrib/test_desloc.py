@@ -1,5 +1,5 @@
-"""DES-LOC against section 9 of its specification: a slow twin, the limits in which it is something
-else, and joiners."""
+"""DES-LOC compared with section 9 of its specification: a slow twin, the limits in which it becomes
+another method, and joiners."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ SIZE = 6
 
 
 def gradient(peer, step, x):
-    """A bowl of the peer's own with noise, as float64."""
+    """The noisy gradient of a bowl of the peer's own, in float64."""
     chance = np.random.default_rng([peer, step])
     return (x - np.linspace(-1, 1, SIZE) * (peer + 1)) + chance.normal(0, 0.5, SIZE)
 
@@ -49,7 +49,7 @@ class Lockstep:
         return self.peers[-1]
 
     def run(self, first, last):
-        """Steps first..last-1; returns which streams were exchanged at which step."""
+        """Take steps first..last-1; return which streams were exchanged at which step."""
         asked = []
         for step in range(first, last):
             offers = {}
@@ -80,7 +80,7 @@ class Lockstep:
 
 
 def twin(peers, steps, kx, ku, kv, rho=math.inf, alike=False):
-    """Section 9.2 line by line, for all peers, in float64; periods of math.inf are never."""
+    """Section 9.2 line by line, for all peers, in float64; a period of math.inf means never."""
     x = [np.linspace(0.5, -0.5, SIZE) for _ in range(peers)]
     u, v = [np.zeros(SIZE) for _ in x], [np.zeros(SIZE) for _ in x]
     for t in range(steps + 1):
@@ -140,7 +140,7 @@ def test_synced_every_step_it_is_adam_on_the_mean_gradient_only_if_all_gradients
 
 
 def test_with_one_period_for_all_it_is_local_adam():
-    """Every period everything is averaged; between, each is plain AdamW on its own."""
+    """Everything is averaged once a period; between averages each peer runs plain AdamW."""
     swarm = Lockstep(3, period=4, exp_avg_period=4, exp_avg_sq_period=4)
     assert swarm.run(0, 8) == [
         (step, what) for step in (4, 8) for what in ("param", "exp_avg", "exp_avg_sq")
@@ -189,7 +189,7 @@ def test_after_a_sync_of_the_second_moment_all_are_equal_and_none_is_negative(co
 
 
 def test_a_lossy_codec_carries_the_root_of_the_second_moment_and_keeps_its_scale():
-    """Squares of gradients of 1e-5, times 1 - beta2, are below half of fp16's least number;
+    """Squares of gradients of 1e-5, times 1 - beta2, are below half of fp16's smallest number;
     their roots are not."""
     small = Lockstep(
         2,
@@ -207,8 +207,8 @@ def test_a_lossy_codec_carries_the_root_of_the_second_moment_and_keeps_its_scale
     ratio = small.held("exp_avg_sq")[0] / exact.held("exp_avg_sq")[0]
     assert (
         ratio < 1.1
-    ).all()  # (mean sqrt v)^2 is at most mean v, but for the rounding of small halves
-    assert (ratio > 0.45).all()  # and of two at least half of it
+    ).all()  # (mean sqrt v)^2 is at most mean v, except for the rounding of small halves
+    assert (ratio > 0.45).all()  # and for two values at least half of it
 
 
 def test_without_loss_the_second_moment_itself_is_averaged_and_a_negative_mean_is_cut_off():
@@ -240,9 +240,8 @@ def test_clipped_moments_drift_no_farther_than_the_bound(rho, steps):
         assert max(np.abs(a - b).max() for a, b in zip(then, now, strict=True)) <= bound * (
             1 + 1e-5
         )
-    assert (
-        np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
-    )  # the clip did not silence it
+    # the clip did not suppress it
+    assert np.abs(swarm.held("exp_avg")[0]).max() > rho * (1 - BETAS[0] ** steps) / 100
 
 
 def join(swarm, options):
@@ -268,8 +267,8 @@ def test_a_joiner_takes_the_last_means_with_their_step_count_and_counts_become_e
 
 
 def test_a_joiners_first_update_is_no_larger_than_others():
-    """A zero second moment with the group's step count would make it 1/sqrt(1 - beta2) times as
-    large, here 10."""
+    """With a second moment of zero and the group's step count it would be 1/sqrt(1 - beta2) times
+    as large, here 10 times."""
     options = {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 100}
     swarm = Lockstep(2, **options)
     swarm.run(0, 60)
@@ -390,7 +389,7 @@ def test_moments_travel_at_their_own_periods_on_the_axis_of_x():
 
 
 def test_at_the_papers_periods_it_sends_half_of_what_local_adam_sends():
-    """(1 + 1/3 + 1/6) / Kx values a step and parameter against 3 / Kx: half."""
+    """(1 + 1/3 + 1/6) / Kx values per step and parameter instead of 3 / Kx: half."""
     swarm = Lockstep(1, period=4)
     asked = swarm.run(0, 48)
     assert len(asked) == 48 / 4 * 1.5

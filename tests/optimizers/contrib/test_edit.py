@@ -1,5 +1,5 @@
-"""EDiT by hand: two phases in any order, what is sent and at which weight, portable bits,
-and what the constructor refuses. Whole swarms are in tests/optimizers/swarm/test_edit.py."""
+"""EDiT by hand: two phases in any order, what is sent and with which weight, portable bits, and
+what the constructor refuses. Whole swarms are in tests/optimizers/swarm/test_edit.py."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
 
 def plain(**options):
-    """Everything off but what is asked for: parameter averaging."""
+    """EDiT with everything off except what is asked for: parameter averaging."""
     off = {"temperature": None, "threshold": None, "clip": None, "warmup": 0}
     return EDiT(**{"period": 1, "outer": OuterSGD(1.0), **EXACT, **off, **options})
 
@@ -33,7 +33,7 @@ def norms(a, b, steps=1.0):
 
 
 def gathered(exchange, taken=True, **others):
-    """The result of a first phase in which `me` and others were; `me` only if taken."""
+    """The result of a first phase with `me`, if taken, and others."""
     sent = dict(exchange.tensors)
     found = dict(sorted({**others, **({"me": sent} if taken else {})}.items()))
     ranges = everything(sent) if taken else {}
@@ -126,17 +126,18 @@ def test_work_that_is_no_number_is_sent_as_zeros_and_phi_takes_its_place(replica
     assert asked.tensors["norms"][0] == HUGE
     (delta,) = made.apply(replica, asked, gathered(asked, you=norms(1.0, 1.0)))
     assert delta.tensors["a"].tolist() == [0.0] * 4
+    # the other's: twice the weight in a
     zero = {
         "a": torch.full((4,), 2.0),
         "b": torch.full((3,), 1.0),
-    }  # the other's: twice the weight in a
+    }
     made.apply(replica, delta, mean_of(delta, you=(1.0, zero)))
     assert replica.read(["a"], "param")["a"].tolist() == [-1.0] * 4
     assert phi(made, replica) == {"a": [-1.0] * 4, "b": [-1.0] * 3}
 
 
 @pytest.mark.parametrize("said", [-1.0, -1e30, 2.0**60, 2.0**99])
-def test_a_norm_that_nobody_has_is_an_anomaly_even_in_the_warm_up(replica, said):
+def test_an_impossible_norm_is_an_anomaly_even_in_the_warm_up(replica, said):
     made = plain(temperature=1.0, threshold=3.0, warmup=9)
     asked = first_phase(made, replica)
     made.apply(replica, asked, gathered(asked, liar=norms(said, said)))
@@ -242,8 +243,8 @@ def test_a_peer_missing_from_the_first_phase_offers_weightless_zeros_and_keeps_i
 
 
 def teacher_and_pupil(vectors, **options):
-    """Two equal peers, of which the second hears of rounds later; and the rounds: norms and mean,
-    twice."""
+    """Two equal peers, of which the second hears of rounds later, and the two rounds: norms and
+    mean of each."""
     teacher, pupil = plain(temperature=1.0, **options), plain(temperature=1.0, **options)
     replicas = [vectors(a=torch.zeros(4), b=torch.zeros(3)) for _ in range(2)]
     rounds = []
@@ -316,7 +317,8 @@ def test_nothing_is_due_while_a_mean_is_open(vectors):
 
 
 def test_what_is_agreed_of_the_means_does_not_move_with_later_norms(vectors):
-    """Offers are hashed when they leave: norms of the next round may have been replayed by then."""
+    """Offers are hashed when they are sent: by then, norms of the next round may have been
+    replayed."""
     _, pupil, (_, mine), rounds = teacher_and_pupil(vectors)
     pupil.apply(mine, replay(NORMS, 0), replayed(rounds[0][2]))
     before = state_hash(pupil.agreed(mine, DELTA))
@@ -324,7 +326,7 @@ def test_what_is_agreed_of_the_means_does_not_move_with_later_norms(vectors):
     assert state_hash(pupil.agreed(mine, DELTA)) == before
 
 
-# states from elsewhere
+# states from other peers
 
 
 def between_phases(vectors):
@@ -373,7 +375,8 @@ def timed(**options):
 
 
 def steps_until_due(made, replica, start_s, seconds, count):
-    """Local steps of equal length from a time on; the times at which something was due."""
+    """Take local steps of equal length from a time on; return the times at which an exchange was
+    due."""
     due = []
     for step in range(count):
         now_s = start_s + step * seconds
@@ -387,7 +390,7 @@ def steps_until_due(made, replica, start_s, seconds, count):
 
 
 @pytest.mark.parametrize("start_s", [0.0, 7.0, 9.9])
-def test_a_timed_round_ends_when_run_time_crosses_a_multiple_whoever_began_when(replica, start_s):
+def test_a_timed_round_ends_when_run_time_crosses_a_multiple_whenever_it_began(replica, start_s):
     due = steps_until_due(timed(), replica, start_s, 1.5, 30)
     assert [int(at // 10) for at in due] == list(range(1, len(due) + 1))
     assert all(at % 10 < 1.5 for at in due)

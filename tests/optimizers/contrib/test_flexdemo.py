@@ -1,4 +1,4 @@
-"""FlexDeMo with the class itself: which blocks travel in which round, and what leaves the
+"""FlexDeMo by the class alone: which blocks are sent in which round, and what leaves the
 momentum."""
 
 from collections import Counter
@@ -55,7 +55,8 @@ def step(made, replica, seed):
 
 
 def answer(exchange, mean=None, ranges=None, **more):
-    """A group's answer: the mean is my own part unless given, and codecs lose nothing."""
+    """Return a group's answer: unless given, the mean is this peer's own part. Codecs lose
+    nothing."""
     count = exchange.tensors["blocks"].numel()
     taken = {"blocks": [(0, count)] if ranges is None else ranges}
     mean = exchange.tensors if mean is None else {"blocks": mean}
@@ -64,8 +65,8 @@ def answer(exchange, mean=None, ranges=None, **more):
 
 
 def travelled(made, replica, rounds):
-    """The flat places of what each round carries, found by giving every value its place as its
-    number."""
+    """The flat positions of the values that each round sends, found by giving every value its
+    position as its number."""
     found = []
     for number in range(rounds):
         made._book.number = number
@@ -83,8 +84,8 @@ def travelled(made, replica, rounds):
 @pytest.mark.parametrize("rate", [1.0, 0.5, 0.3, 1 / 5, 1 / 16, 1 / 40])
 @pytest.mark.parametrize("first", [0, 7])
 def test_every_value_travels_exactly_once_in_any_q_rounds(vectors, replicator, rate, first):
-    """Whatever the sizes: 1064 values are 16 blocks and 40 values, fewer than the 40 turns of the
-    last rate."""
+    """This holds for any size: 1064 values are 16 blocks and 40 values, fewer than the 40 turns of
+    the last rate."""
     made = FlexDeMo(replicator=replicator, rate=rate)
     found = travelled(made, replica_of(vectors), first + made.turns)[first:]
     assert made.turns == round(1 / rate)
@@ -236,8 +237,8 @@ def test_a_late_result_leaves_the_momentum_it_would_have_left_in_time(vectors):
 
 
 def test_a_gradient_that_waits_for_its_local_step_survives_a_replayed_round(vectors):
-    """Under other people's loops a missed round is replayed between their backward and their
-    step."""
+    """In a training loop of the user's own, a missed round is replayed between the backward pass
+    and the step."""
     made, replica = FlexDeMo(replicator="full"), replica_of(vectors)
     exchange = step(made, replica, 1)
     made.apply(replica, exchange, answer(exchange))

@@ -1,5 +1,5 @@
-"""Corrections of late gradients against slow twins in NumPy, written from the papers' recursions;
-and that without a delay nothing happens."""
+"""Corrections of late gradients compared with slow twins in NumPy, written from the papers'
+recursions; without a delay nothing changes."""
 
 import itertools
 import math
@@ -29,9 +29,8 @@ from farflock.optimizers.parts.corrections import (
     trend_decay,
 )
 
-A = np.array(
-    [[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]]
-)  # the quadratic's matrix; its minimum is at 0
+# the quadratic's matrix; its minimum is at 0
+A = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, -0.1], [0.0, -0.1, 0.2]])
 W0 = np.array([1.0, -2.0, 0.5])
 STEPS = 60
 RATE, MOMENTUM = 0.01, 0.9
@@ -49,8 +48,8 @@ def sgd(point, **options):
 
 
 def trajectory(point, inner, delay, age=None, predict=None, steps=STEPS):
-    """All weights under gradients of the weights served `delay` steps ago,
-    of the oldest at first."""
+    """All weights of a run whose gradients are those of the weights `delay` steps ago, or of the
+    oldest ones at first."""
     predict = predict or (lambda: point.w.detach().clone())
     served, path = [predict()], [point.w.detach().numpy().copy()]
     for step in range(steps):
@@ -91,9 +90,8 @@ def test_spike_compensation_is_the_papers_recursion(delay):
         a = MOMENTUM ** (step - then)
         b = (1 - a) / (1 - MOMENTUM)
         g = A @ past[then]
-        v = (
-            MOMENTUM * v + a * g
-        )  # the paper has a·v in the step; `a` differs between steps only while the line fills
+        # The paper has a·v in the step; `a` differs between steps only while the pipeline fills.
+        v = MOMENTUM * v + a * g
         w = w - RATE * (v + b * g)
         past.append(w)
         expected.append(w)
@@ -283,9 +281,8 @@ def test_without_a_delay_it_is_nesterovs_method():
     gamma, rate = 0.9, 0.1
     y, u = W0.copy(), W0
     expected = [y]
-    for _ in range(
-        STEPS
-    ):  # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
+    # the textbook's: a gradient step from y, then beyond it by gamma times what it gained
+    for _ in range(STEPS):
         step_end = y - rate * (1 - gamma) * (A @ y)
         y, u = step_end + gamma * (step_end - u), step_end
         expected.append(y)
@@ -308,9 +305,8 @@ def test_nadam_is_its_recursion_with_decoupled_decay(delay):
         past.append(w)
     point = Point()
     inner = nadam([{"params": [point.w], "weight_decay": decay}], rate, (b1, b2))
-    np.testing.assert_allclose(
-        trajectory(point, inner, delay), past, rtol=1e-6
-    )  # torch keeps the product in float32
+    # torch keeps the product in float32
+    np.testing.assert_allclose(trajectory(point, inner, delay), past, rtol=1e-6)
 
 
 # PipeMare.
@@ -370,7 +366,7 @@ def test_a_trend_forgets_within_its_gap_and_for_none_is_the_last_move():
         Trend(sgd(Point()), 1.0)
 
 
-# Without a delay, and in company.
+# Without a delay, and combined.
 
 KINDS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -425,7 +421,7 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert torch.equal(idle.w, Point().w)
 
 
-# Batches of other sizes, and what no correction is needed for.
+# Batches of other sizes, and cases that need no correction.
 
 
 @given(st.floats(0.1, 0.999), st.floats(1, 1000), st.floats(1, 1000))

@@ -35,7 +35,7 @@ def normal(shape, seed=0):
 
 
 def dense(x, side):
-    """Chunk by chunk with scipy in float64: the same transform, written another way."""
+    """The same transform written another way: chunk by chunk with scipy, in float64."""
     matrix = (
         x.numpy()
         .astype(np.float64)
@@ -125,7 +125,7 @@ def test_a_constant_chunk_is_one_coefficient():
     ],
 )
 def test_a_length_is_cut_into_its_largest_fitting_divisor_unless_that_makes_splinters(length, part):
-    """50257 = 29 · 1733 and the primes are filled with zeros; 96 and 100 have divisors of at least
+    """50257 = 29 · 1733 and the primes are padded with zeros; 96 and 100 have divisors of at least
     half a side."""
     assert chunk_length(length, 64) == part
 

@@ -1,5 +1,5 @@
-"""Sketches of parameters: the distances that they estimate, that their signs come from the round,
-and which peers are found to have drifted."""
+"""Sketches of parameters: the distances that they estimate, signs that come from the round, and
+which peers are found to have drifted."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def tensors(seed, scale=1.0):
 
 
 def slow(held, round_number):
-    """Value by value, as the docstring says: sum i takes every 64th from the i-th on,
-    each with a bit of its own."""
+    """The sketch value by value, as its docstring says: sum i takes every 64th value from the i-th
+    on, each with a bit of its own."""
     sums = np.zeros(SUMS)
     for place, x in enumerate(held.values()):
         drawn = words(0x64726966, place, round_number, 2 * -(-x.numel() // SUMS)).tolist()
@@ -63,7 +63,7 @@ def test_a_change_of_any_one_value_shows():
 
 
 def moved(share):
-    """A sketch of the parameters, all but a few of them moved by this share of their size."""
+    """A sketch of the parameters after all but a few of them moved by this share of their size."""
     held, other = tensors(6), tensors(7)
     size = [sum(float(x.square().sum()) for x in one.values()) ** 0.5 for one in (held, other)]
     return sketch(

@@ -1,4 +1,4 @@
-"""Error feedback as arithmetic: nothing that was meant is lost, nothing counts twice."""
+"""Error feedback as arithmetic: nothing that was to be sent is lost, and nothing counts twice."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def test_each_range_is_settled_by_itself():
 
 
 def test_with_beta_one_all_that_was_meant_arrives_or_waits():
-    """Delivered plus residual equals the sum of all values, over many rounds of a codec that sends
-    half."""
+    """What was delivered plus the residual equals the sum of all values, over many rounds of a
+    codec that sends half."""
     delivered, residual, meant = torch.zeros(8), None, torch.zeros(8)
     for number in range(20):
         x = torch.arange(8.0) * (number + 1) - 13

@@ -30,7 +30,7 @@ from farflock.optimizers.parts.corrections import (
 )
 from farflock.optimizers.parts.inner import InnerConfig
 
-LATE = 4  # steps, for what corrects long delays
+LATE = 4  # steps, for corrections of long delays
 ANNEALED = 0.25  # of the run: PipeMare's lower rates
 CONDITION = 100.0
 POINTS_A_DECADE = 230
@@ -38,7 +38,7 @@ POINTS_A_DECADE = 230
 
 @dataclass(frozen=True)
 class Arm:
-    """SGD, the age of its gradients in steps, and what is done about it.
+    """SGD, the age of its gradients in steps, and the correction for it.
 
     Rates are effective ones, eta/(1-momentum), so that momenta can be compared.
     `estimate` takes gradients at PipeMare's guess of the old weights and keeps no stash.
@@ -62,7 +62,7 @@ class Arm:
 
 
 def corrected(delay):
-    """SGD with momentum at this delay: as it is, and with each correction."""
+    """SGD with momentum at this delay: uncorrected, and with each correction."""
     return (
         Arm("late", delay),
         Arm("spike compensation", delay, spike=True),
@@ -78,7 +78,7 @@ def corrected(delay):
 
 
 class Corrected:
-    """Trains a module with gradients that are `arm.delay` steps old; in the first steps with the
+    """Training of a module with gradients that are `arm.delay` steps old, or in the first steps the
     oldest there are."""
 
     def __init__(self, module, arm, rate, steps):
@@ -95,8 +95,8 @@ class Corrected:
             Trend(self._inner, trend_decay(arm.delay) if arm.estimate else 0.0)
 
     def step(self, loss_of, share=1.0, clip_norm=None):
-        """One step at this share of the rate; returns the loss at the weights that it was taken
-        at."""
+        """Take one step at this share of the rate; return the loss at the weights whose gradient it
+        used."""
         parameters = list(self.module.parameters())
         with self._weights(max(self._stash.epoch - self._arm.delay, 0)) as age:
             loss = loss_of(self.module)
@@ -129,8 +129,8 @@ class Corrected:
 
 
 class Quadratic(nn.Module):
-    """Sum of lambda_i·w_i^2/2 with all w_i = 1 at first: as many problems at once,
-    as no method here but braking mixes them."""
+    """The sum of lambda_i·w_i^2/2 with all w_i = 1 at first. These are independent problems, since
+    no method here except braking mixes them."""
 
     def __init__(self, curvatures):
         super().__init__()
@@ -142,8 +142,8 @@ class Quadratic(nn.Module):
 
 
 def settle(arm, steps=400):
-    """The largest eta·lambda (eta effective) up to which an arm settles, and the steps that halve
-    the error on a problem of condition number `CONDITION` at the best rate.
+    """Return the largest eta·lambda (eta effective) up to which an arm settles, and the steps that
+    halve the error on a problem of condition number `CONDITION` at the best rate.
 
     All eta·lambda from 1e-4 to 100 run at once, 1 % apart, each step at rate 1.
     """
@@ -170,8 +170,8 @@ def largest(trainer, steps):
 
 
 def half_life(factors, width):
-    """Of the slowest in a window of curvatures of that width, for the window where it is
-    fastest."""
+    """Return the half-life of the slowest problem in a window of curvatures of that width, for the
+    window where it is shortest."""
     if len(factors) <= width:
         return math.inf
     factor = float(factors.unfold(0, width + 1, 1).amax(dim=1).min())

@@ -1,5 +1,5 @@
-"""Muon compared with the equations in NumPy, its choice of parameters, and that it looks like one
-optimizer from outside."""
+"""Muon compared with the equations in NumPy, its choice of parameters, and its appearance as a
+single optimizer."""
 
 import copy
 
@@ -127,7 +127,7 @@ def test_a_frozen_matrix_is_left_out():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocabulary", [32, 50])
 def test_of_our_model_all_matrices_inside_the_blocks_are_hidden(tied, vocabulary):
-    """Also where the model is as wide as its vocabulary."""
+    """This also holds where the model is as wide as its vocabulary."""
     config = ModelConfig(
         vocab_size=vocabulary,
         dim=32,

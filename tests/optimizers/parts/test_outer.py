@@ -1,4 +1,4 @@
-"""Outer optimizers against torch's own, against slow twins, and bit for bit."""
+"""Outer optimizers compared with torch's own, with slow twins, and bit for bit."""
 
 import hashlib
 
@@ -34,7 +34,7 @@ LR, MU = np.float32(0.7), np.float32(0.9)
 
 
 def twin(name, phi, momentum, delta, lr=LR, mu=MU):
-    """One step of the definitions in NumPy float32, every operation by itself."""
+    """One step of the definitions in NumPy float32, with each operation rounded by itself."""
     if name == "sgd":
         return phi - lr * delta, momentum
     u = mu * momentum + delta

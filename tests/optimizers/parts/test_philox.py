@@ -1,5 +1,5 @@
-"""Shared randomness: the published vectors, the same bits everywhere, and draws that are what they
-say."""
+"""Shared randomness: the published vectors, the same bits everywhere, and draws with the promised
+distributions."""
 
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ def test_values_that_cancel_are_zero_and_count_as_sent():
 
 
 def test_peers_are_added_in_their_sorted_order_whatever_the_order_they_came_in():
-    """(1 + 2^24) - 2^24 is 0 in float32 and 1 the other way round."""
+    """In float32, (1 + 2^24) - 2^24 is 0, but 1 in the opposite order."""
     rows = {"c": [-(2.0**24)], "a": [1.0], "b": [2.0**24]}
     mean = mean_of_senders(gathered(**rows))["x"]
     assert torch.equal(mean, mean_of_senders(gathered(**dict(sorted(rows.items()))))["x"])

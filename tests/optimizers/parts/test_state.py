@@ -1,4 +1,4 @@
-"""A state's hash and the check of what comes from elsewhere."""
+"""The hash of a state, and the check of a state that comes from another peer."""
 
 import pytest
 import torch

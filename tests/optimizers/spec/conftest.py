@@ -13,7 +13,7 @@ from farflock.optimizers.method import Progress, Result
 
 
 def vector(size: int) -> PlainReplica:
-    """A replica of one vector under plain SGD; its gradient is set by the tests."""
+    """A replica of one vector under plain SGD; tests set its gradient."""
     module = nn.Module()
     module.x = nn.Parameter(torch.zeros(size))
     return PlainReplica(module, torch.optim.SGD(module.parameters(), lr=1.0), clip_norm=None)
@@ -27,7 +27,7 @@ class Loopback:
         self.steps = [0] * len(methods)
 
     def step(self, peer: int, gradient: torch.Tensor, weight: float = 1.0):
-        """One local step of one peer, whose gradient counts so often."""
+        """Take one local step of one peer; its gradient counts with this weight."""
         replica = self.replicas[peer]
         name = replica.names[0]
         before = replica.read([name], "grad")[name]
@@ -36,12 +36,12 @@ class Loopback:
         self.steps[peer] += 1
 
     def due(self, peer: int):
-        """The exchanges that are due at the peer."""
+        """Return the exchanges that are due at the peer."""
         return self.methods[peer].due(self.replicas[peer], Progress(self.steps[peer]))
 
     def sync(self, *, missing=(), failed=()):
-        """All peers that are due exchange; `missing` ones are not taken, `failed` ones hear of no
-        result."""
+        """Let all peers that are due exchange; those in `missing` are not taken, and those in
+        `failed` get no result."""
         asked = {
             peer: exchanges[0] for peer in range(len(self.methods)) if (exchanges := self.due(peer))
         }

@@ -1,4 +1,5 @@
-"""DDP compared with local SGD: where they are equal, where not, and the effect of a missed step."""
+"""DDP compared with local SGD: where they agree, where they differ, and the effect of a missed
+step."""
 
 import pytest
 import torch

@@ -113,9 +113,8 @@ def test_a_failed_round_leaves_outer_state_and_local_work_untouched(loopback):
     assert torch.equal(before["momentum.x"], after["momentum.x"])
     assert torch.equal(world.theta(0), ones(-1.0))
     world.step(0, ones(1.0))
-    assert torch.equal(
-        world.due(0)[0].tensors["x"], ones(2.0)
-    )  # the next message covers both steps
+    # the next message covers both steps
+    assert torch.equal(world.due(0)[0].tensors["x"], ones(2.0))
 
 
 def test_a_late_result_keeps_the_steps_made_since_and_counts_nothing_twice(loopback):
@@ -205,9 +204,8 @@ def test_feedback_is_settled_only_where_a_message_was_taken(loopback):
     world.apply(0, exchange, Result("failed", 1))
     world.step(0, ones(0.0))
     again = world.due(0)[0]
-    assert torch.equal(
-        again.tensors["x"], exchange.tensors["x"]
-    )  # nobody took it: nothing is lost, nothing doubled
+    # It was not taken: nothing is lost, nothing doubled.
+    assert torch.equal(again.tensors["x"], exchange.tensors["x"])
     taken = {"x": [(0, 6)]}
     world.apply(
         0, again, Result("ok", 2, ("p",), (1.0,), mean={"x": kept}, sent={"x": kept}, taken=taken)

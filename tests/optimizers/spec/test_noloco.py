@@ -106,8 +106,8 @@ def test_steps_since_the_snapshot_are_kept(loopback):
 
 
 def spread_after(alpha: float, gamma: float, peers: int = 64, rounds: int = 120) -> float:
-    """The variance over random pairs without gradients, by the update itself and not by the class's
-    check."""
+    """The variance over random pairs without gradients, computed by the update itself, not by the
+    class's check."""
     generator = torch.Generator().manual_seed(1)
     phi, delta = torch.randn(peers, generator=generator), torch.zeros(peers)
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Outer steps against torch's own optimizer and slow twins."""
+"""Outer steps compared with torch's own optimizer and with slow twins."""
 
 import numpy as np
 import pytest

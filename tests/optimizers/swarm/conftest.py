@@ -8,7 +8,7 @@ from farflock.optimizers.testing import loopback as swarms
 
 
 class Loopback(swarms.Loopback):
-    """With a node's rig."""
+    """The loopback swarm with the driver, replica and codecs of a node."""
 
     def __init__(self, make, peers="ab", **terms):
         super().__init__(make, NodeRig(), peers, **terms)

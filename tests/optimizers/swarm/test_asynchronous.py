@@ -1,6 +1,5 @@
-"""Swarms of asynchronous local SGD whose rounds close on `enough` arrivals:
-nothing is lost or counted twice, all members hold the same bits, and machines of unequal speed
-arrive together."""
+"""Swarms of asynchronous local SGD whose rounds close on `enough` arrivals: nothing is lost or
+counted twice, all members hold the same bits, and machines of unequal speed arrive together."""
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ def arriving(**options):
 
 
 def adding(**options):
-    """Every arrival moves phi by itself and nothing else, so that all local work can be added up
-    exactly."""
+    """A method in which every arrival moves phi by exactly its own amount, so that all local work
+    can be added up."""
     return arriving(lr=1.0, momentum=0.0, buffer=1, dylu=False, **options)
 
 
@@ -88,7 +87,7 @@ def test_all_local_work_is_in_phi_once_or_still_at_its_peer(loopback, fate, enou
 @each_fate
 @pytest.mark.parametrize("enough", [1, 2])
 def test_members_that_know_of_the_same_rounds_hold_the_same_bits(loopback, same, fate, enough):
-    """That `agreed` is equal when a round begins is checked by the loopback itself."""
+    """The loopback itself checks that `agreed` is equal when a round begins."""
     swarm = loopback(arriving(enough=enough, staleness="polynomial"), "abc", inner="adamw", lr=0.01)
     FATES[fate](swarm)
     compared = 0

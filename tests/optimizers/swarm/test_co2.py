@@ -1,4 +1,4 @@
-"""CO2 against a slow twin written from the specification, its clip and its staleness penalty,
+"""CO2 compared with a slow twin written from the specification, its clip and its staleness penalty,
 and whole swarms."""
 
 import hashlib
@@ -118,7 +118,8 @@ def test_it_is_the_specification_written_down_slowly(
 
 
 def test_alone_and_without_misfortune_the_anchors_own_movement_is_a_pull_back(loopback, gradients):
-    """u <- (m - lr)·u + D: what measuring against the anchor of now, and not of then, comes to."""
+    """u <- (m - lr)·u + D: the effect of measuring against today's anchor instead of the old
+    one."""
     swarm = loopback(
         co2(2, outer_momentum=0.75, clip=None, penalty=False),
         "a",
@@ -200,8 +201,7 @@ def test_a_distance_does_not_wrap_around():
 
 
 def test_the_penalty_divides_by_how_much_faster_phi_moves_than_before(loopback):
-    """Moves of 1, 2 and then a pseudo-gradient of 4: twice as fast as before,
-    so that it counts half."""
+    """After moves of 1 and 2, a pseudo-gradient of 4 is twice as fast as before and counts half."""
     grown = {0: 1.0, 1: 2.0, 2: 4.0}
 
     def growing(peer, step, name, theta):
@@ -231,8 +231,7 @@ def test_slowing_down_is_no_reason_for_larger_steps(loopback):
 
 
 def test_work_that_was_not_taken_is_sent_again(loopback):
-    """After the failed round the message is what it would have been, further from phi by the lost
-    work."""
+    """After the failed round the message is what it would have been, plus the lost work."""
     swarms = [loopback(co2(2, clip=None, penalty=False), "ab") for _ in range(2)]
     swarms[1].fails = lambda number: number == 0
     for swarm in swarms:
@@ -243,9 +242,8 @@ def test_work_that_was_not_taken_is_sent_again(loopback):
     start = phi_of(swarms[0].build("new"))
     for name in SHAPES:
         assert torch.equal(lost.tensors[name], first.tensors[name])
-        drift = (
-            phi_of(calm)[name] - start[name]
-        )  # of the anchor, which did not move where the round failed
+        # of the anchor, which did not move where the round failed
+        drift = phi_of(calm)[name] - start[name]
         assert torch.equal(again.tensors[name], second.tensors[name] - drift + lost.tensors[name])
         assert torch.equal(phi_of(failed)[name], start[name])
 

@@ -1,5 +1,5 @@
-"""Outer steps one round late in whole swarms: the invariants of the specification,
-and that no work is lost or doubled."""
+"""Outer steps one round late in whole swarms: the invariants of the specification, and no work lost
+or doubled."""
 
 import hashlib
 import itertools
@@ -119,7 +119,7 @@ def test_once_drained_phi_has_moved_by_the_mean_of_all_work_times_the_rate(loopb
 def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_not(
     loopback, data, period, mode
 ):
-    """The work in phi, under way, to be sent again and not sent yet is all the work done."""
+    """The work in phi, on its way, to be sent again, and not sent yet adds up to all work done."""
     swarm = loopback(delayed(mode, period, outer=OuterSGD(0.5)), "a")
     lateness = data.draw(st.lists(st.integers(0, 5), min_size=12, max_size=12))
     cuts = data.draw(
@@ -144,7 +144,7 @@ def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_no
 
 
 @each_mode
-def test_with_several_peers_what_nobody_took_is_sent_again(loopback, mode):
+def test_with_several_peers_what_was_not_taken_is_sent_again(loopback, mode):
     swarm = loopback(delayed(mode, 3, outer=OuterSGD(1.0)), "ab")
     swarm.taken = lambda peer, number: (
         lambda what, n: [] if (peer, number % 3) == ("a", 1) else [(0, n)]
@@ -171,7 +171,7 @@ def test_alone_the_eager_form_is_diloco(loopback):
     outer = OuterNesterov(0.4, 0.9)
     ours = loopback(delayed("eager", 3, outer=outer), "a", lr=0.125)
     theirs = loopback(lambda: DiLoCo(3, outer, **EXACT), "a", lr=0.125)
-    for _ in range(70):  # past the rounds at which peers in company begin their lead anew
+    for _ in range(70):  # past the rounds at which peers in a swarm reset their lead
         ours.steps(1), theirs.steps(1)
         for name, x in ours.peers["a"].theta().items():
             torch.testing.assert_close(x, theirs.peers["a"].theta()[name], rtol=0, atol=1e-5)
@@ -179,8 +179,8 @@ def test_alone_the_eager_form_is_diloco(loopback):
 
 @pytest.mark.parametrize("mix", [None, 0.25])
 def test_it_is_the_eager_update_of_the_paper_written_down_slowly(loopback, gradients, values, mix):
-    """Each replica has its own phi_m and u_m there. M of the first round is 1, since no replica
-    knows of another yet."""
+    """In the paper, each replica has its own phi_m and u_m. M is 1 in the first round, since no
+    replica knows of another yet."""
     period, rounds, peers = 3, 12, "abc"
     swarm = loopback(
         delayed("eager", period, eager_mix=mix, refresh=1000),
@@ -318,16 +318,15 @@ def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(
     assert all("c" in result.participants for result in swarm.peers["a"].results[-5:])
     outside, total = c.method.untold(c.theta()), work(swarm, "c", c.step)
     delivered = [result.sent["bias"] for result in c.results if result.taken]
-    torch.testing.assert_close(
-        sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5
-    )  # thirds are rounded
+    # thirds are rounded
+    torch.testing.assert_close(sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5)
 
 
 @each_mode
 @pytest.mark.parametrize("tick", [8, 9, 10, 11])
 def test_a_joiner_replays_the_pending_mean_and_is_in_a_round_soon(loopback, mode, tick):
     swarm = loopback(delayed(mode, 4), "ab", inner="adamw", lr=0.01)
-    swarm.late = lambda peer, number: 2  # of a decided round nobody knows at first
+    swarm.late = lambda peer, number: 2  # at first no peer knows that a round is decided
     swarm.steps(tick)
     joiner = swarm.join("c", "a")
     swarm.steps(30)

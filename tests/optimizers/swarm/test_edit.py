@@ -44,7 +44,7 @@ def gradient_with(spike, noise):
 
 
 def none_of(*missing):
-    """Nothing of (peer, round) in `missing`, all of the others."""
+    """A loopback's `taken`: nothing of the (peer, round) pairs in `missing`, all of the others."""
     return lambda peer, number: lambda what, n: [] if (peer, number) in missing else [(0, n)]
 
 
@@ -112,8 +112,8 @@ def test_no_layer_moves_farther_than_the_clip(loopback, clip):
 
 
 def test_the_names_of_peers_change_nothing(loopback):
-    """Permuting the peers permutes what they send; the sums are in other orders,
-    so only rounding may differ."""
+    """Permuting the peers permutes what they send; sums are taken in another order, so only
+    rounding may differ."""
     renamed = dict(zip("abcd", "cadb", strict=True))
 
     def moved(noise):
@@ -149,8 +149,8 @@ def test_where_all_are_anomalous_phi_stays_and_all_begin_there_again(loopback, g
 
 
 class Twin:
-    """Section 11.2 in float64 NumPy, one peer and one layer after the other,
-    with plain SGD steps of rate 1."""
+    """Section 11.2 in float64 NumPy, one peer and one layer at a time, with plain SGD steps of
+    rate 1."""
 
     def __init__(
         self, peers, start, *, lr=0.7, mu=0.8, clip=10.0, threshold=3.0, warmup=4, alpha=0.02
@@ -286,7 +286,7 @@ def test_a_peer_that_misses_the_mean_is_divided_out_and_keeps_its_work(loopback)
 
 
 @pytest.mark.parametrize("stream", [NORMS, DELTA])
-def test_one_phase_that_fails_stops_nobody(loopback, same, stream):
+def test_one_phase_that_fails_stops_no_peer(loopback, same, stream):
     swarm = loopback(edit(), "abc")
     swarm.struck, swarm.fails = {stream}, lambda number: number == 1
     swarm.steps(12)

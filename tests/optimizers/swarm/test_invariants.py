@@ -55,8 +55,8 @@ def test_local_sgd_with_one_step_a_round_is_ddp_for_plain_sgd_and_not_for_adam(
 
 
 def test_ddp_of_peers_with_equal_batches_is_one_process_with_all_batches(loopback, gradients):
-    """With unequal batches only the mean weighted by their sizes is; `weight` counts the steps in
-    DDP's exchanges."""
+    """With unequal batches, only the mean weighted by their sizes is equal to it; `weight` counts
+    the steps in DDP's exchanges."""
     swarm = loopback(ddp, "abcd", lr=0.5)
 
     def together(peer, step, name, theta):
@@ -92,8 +92,8 @@ def test_all_replicas_are_equal_to_the_bit_after_averaging(loopback, same, size)
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_outer_step_does_not_touch_the_inner_optimizers_moments(loopback, same, late):
-    """A swarm that agrees on nothing makes the same moments as one that agrees,
-    as long as gradients are the same."""
+    """As long as gradients are the same, a swarm that agrees on nothing has the same moments as one
+    that agrees."""
     agreeing, failing = (
         loopback(lambda: DiLoCo(3, **EXACT), "ab", inner="adamw", lr=0.01) for _ in range(2)
     )
@@ -166,7 +166,7 @@ def test_two_peers_that_meet_each_round_are_heavy_ball_diloco(loopback, gradient
 
 def test_one_vector_and_two_vectors_are_the_same_update_where_gamma_is_beta(loopback):
     class Both(NoLoCo):
-        """Sends pseudo-gradient and phi although theta would do."""
+        """Send pseudo-gradient and phi although theta would do."""
 
         _one_vector = False
 

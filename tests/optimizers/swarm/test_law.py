@@ -1,8 +1,8 @@
 """The law of `Method` (optimizers/method.py), point by point, for every method of the catalogue:
-with one peer and several, under every misfortune that a swarm can bring.
-The laws themselves are functions (optimizers/testing/check.py).
+with one peer and several, under every fault that a swarm can have. The laws themselves are
+functions (optimizers/testing/check.py).
 
-A method takes part by its trial options; here are only its further variants.
+A method takes part through its trial options; only its further variants are here.
 """
 
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ each_method_at_rest = each(
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`;
-    its further variants with four peers and the worst fates. Of every day are the worst fates of
-    four peers, of further variants the last of them, and every sixteenth of the others."""
+    its further variants with four peers and the worst fates. The everyday tests are the worst fates
+    of four peers, the last of them for further variants, and every sixteenth of the others."""
     worst = misfortunes.DAILY_FATES
     cases = [
         (name, more, size, fate)
@@ -116,11 +116,11 @@ def subject(name, more):
 
 
 def daily(every, *others):
-    """One value of every day, and others that take long."""
+    """One value for the everyday tests; the others are long tests."""
     return [*(pytest.param(other, marks=pytest.mark.long) for other in others), every]
 
 
-# 0
+# Law 0
 
 
 @each_method
@@ -138,7 +138,7 @@ def test_no_global_random_number_is_drawn(name, more):
     check.check_no_global_chance(subject(name, more))
 
 
-# 1 to 5
+# Laws 1 to 5
 
 
 @each_with_sizes_and_fates()
@@ -156,7 +156,7 @@ def test_denominators_come_from_the_participants_alone(name, more):
     check.check_denominators(subject(name, more))
 
 
-# 6
+# Law 6
 
 
 @each_method_at_rest
@@ -181,7 +181,7 @@ def test_a_snapshot_is_a_copy(name, more):
     check.check_snapshot_is_a_copy(subject(name, more))
 
 
-# 7
+# Law 7
 
 
 @each(daily=lambda name, more: not more)
@@ -203,7 +203,7 @@ def test_stopping_and_going_on_once_changes_no_bit(name, more, moment):
     check.check_stopping_once(subject(name, more), moment)
 
 
-# 8
+# Law 8
 
 
 @each_method
@@ -211,13 +211,13 @@ def test_work_in_ranges_that_were_not_taken_is_kept(name, more):
     check.check_untaken_work_is_kept(subject(name, more))
 
 
-# the laws bite
+# Methods that break a law are found
 
 
 @dataclass(slots=True)
 class Careless(DiLoCo):
-    """Looks whether anything of a tensor was taken, and not at what: its mean replaces the rest as
-    well."""
+    """A method that checks whether anything of a tensor was taken, but not which ranges: the mean
+    replaces the rest as well."""
 
     def _take(self, replica, exchange, result):
         theta, moved = replica.read(replica.names, "param"), {}
@@ -235,7 +235,7 @@ class Careless(DiLoCo):
 
 @dataclass(slots=True)
 class Forgetful(DiLoCo):
-    """Leaves the steps since the last message out of what it resumes from."""
+    """A method that omits the steps since the last message from what it resumes from."""
 
     def personal(self, replica):
         return {
@@ -245,7 +245,7 @@ class Forgetful(DiLoCo):
 
 @dataclass(slots=True)
 class Drawing(DiLoCo):
-    """Asks the global generator whether to step."""
+    """A method that asks the global generator whether to step."""
 
     def local_step(self, replica, progress):
         DiLoCo.local_step(self, replica, progress)
@@ -254,7 +254,7 @@ class Drawing(DiLoCo):
 
 @dataclass(slots=True)
 class Moving(DiLoCo):
-    """Moves the replica when a round has failed."""
+    """A method that moves the replica when a round has failed."""
 
     def apply(self, replica, exchange, result):
         if result.status == "failed":
@@ -264,7 +264,7 @@ class Moving(DiLoCo):
 
 @dataclass(slots=True)
 class Sharing(DiLoCo):
-    """Hands out its message and changes it afterwards."""
+    """A method that hands out its message and changes it afterwards."""
 
     def due(self, replica, progress):
         asked = DiLoCo.due(self, replica, progress)
@@ -286,7 +286,7 @@ def test_a_method_that_breaks_a_law_is_refused_with_its_number(wrong, law):
 
 
 def test_only_the_law_of_untaken_work_finds_a_method_that_looks_at_no_ranges():
-    """Else it passes: that is why there is this law."""
+    """It passes all others, which is the reason for this law."""
     careless = check.Subject(lambda: Careless(**law_options(Careless)), NodeRig())
     check.check_whatever_happens(careless, 4, "everything")
     check.check_stopping_once(careless, 25)
@@ -317,7 +317,7 @@ def test_choosing_by_range_mends_it():
     )
 
 
-# what is missing is said
+# Missing options are named
 
 
 @dataclass(slots=True)

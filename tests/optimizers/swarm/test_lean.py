@@ -1,4 +1,4 @@
-"""Lean averaging in a swarm of three, with partial and failed rounds, against a slow twin in
+"""Lean averaging in a swarm of three, with partial and failed rounds, compared with a slow twin in
 NumPy."""
 
 import numpy as np
@@ -10,9 +10,9 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 class Twin:
-    """Peers in float64, from the equations alone: AdamW, one phi, theta, moments of each peer.
-    What a codec makes of a message and of the mean is taken from the swarm,
-    for a value near a threshold may fall to either side."""
+    """Peers in float64, from the equations alone: AdamW, one phi, and each peer's theta and
+    moments. The decoded messages and means are taken from the swarm, because a value near a
+    threshold of the codec may fall to either side."""
 
     def __init__(self, start, peers, **options):
         self.phi = {name: x.double().numpy().copy() for name, x in start.items()}
@@ -34,7 +34,7 @@ class Twin:
             self.rate[peer, name] = lr * np.sqrt(1 - BETAS[1] ** t) / (1 - BETAS[0] ** t)
 
     def exchange(self, mean, sent, ranges):
-        """One round for everybody; `ranges` by peer and name."""
+        """Run one round of all peers; `ranges` are by peer and name."""
         old, options = {name: x.copy() for name, x in self.phi.items()}, self.options
         for name in self.phi:
             mu = mean[name].double().numpy()

@@ -1,4 +1,4 @@
-"""The loopback swarm itself: rounds of several streams, gathers, second phases, closing early,
+"""The loopback swarm itself: rounds of several streams, gathers, second phases, early closing,
 replays, and the alarm when members that must be equal are not."""
 
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 
 @dataclass
 class Probe:
-    """Asks, after every `every`-th step, in each of its specimens' streams for the next round,
-    and remembers all results. Every value that it sends is the number of steps it has taken."""
+    """A method that asks for the next round of each of its specimens' streams after every
+    `every`-th step, and remembers all results. Each value that it sends is the number of steps it
+    has taken."""
 
     templates: list
     every: int = 1

@@ -1,5 +1,5 @@
-"""Whole swarms under misfortune: late, partial, dropped and missed results.
-Nothing is lost and nothing is counted twice.
+"""Whole swarms with late, partial, dropped and missed results: nothing is lost and nothing is
+counted twice.
 
 Gradients are dyadic and do not depend on the parameters, so all local work can be added up exactly:
 with plain SGD at rate 1 it is the sum of the gradients.
@@ -54,7 +54,7 @@ def phi_of(peer):
 
 
 def drop(*missing):
-    """Taken by rounds: nothing of (peer, round) in `missing`, all of the others."""
+    """A loopback's `taken`: nothing of the (peer, round) pairs in `missing`, all of the others."""
     return lambda peer, number: lambda what, n: [] if (peer, number) in missing else [(0, n)]
 
 
@@ -273,8 +273,8 @@ def test_a_joiner_that_adopts_takes_part_from_the_next_round_on(loopback, same):
 
 
 def test_permuting_the_peers_names_of_equal_work_leaves_phi_bitwise_unchanged(loopback, same):
-    """The sum is made in the order of peers, so only who did what may matter,
-    never who came first."""
+    """The sum is made in the order of peers, so only what each peer did may matter, never which
+    came first."""
     swarms = [loopback(local_sgd(3), order) for order in ("abcdefg", "gfedcba", "dagcebf")]
     for swarm in swarms:
         swarm.steps(9)
@@ -345,7 +345,7 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
 
 @pytest.mark.parametrize("gamma", [0.7, 0.6])
 def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
-    """Also where both vectors are sent, so that what was taken is named `delta.NAME`."""
+    """This also holds where both vectors are sent and what was taken is named `delta.NAME`."""
     swarm = loopback(lambda: NoLoCo(4, gamma=gamma, codec="fp32"), "ab")
     swarm.taken = lambda peer, number: (
         (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])

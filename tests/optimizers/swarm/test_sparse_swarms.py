@@ -16,15 +16,15 @@ from farflock.optimizers.sparseloco import SparseLoCo
 
 
 def smooth(peer, step, name, theta):
-    """A gradient of normal numbers, so that no two magnitudes are equal; a function of peer,
-    step and name alone."""
+    """A gradient of normal numbers, so that no two magnitudes are equal. It depends on the peer,
+    the step and the name alone."""
     seed = int.from_bytes(hashlib.sha256(f"{peer} {step} {name}".encode()).digest()[:6], "little")
     return torch.randn(theta.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def total(swarm, peer, lr):
-    """Name -> the sum of a peer's local work, of all of its steps: lr times its gradients,
-    in float64."""
+    """The sum of a peer's local work over all of its steps, by name: lr times its gradients, in
+    float64."""
     one = swarm.peers[peer]
     return {
         name: lr * sum(smooth(peer, step, name, x).double() for step in range(one.step))
@@ -33,8 +33,7 @@ def total(swarm, peer, lr):
 
 
 def part(swarm, peer):
-    """A peer's part in all rounds: of each result the decoded message if it was taken,
-    in float64."""
+    """A peer's part in all rounds, in float64: the decoded message of each result that took it."""
     found = {}
     for result in swarm.peers[peer].results:
         for name in result.taken:
@@ -43,8 +42,8 @@ def part(swarm, peer):
 
 
 class Twin:
-    """SparseLoCo of specs with plain SGD inside, a value at a time in float64: chunks, sorting,
-    int8 with one scale for k."""
+    """SparseLoCo as specified, with plain SGD inside, one value at a time in float64: chunks,
+    sorting, int8 with one scale for k values."""
 
     def __init__(self, start, peers, *, feedback, outer_lr, denominator, k, chunk, lr):
         self.phi = {name: x.double().numpy().reshape(-1).copy() for name, x in start.items()}
@@ -68,8 +67,8 @@ class Twin:
             self.theta[peer][name] -= self.lr * gradient.double().numpy().reshape(-1)
 
     def sync(self, part):
-        """A round in which only the peers of `part` are taken; the work of the others stays on top
-        of the new phi."""
+        """Run a round in which only the peers of `part` are taken; the work of the others stays on
+        top of the new phi."""
         for name, phi in self.phi.items():
             sums, counts, sent, messages = np.zeros_like(phi), np.zeros_like(phi), {}, {}
             for peer in part:
@@ -152,8 +151,8 @@ def test_one_peer_of_sparseloco_where_everything_travels_is_the_inner_optimizer(
 
 
 def trouble(swarm):
-    """Lost messages, late results, failed rounds, a peer that is slow: what conservation must
-    survive."""
+    """Give a swarm the faults that conservation must survive: lost messages, late results, failed
+    rounds, a slow peer."""
     swarm.taken = lambda peer, number: (
         lambda what, n: [] if peer == "b" and number % 3 == 1 else [(0, n)]
     )
@@ -167,8 +166,8 @@ def trouble(swarm):
 def test_every_bit_of_local_work_is_in_exactly_one_of_message_residual_and_replica(
     loopback, denominator
 ):
-    """With undecayed feedback: all that was sent and taken + e + (phi - theta) = all local work,
-    of every peer, always."""
+    """With undecayed error feedback, for every peer at every time: all that was sent and taken + e
+    + (phi - theta) = all local work."""
     options = {"feedback": 1.0, "codec": "topk:2/8", "denominator": denominator}
     swarm = loopback(lambda: SparseLoCo(period=2, **options), "abcd", gradient=smooth, lr=0.05)
     trouble(swarm)
@@ -224,8 +223,8 @@ def test_momentum_without_memory_forgets_what_was_not_sent_with_the_next_step(
 def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_ones(
     loopback, same, make, inner
 ):
-    """On machines of one kind; a joiner has parameters, moments and the round,
-    and needs nothing else."""
+    """This holds on machines of one kind. A joiner needs parameters, moments and the round, and
+    nothing else."""
     swarm = loopback(make, "abcd", gradient=smooth, inner=inner, lr=0.01)
     trouble(swarm)
     swarm.steps(12)
@@ -246,7 +245,7 @@ def test_parameters_are_equal_to_the_bit_on_all_peers_also_on_late_slow_and_new_
 
 
 def test_demo_that_sends_everything_is_sign_descent_on_the_mean_gradient(loopback):
-    """Whatever the decay: nothing is left in the momentum after a step."""
+    """This holds for any decay: nothing is left in the momentum after a step."""
     swarm = loopback(
         lambda: DeMo(chunk=4, decay=0.9, codec="fp32"), "abc", gradient=smooth, lr=0.01
     )

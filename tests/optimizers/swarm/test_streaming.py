@@ -1,5 +1,5 @@
-"""Streaming DiLoCo in whole swarms: the invariants of its specification,
-bit for bit where gradients are dyadic."""
+"""Streaming DiLoCo in whole swarms: the invariants of its specification, bit for bit where
+gradients are dyadic."""
 
 import hashlib
 import itertools
@@ -242,12 +242,8 @@ def test_peers_out_of_step_ask_for_rounds_in_the_same_order(loopback):
     for peer in swarm.peers.values():
         assert len(peer.offered) > 15
         for (_, one), (_, other) in itertools.pairwise(peer.offered):
-            assert other.key.round - one.key.round in (
-                1,
-                -1,
-                2,
-                3,
-            )  # -1 or a gap only beside one that was on its way
+            # -1 or a gap only next to one that was on its way
+            assert other.key.round - one.key.round in (1, -1, 2, 3)
     assert all("b" in result.participants for result in swarm.peers["a"].results[-4:])
 
 

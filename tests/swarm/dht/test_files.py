@@ -61,8 +61,8 @@ def test_a_missing_key_file_is_not_created(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A dead daemon's socket, a living one's, a file of the same name pattern,
-    and a socket of somebody else."""
+    """A dead daemon's socket, a living one's, a file of the same name pattern, and the socket of
+    another program."""
     listeners = []
     for name in (
         "hivemind-p2pd-dead.sock",
@@ -87,7 +87,7 @@ def now_s(folder):
     return max(path.lstat().st_mtime for path in folder.iterdir())
 
 
-def test_only_old_sockets_that_nobody_listens_on_are_removed(folder):
+def test_only_old_sockets_without_a_listener_are_removed(folder):
     before = {path.name for path in folder.iterdir()}
     assert remove_dead_sockets(folder, now_s(folder) + SOCKET_MIN_AGE_S + 1) == 2
     gone = before - {path.name for path in folder.iterdir()}

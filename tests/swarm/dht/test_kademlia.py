@@ -92,8 +92,8 @@ async def swarm(stack, folder, count):
 
 
 def in_loop(test):
-    """Run a test's coroutine with an exit stack that closes whatever it opened,
-    and look for what is left behind."""
+    """Run a test's coroutine with an exit stack that closes whatever it opened, and check that
+    nothing is left behind."""
 
     def run(tmp_path):
         async def main():
@@ -110,7 +110,7 @@ def in_loop(test):
 
 
 def daemons():
-    """My living children, but for what is kept once a test has used a pool of processes or a
+    """The living child processes, except those that stay once a test has used a process pool or a
     nursery."""
     living = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
@@ -123,7 +123,7 @@ def daemons():
 
 
 async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20):
-    """A peer of plain hivemind, without validator and limits, in the tables of all honest ones."""
+    """A peer of plain hivemind without validator or limits, in the tables of all honest peers."""
     p2p = await P2P.create(
         initial_peers=[honest[0].addresses[0]],
         nat_port_map=False,
@@ -415,7 +415,7 @@ async def test_no_reply_of_a_hostile_peer_hides_or_changes_the_honest_records(st
 
 
 @in_loop
-async def test_nobody_takes_or_clears_anothers_place_in_the_table(stack, folder):
+async def test_no_peer_takes_or_clears_anothers_place_in_the_table(stack, folder):
     a, b = await swarm(stack, folder, 2)
     evil = await hostile(stack, [a, b])
     table, victim = a.protocol.routing_table, b.protocol.node_id
@@ -531,7 +531,7 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
         attempts.append(options)
         try:
             return await start(**options)
-        except P2PDaemonError:  # and the door opens
+        except P2PDaemonError:  # now the peer of the invite starts
             if len(attempts) == 1:
                 await opened(stack, folder, 1, listen=[address.partition("/p2p/")[0]])
             raise
@@ -539,7 +539,7 @@ async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundDaemon, "start", watched)
         b = await opened(stack, folder, 2, [address])
-    assert len(attempts) == 3  # of them one is the door's own
+    assert len(attempts) == 3  # one of them is that of the peer of the invite
     assert await b.announce(RUN, record(2))
 
 
@@ -625,7 +625,7 @@ async def test_closing_ends_what_is_in_flight(stack, folder):
 
 
 @in_loop
-async def test_calls_keep_their_deadline_when_nobody_answers(stack, folder):
+async def test_calls_keep_their_deadline_when_no_peer_answers(stack, folder):
     a, b = await swarm(stack, folder, 2)
     async with stopped(b):
         started_s = time.monotonic()

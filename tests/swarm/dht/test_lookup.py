@@ -9,7 +9,8 @@ HIT = StoredItem(b"owner", b"value", 1.0)
 
 
 class Table:
-    """Peers are numbers and their own node ids; each knows some others; `stores` hold the item."""
+    """Peers that are numbers and their own node ids. Each knows some others; `stores` hold the
+    item."""
 
     def __init__(self, knows, stores=(), silent=()):
         self.knows, self.stores, self.silent = knows, set(stores), set(silent)
@@ -46,7 +47,7 @@ def test_the_walk_follows_those_that_others_know():
     assert search.nearest == [(1, 1), (2, 2), (4, 4), (8, 8)]
 
 
-def test_nobody_is_asked_twice_and_i_am_never_asked():
+def test_no_peer_is_asked_twice_and_the_asking_one_never():
     table = Table({1: [2, 3, 99], 2: [1, 3, 99], 3: [1, 2, 99]})
     walk(table, [1, 2], me=99)
     assert sorted(table.asked) == [1, 2, 3]
@@ -61,14 +62,14 @@ def test_silent_peers_do_not_count_as_nearest():
     assert search.nearest == [(3, 3), (8, 8)]
 
 
-def test_made_up_neighbours_close_to_the_key_hide_nobody():
+def test_made_up_neighbours_close_to_the_key_hide_no_peer():
     liar, honest = 4096, range(5000, 5010)
     made_up = list(range(1, 1 + WIDTH))
     table = Table({liar: made_up}, stores=honest, silent=made_up)
     search = walk(table, [liar, *honest])
     assert len(found(search)) == len(honest)
     assert table.asked.index(5009) < table.asked.index(1), (
-        "friends are asked before those that somebody named"
+        "known peers are asked before those that a reply names"
     )
 
 

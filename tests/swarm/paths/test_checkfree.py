@@ -1,4 +1,4 @@
-"""CheckFree+'s swap: who changes places, which layouts allow it, and that it is half of the
+"""CheckFree+'s swap: which stages change places, which layouts allow it, and that it is half of the
 microbatches."""
 
 import random
@@ -93,7 +93,7 @@ def test_other_layouts_are_refused_by_the_rules_name(layers, reason):
     half=st.integers(1, 20),
 )
 def test_exactly_half_of_each_2n_microbatches_is_swapped(seed, step, lane, start, half):
-    """Invariant 5 of specs 3.5, whatever the seed, lane and step."""
+    """Invariant 5 of specs 3.5, for any seed, lane and step."""
     policy = SwappedPaths(fixed(6), SIX, seed)
     batch = [Microbatch(step, 2 * start + index, lane) for index in range(2 * half)]
     assert sum(policy.is_swapped(microbatch) for microbatch in batch) == half
@@ -137,7 +137,7 @@ def test_orders_obey_the_law_of_path_policies(seed, step, index, lane):
 
 
 class Skipping:
-    """A policy that leaves out stage 2."""
+    """A policy that skips stage 2."""
 
     def stage_order(self, microbatch):
         return (0, 1, 3, 4, 5)

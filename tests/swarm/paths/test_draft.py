@@ -1,4 +1,4 @@
-"""Drafts of plans: whatever is changed, every path stays allowed and stages stay balanced."""
+"""Drafts of plans: after any change, every path is still allowed and stages are still balanced."""
 
 import random
 
@@ -139,7 +139,7 @@ def test_even_paths_take_stages_and_servers_in_turn():
 
 @pytest.mark.parametrize("sizes", [(3, 2, 2, 2, 2), (5, 1, 1, 1, 1, 1), (2, 1, 1)])
 def test_paths_whose_balance_is_off_are_mended(sizes):
-    """One path a lane cannot be balanced where lanes times stops do not divide among stages."""
+    """With one path per lane there is no balance unless the stages divide lanes times stops."""
     wanted = instance(sizes=sizes, visited=2)
     shared, own = Draft(wanted, 1, random.Random(0)), Draft(wanted, wanted.turns, random.Random(0))
     plan = shared.plan()

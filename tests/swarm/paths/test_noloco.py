@@ -1,5 +1,5 @@
-"""Seeded permutations at every stage: all peers compute the same, both sides of a boundary agree,
-and load is even."""
+"""Seeded permutations at every stage: all peers compute the same ones, both sides of a boundary
+agree, and load is even."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ def holder(draw, stages, stage, lane):
 
 
 def crossing(draw, stages, here, there, peer, lanes):
-    """Of each lane that a server of stage `here` holds, who holds it at stage `there`."""
+    """The server of stage `there` in each lane that a server of stage `here` holds."""
     held = [lane for lane in range(lanes) if holder(draw, stages, here, lane) == peer]
     return tuple((lane, holder(draw, stages, there, lane)) for lane in held)
 
@@ -101,9 +101,8 @@ def test_the_answer_does_not_depend_on_how_servers_are_listed(draw, data):
 
 def test_the_order_is_that_of_the_documented_hash_and_the_line_a_rotation_of_it():
     peers = grid(5, 5)[1]
-    salt = b"\x00".join(
-        (b"mixing", b"7", b"3", b"11", b"2", b"1", b"1")
-    )  # lane 6 of 5 is in block 1
+    # lane 6 of 5 is in block 1
+    salt = b"\x00".join((b"mixing", b"7", b"3", b"11", b"2", b"1", b"1"))
     ordered = sorted(
         peers, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest()
     )
@@ -147,8 +146,8 @@ def test_over_many_steps_every_pair_meets_equally_often(counts, boundary):
 
 
 def test_where_a_lane_comes_from_says_nothing_of_where_it_goes():
-    """The crossings of two boundaries are independent: all nine combinations of the peers before
-    and after are met."""
+    """The crossings of two boundaries are independent: all nine combinations of the peer before and
+    the peer after occur."""
     stages, met = grid(3, 3, 3), collections.Counter()
     for step in range(2000):
         draw = dataclasses.replace(DRAW, step=step)
@@ -172,5 +171,5 @@ def test_all_survivors_agree_without_the_dead_one(draw, dead, lane):
     ) == dict.fromkeys(left, 1)
 
 
-def test_a_stage_that_nobody_serves_has_an_empty_line():
+def test_a_stage_without_servers_has_an_empty_line():
     assert line(DRAW, (), 1, 3) == ()

@@ -1,5 +1,5 @@
-"""Partial paths: as many stages as was said, the ends always, the others equally often over any
-stretch."""
+"""Partial paths: as many stages as asked for, always with both ends, and the others equally often
+over any stretch."""
 
 import itertools
 import random

@@ -1,5 +1,5 @@
-"""The planner: its plans keep to all rules, are the same each time, and are the best there are
-where all can be tried."""
+"""The planner: its plans keep all rules, are the same each time, and are the best possible where
+all can be tried."""
 
 import itertools
 import random
@@ -44,7 +44,7 @@ def test_plans_keep_to_all_rules_are_reproducible_and_beat_the_even_one(case, se
 
 
 def every_plan(case):
-    """All of one lane and one turn."""
+    """Every plan of one lane and one turn."""
     orders = itertools.permutations(range(1, len(case.serving)), case.terms.visited - 1)
     for order in orders:
         for peers in itertools.product(*(case.serving[stage] for stage in order)):
@@ -68,8 +68,8 @@ def test_one_lane_gets_the_best_of_all_paths(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_lanes_get_the_best_pair_of_paths(seed):
-    """Each server has room for one microbatch and each lane has one: on a shared server, one
-    waits."""
+    """Each server has room for one microbatch and each lane has one, so on a shared server one of
+    them waits."""
     case = instance((2, 2, 2), 3, seed, memory=1, turns=1)
     tails = [
         [Stop(*stop) for stop in zip(order, peers, strict=True)]
@@ -105,7 +105,7 @@ def test_another_judge_decides():
 
 @pytest.mark.parametrize("work", [4, 30])
 def test_no_plan_is_worse_than_the_even_one_by_whatever_judges(work):
-    """A judge that likes the even plan alone."""
+    """The judge here likes only the even plan."""
     case = instance((2, 3, 3), 2, turns=2)
     even = Draft(case, case.turns, random.Random(0)).plan()
     assert plan_paths(case, 0, work, lambda plan: float(plan != even)) == even

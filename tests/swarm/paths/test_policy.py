@@ -1,4 +1,4 @@
-"""The law of path policies, over all of them; then what each one promises beyond it."""
+"""The law of path policies, checked for all of them, and what each promises beyond it."""
 
 import collections
 import random
@@ -102,7 +102,7 @@ def test_pinned_policies_keep_a_lane_on_its_servers_whatever_happened(make, hist
 
 
 @each_policy
-def test_excluding_one_server_after_the_other_reaches_all_of_them_and_then_nobody(make):
+def test_excluding_one_server_after_the_other_reaches_all_of_them_and_then_none(make):
     policy, known, tried = make(), serving(3, 5, 4), []
     while (peer := policy.next_hop(Microbatch(1, 2, 3), 1, known, 0.0, 1.0, tried)) is not None:
         tried.append(peer)

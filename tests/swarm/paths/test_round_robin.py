@@ -30,7 +30,7 @@ from farflock.swarm.paths.round_robin import (
 
 
 def stage(rates, seed=0, **options):
-    """A balancer that knows servers of these announced rates from the start."""
+    """A balancer that knows servers with these announced rates from the start."""
     balancer = Balancer(random.Random(seed), **options)
     balancer.refresh([Announced(peer, 1, rate) for peer, rate in rates.items()], 0.0)
     return balancer
@@ -82,8 +82,8 @@ def test_ties_are_broken_by_the_chance_that_was_given_and_by_nothing_else():
 
 
 def test_measured_speed_overrules_what_was_announced():
-    """A window of eight calls over servers that work on one call at a time, at speeds that they do
-    not announce."""
+    """Eight calls at a time go to servers that each work on one call at a time, at speeds that they
+    do not announce."""
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
     balancer, free_s, counts = (
         stage(dict.fromkeys(speeds, 2.0)),
@@ -229,15 +229,14 @@ def test_a_server_that_only_lets_calls_run_out_loses_its_share_and_earns_it_back
         assert balancer.charges["a"] == before + 1.0
 
 
-def test_a_deadline_bans_nobody_and_no_failure_gives_a_charge_back():
+def test_a_deadline_bans_no_server_and_no_failure_gives_a_charge_back():
     balancer = stage({"a": 1.0})
     for reason in ("deadline", "dial", "rpc"):
         assert balancer.choose(1.0, 0.0) == "a"
         balancer.failed("a", reason, 0.0)
         balancer.refresh([Announced("a", {"deadline": 1, "dial": 2, "rpc": 3}[reason], 1.0)], 0.0)
-    assert balancer.charges == {
-        "a": 1.0 + 2.0 + 2.0
-    }  # twice double: once its deadline has not been forgiven
+    # Doubled twice: once because its deadline has not been forgiven.
+    assert balancer.charges == {"a": 1.0 + 2.0 + 2.0}
 
 
 def test_busy_neither_bans_nor_gives_the_charge_back():
@@ -274,7 +273,7 @@ def test_leaving_the_list_for_a_moment_does_not_end_a_ban():
     balancer = stage({"a": 1.0, "b": 1.0})
     balancer.failed("a", "rpc", 0.0)
     balancer.refresh([Announced("b", 1)], 1.0)
-    assert balancer.next_ban_ends_s is None  # waiting for who is not there would be in vain
+    assert balancer.next_ban_ends_s is None  # no use waiting for a server that is gone
     balancer.refresh([Announced("a", 1), Announced("b", 1)], 2.0)
     assert visits(balancer, 5, now_s=2.0) == {"b": 5}
 
@@ -293,7 +292,7 @@ def test_a_server_that_comes_back_from_a_ban_draws_no_burst():
     assert visits(balancer, 20, now_s=DIAL_BAN_S) == {"a": 10, "b": 10}
 
 
-def test_with_everybody_banned_or_excluded_the_answer_is_nobody_and_when_to_ask_again():
+def test_with_all_banned_or_excluded_the_answer_is_none_and_when_to_ask_again():
     balancer = stage({"a": 1.0, "b": 1.0})
     assert balancer.choose(1.0, 0.0, exclude=("a", "b")) is None
     assert balancer.next_ban_ends_s is None
@@ -316,7 +315,7 @@ def test_a_server_that_is_gone_is_never_chosen_until_it_is_back():
     balancer = stage({"a": 1.0, "b": 1.0})
     balancer.refresh([Announced("b", 1, 1.0)], 0.0)
     assert visits(balancer, 20) == {"b": 20}
-    balancer.finished("a", 1.0, 0.0, 1.0)  # answers that come after are nobody's
+    balancer.finished("a", 1.0, 0.0, 1.0)  # later answers count for no server
     balancer.failed("a", "rpc", 1.0)
     balancer.busy("a")
     balancer.refresh([Announced("a", 1, 1.0), Announced("b", 1, 1.0)], 0.0)
@@ -363,7 +362,7 @@ def test_of_two_records_of_a_peer_the_newer_one_counts_in_any_order():
         assert balancer.rates == {"a": 4.0, "b": 2.0}
 
 
-def test_a_flood_of_records_and_bans_is_bounded_and_pushes_nobody_out():
+def test_a_flood_of_records_and_bans_is_bounded_and_pushes_no_server_out():
     balancer = stage({"zz": 1.0})
     for wave in range(3):
         flood = [Announced(f"{wave}-{number:05d}", 1, 1.0) for number in range(MAX_PEERS + 500)]
@@ -391,7 +390,7 @@ def test_a_warm_up_that_favours_newcomers_is_refused(options):
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Servers come, go, fail and return in any order; a plain model says who may be chosen."""
+    """Servers come, go, fail and return in any order; a plain model says which may be chosen."""
 
     peers = st.sampled_from("abcdef")
 
@@ -439,7 +438,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(peer=peers, taken_s=st.floats(0.0, 3.0))
     def finish(self, peer, taken_s):
         self.balancer.finished(peer, 1.0, self.now_s - taken_s, self.now_s)
-        if peer in self.known.keys() - self.measured:  # what was charged by a guess is charged anew
+        # What was charged by a guess is charged again.
+        if peer in self.known.keys() - self.measured:
             self.measured.add(peer)
             self.charges.pop(peer, None)
 
@@ -472,7 +472,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.charges |= now
 
     @invariant()
-    def there_is_a_time_to_ask_again_if_and_only_if_somebody_is_banned(self):
+    def there_is_a_time_to_ask_again_if_and_only_if_a_server_is_banned(self):
         ends = [end_s for peer, (end_s, _) in self.bans.items() if peer in self.known]
         assert self.balancer.next_ban_ends_s == min(ends, default=None)
 

@@ -1,5 +1,5 @@
-"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy,
-a good one is followed."""
+"""Plans that skip and swap stages: a bad one is refused with the rule's name and the remedy, and a
+good one is followed."""
 
 import collections
 import random
@@ -24,7 +24,7 @@ from farflock.swarm.paths.skippipe import (
 )
 
 HIDDEN = StageKind("hidden", "hidden", ((8, 8),))
-BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # whoever begins also ends
+BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # its first server is also its last
 HEADED = PlanTerms(
     (StageKind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, StageKind("hidden", "logits")),
     visited=4,
@@ -192,7 +192,7 @@ intervals = st.tuples(st.integers(0, 20), st.integers(1, 3), st.integers(0, 6), 
 @given(st.lists(intervals, max_size=6), st.integers(1, 3))
 @settings(deadline=None)
 def test_refusals_are_those_of_counting_at_every_moment(drawn, memory):
-    """The slow twin looks at each half second."""
+    """The slow twin counts at every half second."""
     works, spans = [], []
     for number, (start, forward, gap, backward) in enumerate(drawn):
         end = start + forward + gap + backward
@@ -270,16 +270,16 @@ def test_a_place_is_the_peer_that_came_at_that_turn_and_a_name_is_that_peer():
     )
 
 
-def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates():
+def test_a_place_that_is_vacant_or_whose_server_is_gone_is_taken_over_by_mates():
     policy = PlannedPaths(
         plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2
     )
     without = StageServers(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
     heirs = {policy.next_hop(Microbatch(step, 0, 0), 1, without, 0.0) for step in range(8)}
-    assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"
+    assert heirs == {"s1-0", "s1-1"}, "the server that had the place is not there"
 
 
-def test_stage_mates_take_over_one_after_the_other_until_nobody_is_left():
+def test_stage_mates_take_over_one_after_the_other_until_none_is_left():
     policy, known, tried = PlannedPaths(GOOD, 5), serving(2, 5, 2, 2, 2), []
     while (peer := policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0, 1.0, tried)) is not None:
         tried.append(peer)

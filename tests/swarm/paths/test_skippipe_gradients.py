@@ -1,5 +1,5 @@
-"""A skipped or swapped path trains the model that has those layers in that order,
-and nothing else."""
+"""A path that skips or swaps stages trains the model that has those layers in that order, and
+nothing else."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ def stages():
 
 
 def kinds():
-    """Read off the stages themselves."""
+    """The kinds of the stages, read from the stages themselves."""
     found = []
     for stage in stages():
         takes, gives = (
@@ -54,7 +54,7 @@ def kinds():
 
 
 def walk(order, microbatch, servers, sums):
-    """Forward along these stages and back: what a trainer does."""
+    """Go forward along these stages and back, as a trainer does."""
     x, targets = microbatch
     inputs = []
     for stage in order:
@@ -69,8 +69,8 @@ def walk(order, microbatch, servers, sums):
 
 
 def twin(orders, microbatches):
-    """One model, its layers called by hand in the order of each path; gradients of the summed loss,
-    None where no path went."""
+    """Call the layers of one model by hand in the order of each path; return the gradients of the
+    summed loss, None where no path went."""
     model = build(CONFIG, 7).double()
     for order, (x, targets) in zip(orders, microbatches, strict=True):
         hidden = model.model.embed_tokens(x)
@@ -123,8 +123,8 @@ def test_the_order_of_a_swap_matters_so_that_the_twin_can_tell():
 
 
 def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
-    """The planner's paths, the policy's answers, the product's stages; divided by N_s it is each
-    visitor's mean."""
+    """Paths, answers and stages are those of the planner, the policy and the product. Divided by
+    N_s, the sum is the mean over the visitors."""
     serving = tuple(tuple(f"s{stage}-{number}" for number in range(2)) for stage in range(STAGES))
     peers = [peer for each in serving for peer in each]
     instance = Instance(

@@ -1,5 +1,5 @@
-"""Timetables: closed forms where there are any; and on any paths, no server works on two passes at
-a time or holds too much."""
+"""Timetables: closed forms where they exist; and on any paths, no server works on two passes at a
+time or holds too much."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from farflock.swarm.paths.timetable import constant, timetable
 
 
 def plan(*lanes):
-    """Paths of (stage, peer)."""
+    """A plan from paths of (stage, peer)."""
     return PathPlan(
         tuple(tuple(tuple(Stop(*stop) for stop in path) for path in lane) for lane in lanes), 1
     )
@@ -69,7 +69,8 @@ def test_with_room_for_one_microbatches_go_one_after_the_other():
 
 
 def test_what_comes_back_goes_first():
-    """The third pass and the first loss are there once a has done the second forward pass."""
+    """Server a can choose between the third pass and the first loss once it has done the second
+    forward pass."""
     send = constant({"a": {"b": 0.0}, "b": {"a": 0.0}})
     times = timetable(plan([[(0, "a"), (1, "b")]] * 3), {"a": 1.0, "b": 0.5}, 3, send)
     ours = [

@@ -105,7 +105,7 @@ async def test_it_comes_through_loss_doubling_and_reordering(world):
 
 
 @in_a_world
-async def test_nobody_has_it_in_time_so_it_is_none(world):
+async def test_if_no_peer_has_it_in_time_it_is_none(world):
     world.holder("a", b"another chunk")
     assert await world.fetch("a", timeout_s=6.0) is None
     assert abs(now() - 6.0) < 0.1

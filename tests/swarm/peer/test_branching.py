@@ -46,7 +46,7 @@ class Lines(Herd):
         )
 
     def check_line(self, *numbers):
-        """All these nodes are on one line, in its view, and nothing counts twice in its log."""
+        """Check that these nodes are on one line, in its view, and its log counts nothing twice."""
         chains = [self.nodes[number].peer.context.views for number in numbers]
         assert len({chain.newest.hash for chain in chains}) == 1
         assert all(self.nodes[number].peer.membership.is_member for number in numbers)
@@ -157,7 +157,7 @@ async def test_the_remaining_peers_start_one_branch_together_and_newcomers_join_
 
 @lines(5)
 async def test_a_majority_that_restarts_at_once_comes_back_although_its_old_lives_are_gone(herd):
-    """The peers are back, but with other incarnations: none of them may act in the old view."""
+    """The peers are back, but in other incarnations: none of them may act in the old view."""
     for number in (0, 1, 2):
         herd.kill(number)
     await asyncio.sleep(1)
@@ -249,7 +249,7 @@ async def test_a_peer_cut_off_for_less_than_the_time_set_starts_no_branch(
 
 @lines(5)
 async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_taken_over(herd):
-    """No majority is missing now: but the rounds until the newest view begins belong to lives that
+    """No majority is missing now, but the rounds until the newest view begins belong to lives that
     have ended."""
     for node in herd.nodes.values():
         node.quiet = True
@@ -302,7 +302,7 @@ async def test_a_round_that_was_decided_but_whose_content_died_with_the_others_i
 
 
 @lines(4)
-async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_back_to_the_others(
+async def test_a_founder_that_starts_the_run_again_while_it_sees_no_peer_finds_back_to_the_others(
     herd,
 ):
     await until(
@@ -351,7 +351,7 @@ def told(herd, number, sender, message, incarnation=1):
 
 
 @lines(3)
-async def test_nobody_signs_a_branch_while_a_quorum_is_there(herd):
+async def test_no_member_signs_a_branch_while_a_quorum_is_there(herd):
     node, other = herd.nodes[0], herd.nodes[1]
     sent = []
     node.peer.context.links.send = lambda peer, frame: sent.append(frame) or True
@@ -440,7 +440,7 @@ async def test_a_member_that_gave_up_a_view_never_acts_in_it_again(herd):
 
 
 async def misfortune(herd, draw):
-    """Split the network, kill and restart peers, at any moment of whatever the others do about
+    """Split the network, and kill and restart peers, at any moment of the others' reaction to
     it."""
     count = len(herd.nodes)
     for _ in range(draw.randint(2, 5)):

@@ -27,7 +27,7 @@ from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
-# In the quiet.
+# Without faults.
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ async def test_the_same_payload_twice_travels_once(world):
     assert world.sent[Piece] == 1
 
 
-# What cannot be done.
+# Calls that cannot be made.
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ async def test_a_pause_of_either_side_is_waited_for(world):
     assert set(server.calls.handler.served.values()) == {1}
 
 
-# To myself, and in a whole peer.
+# Calls to oneself, and calls in a whole peer.
 
 
 @in_a_world

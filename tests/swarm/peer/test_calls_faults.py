@@ -15,7 +15,7 @@ from farflock.swarm.peer.calls import KEEP_S, RESEND_S, CallFailed
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
-# Losses, copies, disorder.
+# Losses, duplicates and reordering.
 
 
 @pytest.mark.parametrize("kind", [Call, Answer, Want, Piece, Heard])
@@ -33,7 +33,7 @@ def test_a_lost_message_of_any_kind_costs_time_only(kind):
 
 
 @in_a_world
-async def test_an_answer_that_nobody_hears_is_kept_for_its_lease_only_and_never_made_twice(world):
+async def test_an_answer_that_is_not_heard_is_kept_for_its_lease_only_and_never_made_twice(world):
     caller, server = world.pair()
     world.lose(Heard)
     await caller.ask("server", b"do", (data_of(1000),))
@@ -71,7 +71,7 @@ async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_af
     await asyncio.sleep(1.0)
     assert server.calls.handler.judged == {("caller", b"do"): 1}
     assert caller.context.counters["dropped: answer to no call"] == 2, (
-        "who still waited would wait in vain"
+        "a caller that still waited would wait in vain"
     )
 
 
@@ -117,8 +117,8 @@ def test_on_bad_links_every_call_is_answered_rightly_and_served_once(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
-    """Two servers and two callers, each of which dies and comes back; some callers' patience is
-    short."""
+    """Two servers and two callers, each of which dies and comes back; some calls have short
+    timeouts."""
 
     async def main():
         world, chance = Switchboard(seed), random.Random(seed)
@@ -167,7 +167,7 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
     run_virtual(main())
 
 
-# Lives.
+# Restarts.
 
 
 @in_a_world

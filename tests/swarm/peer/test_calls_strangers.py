@@ -1,5 +1,5 @@
-"""A peer that lies about calls ends none of the others' calls, and one that asks for too much has
-to wait, so that memory stays bounded."""
+"""A peer that lies about calls ends no call of another peer, and one that asks for too much has to
+wait, so that memory stays bounded."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def test_an_answer_counts_only_from_the_peer_asked_and_for_the_call_and_li
 
 
 @in_a_world
-async def test_nobody_ends_the_call_of_another_peer_or_of_another_life(world):
+async def test_no_peer_ends_the_call_of_another_peer_or_of_another_life(world):
     caller, server = world.pair(Echo(slow_s=2.0))
     liar = world.peer("liar")
     asking = asyncio.create_task(caller.ask("server", b"do"))
@@ -80,7 +80,7 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
 
 @in_a_world
 async def test_payloads_that_never_come_are_waited_for_only_so_long(world):
-    """The caller holds the chunk, but says that it is larger: its pieces fit no buffer of that
+    """The caller holds the chunk but says that it is larger, so its pieces fit no buffer of that
     size."""
     liar, server = world.pair()
     digest = liar.store.put(b"held", "mine")

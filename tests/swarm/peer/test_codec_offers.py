@@ -1,5 +1,5 @@
-"""Servers' announcements of the codecs that they read: their receivers, their frequency, and the
-incarnation that they belong to."""
+"""Servers' announcements of the codecs that they can read: their receivers, their frequency, and
+the incarnation that they belong to."""
 
 from types import SimpleNamespace
 

@@ -117,7 +117,7 @@ def test_all_peers_that_hear_the_same_compute_the_same_move():
     assert len(moves) == 1
 
 
-def test_a_member_that_names_a_stage_that_there_is_not_holds_nobody_up(port):
+def test_a_member_that_names_a_stage_that_does_not_exist_delays_no_other(port):
     port.view = View(1, bytes(32), 0, (*VIEW.members, Member("x", 5, 1000)))
     loads = LoadReports(port)
     loads.say(load())

@@ -241,8 +241,8 @@ async def test_the_same_in_a_run_of_pairs_alone(herd):
 
 @in_virtual_time(3)
 async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
-    """It contributes nothing to rounds, so no peer can tell it that it is behind: it has to notice
-    by itself."""
+    """It contributes nothing to rounds, so no peer can tell it that it is behind: it must notice by
+    itself."""
     herd.nodes[1].quiet = True
     await asyncio.sleep(2)
     deaf(herd, 1, Propose, Decided, Views)
@@ -257,8 +257,8 @@ async def test_an_idle_member_that_missed_a_view_asks_for_it(herd):
 async def test_a_round_begun_under_the_wrong_view_is_begun_again_under_the_right_one(
     herd,
 ):
-    """One member alone opens a round that the others then give to the next view;
-    its offer must count there once."""
+    """One member alone opens a round that the others then give to the next view; its offer must
+    count there once."""
     lone = herd.nodes[2]
     for number in (0, 1):
         herd.nodes[number].quiet = True
@@ -316,8 +316,7 @@ async def test_a_proposer_keeps_the_members_that_promised_and_have_not_said_good
 async def test_two_that_a_cut_parted_keep_each_other_although_one_took_the_other_for_dead(
     herd,
 ):
-    """The senior hears nothing of the cut: frames towards it pass again when the junior has given
-    it up."""
+    """The senior does not notice the cut: frames to it pass again once the junior gives it up."""
     senior, junior = herd.nodes[0], herd.nodes[1]
     told = []
 
@@ -380,7 +379,7 @@ def stranger_frames(herd, sender):
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a member in an earlier life"])
-def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
+def test_only_a_member_in_its_present_life_changes_anything(who):
     @in_virtual_time(3)
     async def main(herd):
         node = herd.nodes[0]

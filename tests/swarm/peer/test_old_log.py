@@ -1,5 +1,5 @@
-"""The notes of rounds are kept long after their content: a peer that only watches misses none,
-however far behind it is."""
+"""The notes of rounds are kept long after their content, so a peer that only watches misses no
+round, however far behind it is."""
 
 import asyncio
 import json
@@ -16,8 +16,7 @@ from farflock.swarm.roles import NOTHING
 
 
 class Ears:
-    """The rounds of stage 0 from now on as an observer reads them: in order, as soon as they are
-    there."""
+    """An observer's view of the rounds of stage 0 from now on: in order, as soon as they exist."""
 
     def __init__(self, looker):
         self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0
@@ -96,7 +95,7 @@ async def test_a_server_that_contributes_nothing_and_fell_behind_hears_that_its_
 ):
     idle, name = made.nodes[2], name_of(0)
     await made.go_on(0, 2)
-    idle.stage = NOTHING  # it serves the stage still, and waits for a batch
+    idle.stage = NOTHING  # it still serves the stage, and waits for a batch
     await asyncio.sleep(10.0)
     assert not idle.rounds.called(name) or idle.rounds.newest(name) == made.newest(0)
     await away(made, idle, 2 * LOG_ROUNDS)
@@ -132,7 +131,7 @@ def test_the_old_log_is_bounded_and_what_has_left_it_is_said_to_be_skipped(
 
 
 @flock(0, 0, 1, NOTHING, witnessed=True)
-async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another_has_it(made):
+async def test_one_that_has_forgotten_a_round_makes_no_peer_skip_it_while_another_has_it(made):
     looker, ears = made.nodes[3], Ears(made.nodes[3])
     made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
     await asyncio.sleep(1.0)
@@ -166,8 +165,8 @@ async def test_a_new_onlooker_goes_on_with_the_newest_round_that_most_know(
 
 @flock(0, 0, 1, NOTHING)
 async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
-    """They cannot say that a round is gone of which they never heard: the few who can are
-    enough."""
+    """Other onlookers cannot say that a round is gone if they never heard of it: the few peers that
+    can are enough."""
     lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
     await made.go_on(0, LOG_ROUNDS + 4, 60.0)
     made.network.kill(made.nodes[1].id)
@@ -183,7 +182,7 @@ async def test_a_new_onlooker_next_to_others_asks_the_peers_that_know(made):
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made):
+async def test_one_that_lives_and_answers_nothing_delays_no_other_for_ever(made):
     looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
     mute.rounds._catch_up.answer_query = lambda *question: None
     await away(made, looker, 2 * LOG_ROUNDS)
@@ -197,7 +196,7 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
     looker, name, liar = made.nodes[3], name_of(0), made.nodes[0]
     await made.go_on(0, 3)
     for node in made.nodes.values():
-        node.stage = NOTHING  # nobody brings anything: the next round is decided late
+        node.stage = NOTHING  # no peer brings anything: the next round is decided late
     await asyncio.sleep(10.0)
     before = looker.rounds.newest(name)
     word = Forgotten(Key(name, before + 1), 2**40, 2**40)
@@ -213,8 +212,8 @@ async def test_the_word_of_one_misleads_no_peer_while_the_others_have_nothing_to
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(
     witnessed, number, beyond
 ):
-    """A peer that knows decisions but lacks their content may have to give up all rounds of its
-    log, noted ones included."""
+    """A peer that knows decisions but not their content may have to give up all rounds of its log,
+    noted ones included."""
 
     @flock(0, 0, 1, NOTHING, witnessed=witnessed)
     async def main(made):
@@ -240,7 +239,7 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
-    """As a peer does that takes over an abandoned stage, once it has watched for long enough to
+    """A peer that takes over an abandoned stage does so, once it has watched for long enough to
     know where the stage is."""
 
     @flock(0, 0, 1, NOTHING, witnessed=True)

@@ -1,5 +1,5 @@
-"""Pairs over the simulated network: who meets whom, what each side gets,
-and how strayed partners meet again."""
+"""Pairs over the simulated network: which peers meet, what each side gets, and how strayed partners
+meet again."""
 
 import asyncio
 
@@ -76,7 +76,7 @@ class Peer:
                 self.pairing.receive(sender, frame.incarnation, frame.message)
 
     def offer(self, number, tokens=0, weight=1.0):
-        """My payloads for a round, put into the store as `Peer.exchange` does."""
+        """This member's payloads for a round, put into the store as `Peer.exchange` does."""
         key = Key(NAME, number)
         payloads = shards_of(self.name, number)
         digests = tuple(self.store.put(payload, work_pin(key)) for payload in payloads)
@@ -97,12 +97,12 @@ class PairingWorld(Spawner):
         self.peers = {name: Peer(self, name, self.view, 1) for name in self.names}
 
     def roles(self, number=0):
-        """Leader and follower of a round of two."""
+        """The leader and the follower of a round of two."""
         order = group_of("a", self.names, 2, 5, self.view.hash, Key(NAME, number))
         return [self.peers[name] for name in order]
 
     def led_by(self, name, after=-1):
-        """The first round after `after` that this one of two leads."""
+        """The first round after `after` that this one of two members leads."""
         return next(
             number for number in range(after + 1, 100) if self.roles(number)[0].name == name
         )
@@ -187,7 +187,7 @@ async def test_rounds_follow_each_other_through_loss_doubling_and_reordering(wor
         assert statuses.count("ok") >= 15
 
 
-# Nobody comes.
+# No partner comes.
 
 
 @in_a_world()
@@ -383,7 +383,7 @@ async def test_one_message_moves_a_peer_ahead_by_a_bounded_number_of_rounds(worl
 
 
 @in_a_world()
-async def test_strangers_move_nobody(world):
+async def test_strangers_move_no_peer(world):
     a, b = world.peers.values()
     stranger = Peer(world, "s", world.view, 1)
     for message in (PairRefuse(Key(NAME, 0), 50), PairPropose(stranger.offer(50))):
@@ -402,7 +402,7 @@ async def test_strangers_move_nobody(world):
 
 
 @in_a_world()
-async def test_messages_about_what_nobody_runs_are_answered_with_the_end_of_it(world):
+async def test_messages_about_a_pair_that_is_not_running_are_answered_with_its_end(world):
     b = world.peers["b"]
     accept = PairAccept(Offer(Key(NAME, 2), world.view.hash, (), (), 1.0, 0))
     for message in (accept, PairHave(Key(NAME, 3), bytes(32)), PairCommit(Key(NAME, 4))):

@@ -15,7 +15,7 @@ SOON_S = 2.5
 
 
 async def parted(herd, *numbers):
-    """These leave together, as processes do, and are gone; how long each took."""
+    """Let these members leave together, as processes do; return how long each took."""
 
     async def one(number):
         began_s = now()
@@ -32,7 +32,7 @@ async def parted(herd, *numbers):
 
 
 async def goes_on(herd, *numbers):
-    """Those who stay decide rounds by themselves, and soon."""
+    """Check that the members that stay decide rounds by themselves, and soon."""
     start = max(herd.nodes[number].applied for number in numbers)
     there = {herd.nodes[number].peer.me for number in numbers}
     await until(
@@ -91,7 +91,7 @@ async def test_of_several_that_leave_together_enough_stay_for_a_quorum(herd):
 
 
 @in_virtual_time(4)
-async def test_where_all_leave_together_nobody_stays_for_anybody(herd):
+async def test_where_all_leave_together_no_peer_stays_for_another(herd):
     assert max(await parted(herd, 0, 1, 2, 3)) < SOON_S
 
 

@@ -1,4 +1,4 @@
-"""One peer as its node sees it: it founds, joins, exchanges and leaves, survives any frame,
+"""One peer as its node sees it: it starts a run, joins, exchanges and leaves, survives any frame,
 and ends with all its tasks."""
 
 import asyncio
@@ -65,7 +65,7 @@ class PeerWorld:
         return await self.stack.enter_async_context(self.make(directory).running())
 
     async def members(self, count):
-        """So many members of one view, with both kinds of streams open from its first round on."""
+        """Return `count` members of one view, with both streams open from its first round on."""
         for number in range(count):
             peer = await self.begin()
             if number == 0:
@@ -126,7 +126,7 @@ async def test_a_peer_that_meets_the_run_knows_the_views_and_is_let_in_only_when
 
 
 @in_a_world
-async def test_nobody_answers_so_meeting_the_run_times_out(world):
+async def test_meeting_the_run_times_out_if_no_peer_answers(world):
     newcomer = await world.begin()
     with pytest.raises(TimeoutError):
         await newcomer.meet([world.record(7)], 4.0)
@@ -208,8 +208,8 @@ async def test_what_is_waited_for_is_told_with_whom_and_for_how_long(world):
 
 
 async def back_in_another_life(world, number):
-    """A member is killed and at once begins its next life, in which it is known and alive,
-    and not yet a member."""
+    """Kill a member and begin its next life at once, in which it is known and alive, but not yet a
+    member."""
     world.network.kill(identity(number).peer)
     links = world.network.links(identity(number).peer)
     record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
@@ -233,9 +233,9 @@ async def back_in_another_life(world, number):
 
 
 @in_a_world
-async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
-    """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each
-    round until the next view."""
+async def test_no_peer_waits_for_what_a_member_began_in_its_previous_life(world):
+    """Neither a group nor a pair waits, although the member is alive again: otherwise each round
+    until the next view would last until its deadline."""
     members = await world.members(3)
     number, began_s = members[0].context.views.newest.first_round, now()
     _, others = await back_in_another_life(world, 2)
@@ -278,7 +278,7 @@ async def test_a_view_that_names_another_life_is_believed_before_it_is_heard(wor
     born, others = await back_in_another_life(world, 2)
     born.ask_in()
     while others[1].context.views.newest.index(born.me, 77) is None and now() < 60.0:
-        others[1].context.lives[born.me] = 2  # the last that it heard was of the life before
+        others[1].context.lives[born.me] = 2  # the last that it heard was of the previous life
         await asyncio.sleep(0.01)
     assert not others[1].context.gone(others[1].context.views.newest, born.me)
 

@@ -1,5 +1,5 @@
-"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever,
-nothing believed of liars."""
+"""Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever, and no
+liar believed."""
 
 import asyncio
 import collections
@@ -38,7 +38,7 @@ KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
 
 
 async def calm(herd, *numbers):
-    """Let these nodes finish what they are at, and begin no more."""
+    """Let these nodes finish their rounds and begin no more."""
     for number in numbers:
         herd.nodes[number].quiet = True
     await asyncio.sleep(3)
@@ -81,8 +81,8 @@ def test_a_stream_with_a_stride_has_its_own_rounds_of_the_axis_and_every_law_hol
 
 @in_virtual_time(4, kind="gather", enough=1)
 async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_later_rounds(herd):
-    """Nobody waits for the others; what was not in a round goes into a later one,
-    and everybody has every round."""
+    """No member waits for the others; what was not in a round goes into a later one, and every
+    member has every round."""
     start = herd.nodes[0].applied
     for number in (1, 2, 3):
         herd.nodes[number].quiet = True
@@ -232,7 +232,7 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
 
 @in_virtual_time(4)
 async def test_a_member_that_lost_a_round_adopts_no_state_from_before_it(herd):
-    """Others that lag behind offer theirs, and are perhaps the first to do so."""
+    """Others that lag behind offer their states, and are perhaps the first to do so."""
     node = herd.nodes[2]
     await calm(herd, 0, 1, 2, 3)
     lost = node.applied + 1
@@ -263,7 +263,7 @@ async def test_the_word_of_one_member_loses_no_round(herd):
 
 
 @in_virtual_time(3)
-async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_leaves_the_log(herd):
+async def test_a_round_whose_content_no_peer_can_deliver_ends_as_lost_when_it_leaves_the_log(herd):
     """One peer gets no payload for a while: its exchange must not wait for ever for content that
     all have dropped."""
     node = herd.nodes[2]
@@ -288,8 +288,8 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
 async def test_a_round_begun_under_a_view_that_does_not_hold_for_it_is_begun_again(
     herd,
 ):
-    """The proposer of a view may lag one round behind: then somebody can have begun,
-    under the old view, the very round with which the new one begins. The indices of members differ
+    """The proposer of a view may lag one round behind: then another member can have begun, under
+    the old view, the very round with which the new one begins. The indices of members differ
     between the two."""
     await calm(herd, 0, 1, 2)
     early = herd.nodes[2]
@@ -461,8 +461,8 @@ async def test_an_unknown_stream_is_dropped_and_counted(herd):
 
 @in_virtual_time(3)
 async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
-    """`reduce` says whose payloads were no payloads; they are not in the result,
-    and their owner is told so."""
+    """`reduce` says whose payloads were corrupt; they are not in the result, and their owner is
+    told so."""
     await calm(herd, 0, 1, 2)
 
     def picky(number, shard, inputs):
@@ -496,7 +496,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
 
 @in_virtual_time(4, link=LinkModel(up_bytes_per_s=1.25e6, down_bytes_per_s=1.25e6))
 async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
-    """A mean of n moves 2 (n - 1) / n of the payload up each line; the rest is waiting."""
+    """A mean of n members moves 2 (n - 1) / n of the payload up each line; the rest is waiting."""
     herd.padding = 90_000
     node = herd.nodes[0]
     await calm(herd, 0, 1, 2, 3)

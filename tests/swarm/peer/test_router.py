@@ -1,4 +1,4 @@
-"""Each message goes to one part of a peer, told by its type and nothing else."""
+"""Each message goes to one part of a peer, chosen by its type alone."""
 
 import collections
 import typing
@@ -19,7 +19,7 @@ OFFER = Offer(Key("weights", 7), VIEW, (), (), 1.0, 0)
 
 
 class Part:
-    """A part that notes what it takes in; the views of its messages are out of date."""
+    """A part that records what it receives; the views of its messages are out of date."""
 
     def __init__(self, world, name):
         self.world, self.name, self.sync = world, name, world

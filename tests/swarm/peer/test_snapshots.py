@@ -1,5 +1,5 @@
-"""A joiner gets the state that most members announce, whole, from all who hold it,
-or learns that it cannot."""
+"""A joiner gets the state that most members announce, whole, from all that hold it, or learns that
+it cannot."""
 
 import asyncio
 
@@ -142,7 +142,7 @@ def test_the_joiner_takes(offers, taken):
 
 
 @in_a_world
-async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobody_else(world):
+async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_no_other_peer(world):
     members = {0: ["a"], 1: ["b", "c"], None: list(MEMBERS)}
     world.asked = members.get
     liar, one, other = (world.peer(name).serve(snapshot(7, name.encode())) for name in "abc")
@@ -177,14 +177,13 @@ async def test_only_members_are_asked_and_believed(world):
     world.peer("a").serve(snapshot(7))
     for name in "bcd":
         stranger = world.peer(name).serve(snapshot(9, b"lie"))
-        stranger.snapshots.receive(
-            "joiner", StateQuery(NAME)
-        )  # as if it had been asked: it answers
+        # as if it had been asked: it answers
+        stranger.snapshots.receive("joiner", StateQuery(NAME))
     assert await world.joiner.fetch() == snapshot(7)
 
 
 @in_a_world
-async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
+async def test_an_offer_that_was_not_asked_for_is_kept_nowhere(world):
     world.joiner.snapshots.receive(
         "a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0)
     )
@@ -196,8 +195,7 @@ async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
 
 @in_a_world
 async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
-    """It would bring one line's state into another, and all that the other one had done would be
-    lost."""
+    """It would bring one line's state into another, and all work of that line would be lost."""
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":
@@ -208,7 +206,7 @@ async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_t
         await world.joiner.fetch(timeout_s=5.0)
     assert world.joiner.context.counters["dropped: snapshot of an unknown view"] >= 3
     assert world.joiner.context.counters["stale view"] >= 3, (
-        "nobody is asked for the views that are lacking"
+        "no peer is asked for the missing views"
     )
     world.joiner.context.chain = Chain("run", [Certified(GENESIS), there])
     assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
@@ -238,7 +236,7 @@ async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(worl
     assert await world.joiner.fetch() == snapshot(5, b"new")
 
 
-# When it is hard.
+# With faults.
 
 
 @in_a_world
@@ -265,7 +263,7 @@ async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
 
 
 @in_a_world
-async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
+async def test_if_no_peer_answers_in_time_the_message_says_what_came_and_what_to_do(world):
     with pytest.raises(
         SnapshotUnavailable,
         match=r"no snapshot of state within 5 s \(0 members .*; check the network",

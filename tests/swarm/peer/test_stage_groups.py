@@ -1,5 +1,5 @@
-"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, all
-members vote, and whichever peers come, leave or die, each contribution counts once and each stage
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute and all
+members vote. Whichever peers come, leave or die, each contribution counts once and each stage
 continues."""
 
 import asyncio
@@ -19,7 +19,7 @@ from farflock.swarm.protocol.views import view_key
 from farflock.swarm.roles import NOTHING
 from farflock.swarm.sim.network import Faults
 
-# Contributors, voters, and what lookers-on hear.
+# Contributors, voters, and what onlookers hear.
 
 
 @flock(0, 0, 1, NOTHING)
@@ -95,7 +95,7 @@ async def test_an_onlooker_away_for_longer_than_the_log_goes_on_with_what_there_
 
 
 @flock(0, 0, 1)
-async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(made):
+async def test_a_round_is_called_once_another_member_has_brought_its_part_to_it(made):
     one, other = made.of(0)
     made.quiet.add(0)
     await asyncio.sleep(3.0)
@@ -103,10 +103,12 @@ async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(m
     bringing = asyncio.create_task(one.step())
     await asyncio.sleep(0.5)
     assert other.rounds.called(name_of(0))
-    assert not one.rounds.called(name_of(0)), "its own part calls nobody"
+    assert not one.rounds.called(name_of(0)), "its own part calls no other"
     joining = asyncio.create_task(other.step())
     await asyncio.sleep(0.01)
-    assert not other.rounds.called(name_of(0)), "who has brought its own waits for the end"
+    assert not other.rounds.called(name_of(0)), (
+        "a member that has brought its own waits for the end"
+    )
     await asyncio.gather(bringing, joining)
     assert one.statuses[-1] == other.statuses[-1] == "ok"
     assert not other.rounds.called(name_of(0))
@@ -126,7 +128,7 @@ def starved(node):
 async def test_a_round_that_died_with_its_only_holder_has_failed_for_the_stages_next_server(
     made,
 ):
-    """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
+    """When the only server dies, a newcomer has the stage's state but not the rounds since then."""
     newcomer = made.start(4, 0)
     await until(lambda: newcomer.applied >= 0, 20.0, "its state")
     made.network.tap = starved(newcomer)
@@ -215,8 +217,8 @@ async def test_a_server_that_comes_back_has_its_stages_state_and_contributes_aga
 
 
 @flock(0, 0, 1, NOTHING)
-async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_go_on(made):
-    """Also its tokens: those who look on have heard them."""
+async def test_a_stage_without_servers_stands_still_and_a_newcomer_s_rounds_go_on(made):
+    """Its tokens stand still too: onlookers have heard them."""
     made.kill(2)
     before = made.newest(1)
     await made.go_on(0, 10, 40.0)
@@ -230,7 +232,7 @@ async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_g
     assert len(newcomer.view.serving(1)) == 1
     await asyncio.sleep(1.0)
     assert made.nodes[3].rounds.newest(name_of(1)) >= made.newest(1) - 1, (
-        "who looks on hears of them too"
+        "an onlooker hears of them too"
     )
 
 

@@ -105,8 +105,8 @@ async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(p
 async def test_with_replicas_alone_a_wanted_view_also_holds_the_stages_rounds_back(
     peers,
 ):
-    """Else it could begin with a round that some have voted in, and neither could ever be
-    decided."""
+    """Otherwise the view could begin with a round in which some have voted, and neither could ever
+    be decided."""
     await round_of(peers, 0, 0)
     before = peers[0].context.views.newest
     silent = before.index(peers[2].me, peers[2].context.incarnation)

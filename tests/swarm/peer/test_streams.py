@@ -121,12 +121,13 @@ def test_a_round_that_was_decided_empty_failed_for_everybody_and_moves_nothing()
 
 def test_a_gather_gives_everybodys_own_shards():
     store = Store(10**6)
+    # items are numbered member by member
     contents = {
         0: b"p3 a",
         1: b"p3 b",
         4: b"p2 a",
         5: b"p2 b",
-    }  # items are numbered member by member
+    }
     result = outcome_of(stream("gather"), 4, logged(store, {0: 1.0, 2: 1.0}, contents), store)
     assert result.gathered == {"p3": (b"p3 a", b"p3 b"), "p2": (b"p2 a", b"p2 b")}
     assert result.reduced is None

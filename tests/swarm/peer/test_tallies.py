@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_the_living_members_of_the_stage():
     port.dead.add("mate")
     assert tallies.total(STREAM) == 110
     port.dead.add("me")
-    assert tallies.total(STREAM) == 110, "nobody is gone to itself"
+    assert tallies.total(STREAM) == 110, "no peer is gone to itself"
 
 
 def test_a_newer_number_replaces_an_older_one_and_not_the_other_way_round():
@@ -106,7 +106,7 @@ def test_a_run_is_over_to_a_stage_once_it_is_to_all_of_it_that_live():
     tallies.end(STREAM, 1)
     assert port.sent == [(peer, Tally(Key(STREAM, 4), 10, over=True)) for peer in ("mate", "all")]
     assert tallies.is_over(STREAM)
-    assert tallies.total(STREAM) == 0, "nobody begins a round any more"
+    assert tallies.total(STREAM) == 0, "no peer begins a round any more"
 
 
 def test_a_peer_that_is_gone_is_not_waited_for_at_the_end_but_its_next_life_is():
@@ -125,7 +125,7 @@ def test_what_is_over_stays_so_whatever_else_is_said():
     tallies.say(STREAM, 1, 5, 2)
     assert port.sent[-1][1] == Tally(Key(STREAM, 5), 2, over=True)
     heard(tallies, "mate", 5, 9)
-    assert tallies.total(STREAM) == 9, "of who has not heard of the end yet"
+    assert tallies.total(STREAM) == 9, "of a peer that has not heard of the end yet"
     over(tallies, "mate")
     assert not heard(tallies, "mate", 6, 9), "said before the end, and come after it"
     assert tallies.total(STREAM) == 0

@@ -1,4 +1,4 @@
-"""Rounds by axis: a floor is as long as it has to be, and what it leaves out is 0."""
+"""Rounds by axis: a floor is as long as it has to be, and the axes that it omits are 0."""
 
 from hypothesis import given
 from hypothesis import strategies as st

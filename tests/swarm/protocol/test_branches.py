@@ -1,4 +1,4 @@
-"""Branches as records: what one is, when it may be founded, and which of two lines stays."""
+"""Branches as records: what a branch is, when it may be founded, and which of two lines stays."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ MEMBERS = tuple(Member(identity.peer, 10 + number) for number, identity in enume
 
 
 def chain_of(members=MEMBERS, first_round=5):
-    """Genesis and one view of these members."""
+    """A chain of genesis and one view of these members."""
     chain = Chain(RUN, [Certified(genesis(RUN, MEMBERS[0]))])
     assert chain.extend(decided(chain, members, first_round, [0]))
     return chain
@@ -66,7 +66,7 @@ def signed(view, signers, domain=None):
 
 
 def branched(chain, founders, first_round=7):
-    """The same chain with a branch of these members of its newest view."""
+    """The same chain with a branch that these members of its newest view founded."""
     other = Chain(RUN, list(chain.views))
     assert other.extend(signed(branch_of(chain.newest, founders, first_round), founders))
     return other
@@ -231,7 +231,7 @@ def test_the_other_line_is_verified_from_the_fork_on():
     assert branches.first_parting(chain, mine) is None
 
 
-def test_a_founding_anew_by_the_same_founder_is_another_line_and_one_by_somebody_else_is_none():
+def test_a_second_founding_by_the_same_founder_is_another_line_and_one_by_another_peer_is_none():
     chain = chain_of()
     for founder, good in ((MEMBERS[0].peer, True), (MEMBERS[1].peer, False)):
         again = Chain(RUN, [Certified(genesis(RUN, Member(founder, 77)))])

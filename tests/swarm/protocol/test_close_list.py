@@ -1,5 +1,5 @@
-"""Lies that are proposed to a group: close lists that could not be applied, and announcements of
-content that cannot exist."""
+"""Lies that a member proposes to its group: close lists that could not be applied, and
+announcements of content that cannot exist."""
 
 import hashlib
 

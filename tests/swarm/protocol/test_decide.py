@@ -1,4 +1,5 @@
-"""One value for one key, whatever is lost, doubled, late, or crashes."""
+"""One value for one key, whichever messages are lost, doubled or late and whichever members
+crash."""
 
 import itertools
 
@@ -18,7 +19,7 @@ def group(size, proposers=None, **options):
     return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
 
 
-def test_no_schedule_decides_two_values_or_one_that_nobody_proposed():
+def test_no_schedule_decides_two_values_or_one_that_was_never_proposed():
     decided = 0
     for seed in range(EVERYDAY_SCHEDULES):
         schedule = Schedule(seed)
@@ -87,7 +88,7 @@ def refusing_group(size, refusers):
     return members
 
 
-def test_a_value_that_too_many_refuse_for_good_binds_nobody():
+def test_a_value_that_too_many_refuse_for_good_binds_no_member():
     members = [None, *refusing_group(5, {2, 3, 4})[1:]]
     run(members, members[2].propose(b"first try"), sender=2)
     assert members[2].decided is None, "it had to repeat the old one"
@@ -96,8 +97,8 @@ def test_a_value_that_too_many_refuse_for_good_binds_nobody():
 
 
 def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it():
-    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it,
-    must not put its own forward."""
+    """Members 0 and 1 of three have accepted it, so it may be chosen: the third, which refuses it,
+    must not propose its own."""
     members = [None, *refusing_group(3, {2})[1:]]
     for number in range(4):
         run(members, members[2].propose(b"own, try %d" % number), sender=2)
@@ -106,7 +107,7 @@ def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it
 
 
 def test_the_agreement_test_can_fail(monkeypatch):
-    """With a quorum of one anywhere, the very same schedules must find two values."""
+    """With a quorum of one, the very same schedules must find two values."""
     monkeypatch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
     with pytest.raises(AssertionError, match="two values were decided"):
         for seed in range(300):
@@ -114,8 +115,8 @@ def test_the_agreement_test_can_fail(monkeypatch):
 
 
 def test_an_acceptor_that_forgets_its_promises_breaks_agreement():
-    """Why a restarted member comes back under a new incarnation: with amnesia,
-    the schedules find two values."""
+    """This is why a restarted member comes back under a new incarnation: with amnesia, the
+    schedules find two values."""
     with pytest.raises(AssertionError, match="two values were decided"):
         for seed in range(3000):
             schedule = Schedule(seed, size=3)
@@ -147,7 +148,7 @@ def test_of_exactly_half_only_the_half_with_the_senior_member_decides(size):
 
 
 def run(members, sends, sender=0):
-    """Deliver everything in order, to the dead (None) in vain; returns how many messages that
+    """Deliver everything in order, except to the dead (None); return how many messages that
     took."""
     bag = [(sender, to, message) for to, message in sends]
     count = 0
@@ -182,7 +183,7 @@ def test_only_the_first_proposer_may_use_ballot_zero():
     assert answer == (1, Accepted(KEY, VIEW, (0, 1)))
 
 
-def test_nobody_may_use_the_ballot_of_somebody_else():
+def test_no_member_may_use_the_ballot_of_another():
     members = group(3)
     assert members[2].receive(0, Prepare(KEY, VIEW, (4, 1))) == []
     assert members[2].receive(0, Propose(KEY, VIEW, (4, 1), b"v")) == []
@@ -193,9 +194,8 @@ def test_a_later_proposer_takes_over_the_value_that_may_have_been_chosen():
     members = group(3)
     for to, message in members[0].propose(b"first"):
         if to == 1:
-            members[1].receive(
-                0, message
-            )  # 0 and 1 have accepted: chosen, though nobody knows; 0 dies
+            # 0 and 1 have accepted: chosen, though no member knows; 0 dies
+            members[1].receive(0, message)
     run([None, *members[1:]], members[1].propose(b"second"), sender=1)
     assert members[1].decided == members[2].decided == b"first"
 
@@ -250,8 +250,8 @@ def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
 
 
 def test_members_out_of_step_tell_their_floors_before_any_value_is_accepted():
-    """A value that two slow members accept and a fast one refuses binds them for good,
-    once the other one is dead."""
+    """A value that two slow members accept and a fast one refuses binds them for good once the
+    other slow one is dead."""
     begun = (0, 7, 1, 0)
     members = [
         Decision(

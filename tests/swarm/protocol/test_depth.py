@@ -17,8 +17,8 @@ SLOW = PipelineTimes((NO_TIME,) * STAGES, (HOP,) * (STAGES - 1))
 
 
 class Simulation:
-    """One step of a pipeline, event by event: a stage does one thing at a time,
-    and so does each direction of a wire.
+    """One step of a pipeline, event by event: a stage does one thing at a time, and so does each
+    direction of a wire.
 
     `pick(stage, forwards done, backwards done, can go forward, can go back)` says "F",
     "B" or None to wait.
@@ -88,7 +88,8 @@ class Simulation:
 
 
 def one_forward_one_back(depth, microbatches):
-    """The fixed pattern: `depth(stage)` forwards, then a backward and a forward in turn."""
+    """The fixed pattern: `depth(stage)` forward passes, then backward and forward passes in
+    turn."""
 
     def pick(stage, forwards, backs, can_forward, can_back):
         if forwards < microbatches and forwards - backs < depth(stage):
@@ -174,11 +175,12 @@ def test_without_links_the_rule_is_that_of_1f1b():
     pipeline = PipelineTimes((StageTime(1.0, 2.0),) * 5, (HopTime(0.0),) * 4)
     assert [pipeline.wanted_depth(stage) for stage in range(5)] == [5, 4, 3, 2, 1]
     tenths = PipelineTimes((StageTime(0.1, 0.0),) * 3, (HopTime(0.0),) * 2)
+    # 3 x 0.1 is a little more than 0.3
     assert [tenths.wanted_depth(stage) for stage in range(3)] == [
         3,
         2,
         1,
-    ]  # 3 x 0.1 is a little more than 0.3
+    ]
     pick = one_forward_one_back(lambda stage: 5 - stage, 20)
     assert Simulation(pipeline, 20, pick).run() == pytest.approx((20 + 5 - 1) * 3.0)
 
@@ -236,9 +238,8 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
 
 
 def followed(depth, trip_s, bottleneck_s, microbatches):
-    """Let a trainer's depth follow a pipeline from which one microbatch comes back every
-    `bottleneck_s` at best, and `trip_s` after it set out at the soonest; returns how many it wants
-    in flight at the end."""
+    """Let a trainer's depth follow a pipeline. A microbatch comes back at most every `bottleneck_s`
+    and at least `trip_s` after it set out. Return how many it wants in flight at the end."""
     now_s = free_s = depth._ends_s[-1] if depth._ends_s else 0.0
     out = []
     for _ in range(microbatches):

@@ -1,6 +1,6 @@
-"""A trainer's ledger and its servers' staging together, over a network that loses,
-repeats and reorders: no gradient counts twice, and each counts once as long as its trainer lives,
-whatever dies in between."""
+"""A trainer's ledger and its servers' staging together, over a network that loses, repeats and
+reorders: no gradient counts twice, and each counts once as long as its trainer lives, whichever
+servers die in between."""
 
 import random
 
@@ -29,8 +29,8 @@ class Server:
 
 
 class LedgerWorld:
-    """All of it, driven by one seed; `named` is what the close lists of each stage say,
-    round by round."""
+    """The trainer, its servers and the network, driven by one seed; `named` is what the close lists
+    of each stage say, round by round."""
 
     def __init__(self, seed):
         self.random, self.now_s, self.wire, self.births = random.Random(seed), 0.0, [], 0
@@ -40,9 +40,8 @@ class LedgerWorld:
                 ledger.begin(number)
         self.servers = [self.born(stage) for stage in range(STAGES) for _ in range(SERVERS)]
         self.named = {stage: [] for stage in range(STAGES)}
-        self.heard = [
-            dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)
-        ]  # rounds that a trainer knows
+        # rounds that a trainer knows
+        self.heard = [dict.fromkeys(range(STAGES), 0) for _ in range(TRAINERS)]
         self.gone = []  # (server, rounds it could be in)
         self.told = set()
         self.committed = set()
@@ -78,8 +77,8 @@ class LedgerWorld:
                 ledger.silent(place, attempt)
 
     def hear(self, trainer):
-        """The trainer learns of closed rounds, in order, and that a server is gone only after all
-        of its rounds."""
+        """Tell the trainer of closed rounds, in order, and that a server is gone only after all of
+        its rounds."""
         ledger, heard = self.trainers[trainer], self.heard[trainer]
         for stage in range(STAGES):
             if heard[stage] < len(self.named[stage]):
@@ -145,8 +144,8 @@ class LedgerWorld:
     # the group
 
     def close(self, stage):
-        """Close a round of a stage: each contribution that was offered may be in it, as a whole or
-        not at all."""
+        """Close a round of a stage: each offered contribution may be in it, as a whole or not at
+        all."""
         number = len(self.named[stage])
         for server in self.living(stage):
             if self.random.random() < 0.8:  # the rest are behind, or cut off
@@ -176,9 +175,8 @@ class LedgerWorld:
         server = self.random.choice(self.servers)
         if server.alive and len(self.living(server.stage)) > 1:
             server.alive = False
-            self.gone.append(
-                (server, len(self.named[server.stage]) + 1)
-            )  # the open round may still have it
+            # the open round may still have it
+            self.gone.append((server, len(self.named[server.stage]) + 1))
             fresh = self.born(server.stage)
             fresh.applied = len(self.named[server.stage]) - 1  # with a snapshot
             self.servers.append(fresh)
@@ -206,7 +204,7 @@ class LedgerWorld:
                     self.carry(loss)
 
     def run(self):
-        """Bad luck for a while, then none, until everybody knows that everything counts;
+        """Run with faults for a while, then without, until all know that everything counts; return
         what did count."""
         for _ in range(600):
             self.step(loss=0.15, deaths=0.3)
@@ -278,7 +276,7 @@ def test_a_trainer_that_asks_again_too_early_is_caught(monkeypatch):
 
 
 def test_a_server_that_merges_what_an_older_confirmation_meant_is_caught(monkeypatch):
-    """A planted bug: it does not look at which attempt is confirmed."""
+    """A planted bug: the server ignores which attempt is confirmed."""
     confirm = GradientLeases.confirm
 
     def careless(self, key, attempt):
@@ -289,13 +287,13 @@ def test_a_server_that_merges_what_an_older_confirmation_meant_is_caught(monkeyp
 
 
 def test_a_trainer_that_hears_answers_to_older_attempts_is_caught(monkeypatch):
-    """A planted bug: an answer is one, whatever it answers."""
+    """A planted bug: any answer counts, whichever attempt it answers."""
     monkeypatch.setattr(Ledger, "_current", lambda self, place, attempt: self._entries.get(place))
     assert violations(range(700, 800)) > 0
 
 
 def test_a_server_that_forgets_what_it_refused_is_caught(monkeypatch):
-    """A planted bug: a request that comes once more after its confirmation was refused is computed,
-    and a late confirmation merges it."""
+    """A planted bug: a request that is repeated after its confirmation was refused is computed, and
+    a late confirmation merges it."""
     monkeypatch.setattr(GradientLeases, "_refuse", lambda self, key, attempt: None)
     assert violations(range(100)) > 0

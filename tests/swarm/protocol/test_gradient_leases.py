@@ -1,4 +1,4 @@
-"""The server's book: what it computes, keeps aside, merges and drops. With trainers:
+"""The server's leases: what it computes, sets aside, merges and drops. With trainers:
 test_exactly_once.py."""
 
 import pytest
@@ -146,4 +146,4 @@ def test_a_microbatch_of_ones_own_takes_no_place_and_is_merged_until_a_round_nam
     assert book.close(3, [("me", 0)]) == [("me", 1)]
     book.expire(1e9)
     assert book.offer(4) == [("me", number) for number in range(1, 10)]
-    assert book.confirm(("me", 0), 1) == "merged"  # as whoever asks for what counts is told
+    assert book.confirm(("me", 0), 1) == "merged"  # as a peer that asks what counts is told

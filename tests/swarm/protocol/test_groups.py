@@ -1,4 +1,4 @@
-"""The members of a group are a pure function that all peers compute alike."""
+"""The members of a group: a pure function that all peers compute alike."""
 
 import collections
 import hashlib

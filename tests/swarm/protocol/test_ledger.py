@@ -1,5 +1,5 @@
-"""The trainer's book: what it asks, whose answer counts, when it asks somebody else. With servers:
-test_exactly_once.py."""
+"""The trainer's ledger: what it asks, whose answer counts, when it asks another server. With
+servers: test_exactly_once.py."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_gradient_goes_from_open_to_committed(ledger):
     assert ledger.open() == []
 
 
-def test_after_silence_somebody_else_is_asked_and_the_late_answer_counts_for_nothing(ledger):
+def test_after_silence_another_server_is_asked_and_the_late_answer_counts_for_nothing(ledger):
     first = ledger.send(PLACE, "a")
     ledger.silent(PLACE, first)
     second = ledger.send(PLACE, "b")
@@ -41,7 +41,7 @@ def test_after_silence_somebody_else_is_asked_and_the_late_answer_counts_for_not
     assert [peer for _, peer, _ in ledger.confirms()] == ["b"]
 
 
-def test_a_late_answer_is_welcome_while_nobody_else_was_asked(ledger):
+def test_a_late_answer_is_welcome_while_no_other_server_was_asked(ledger):
     attempt = ledger.send(PLACE, "a")
     ledger.silent(PLACE, attempt)
     assert ledger.replied(PLACE, "a", attempt)

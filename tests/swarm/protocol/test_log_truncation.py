@@ -1,5 +1,5 @@
-"""Enough members have to say that a round is gone: whose word counts, when it is believed,
-and how far it leads."""
+"""Enough members must say that a round is gone: whose word counts, when it is believed, and how far
+it leads."""
 
 import random
 
@@ -38,7 +38,7 @@ def told(*peers, number=7, members=ABCDE):
         ("abcd", "ab", False),
     ],
 )
-def test_most_of_those_who_live_have_to_say_so(living, said, agreed):
+def test_a_majority_of_the_living_has_to_say_so(living, said, agreed):
     assert bool(told(*said).agreed(7, list(living))) == agreed
 
 

@@ -211,7 +211,7 @@ def test_every_state_ends_and_only_a_follower_that_holds_both_is_unsure(make, ve
     [(lead, "alone"), (follow, "alone"), (matched_leader, "failed"), (matched_follower, "failed"),
      (held_leader, "failed"), (held_follower, "failed")],
 )  # fmt: skip
-def test_an_abort_ends_every_state_and_leaves_nobody_unsure(make, verdict):
+def test_an_abort_ends_every_state_and_leaves_no_side_unsure(make, verdict):
     side = make()
     side.receive(0.5, ABORT)
     assert (side.stage, side.verdict, side.unsure) == ("done", verdict, False)
@@ -260,8 +260,8 @@ def test_nothing_changes_a_verdict():
 
 
 def check(end):
-    """The law of pairs: `applied` means that both held both; one side alone only if the other could
-    not hear of it."""
+    """The law of pairs: `applied` means that both sides held both payloads; one side alone applies
+    only if the other could not hear of it."""
     leader, follower = end.sides
     if follower.verdict == "applied":
         assert leader.verdict == "applied", "a follower applied without its leader"

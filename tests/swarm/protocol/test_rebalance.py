@@ -1,5 +1,5 @@
-"""Rebalancing: everybody computes the same move, no stage is emptied, and a swarm that churns is
-the faster for it."""
+"""Rebalancing: all peers compute the same move, no stage is emptied, and a swarm that churns is
+faster with it."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ def snapshot(*stages, needs=None, number=4):
 
 
 def after(known, move):
-    """The same servers, one of them elsewhere and new there."""
+    """The same servers, but one of them is at another stage and new there."""
     mover = next(server for server in known.stages[move.source] if server.peer == move.peer)
     stages = [
         [server for server in servers if server.peer != move.peer] for servers in known.stages
@@ -119,7 +119,9 @@ def test_everybody_computes_the_same_move_from_any_order_of_the_records(known, r
 
 @settings(max_examples=150, deadline=None)
 @given(snapshots(), rules)
-def test_a_move_is_feasible_empties_no_stage_loses_nobody_and_raises_the_slower_speed(known, rule):
+def test_a_move_is_feasible_empties_no_stage_loses_no_server_and_raises_the_slower_speed(
+    known, rule
+):
     move = next_move(known, rule)
     assume(move is not None)
     moved = after(known, move)
@@ -170,7 +172,7 @@ def test_two_stages_do_not_pass_one_server_to_and_fro():
         assert next_move(snapshot(*pair)) is None
 
 
-def test_hysteresis_a_little_more_load_moves_nobody():
+def test_hysteresis_a_little_more_load_moves_no_server():
     source = [server(peer, 4) for peer in "abc"]
     assert next_move(snapshot(source, [server("t", 5)])) is None
     assert next_move(snapshot(source, [server("t", 5.1)])) == Move(4, "a", 0, 1)
@@ -195,7 +197,7 @@ def test_a_peer_that_cannot_hold_the_stage_does_not_go_there():
     assert next_move(snapshot(source, [server("t", 90)], needs=[10, 21])) is None
 
 
-def test_if_the_idlest_stage_can_spare_nobody_the_next_one_is_asked():
+def test_if_the_idlest_stage_can_spare_no_server_the_next_one_is_asked():
     known = snapshot(
         [server("a", 0)], [server("b", 1), server("c", 2), server("d", 3)], [server("t", 90)]
     )
@@ -213,7 +215,7 @@ def test_not_even_the_rounding_of_a_sum_depends_on_the_order():
         assert next_move(snapshot(source, [server("t", 90, rate=0.6)])) is None
 
 
-def test_a_stage_that_nobody_serves_is_helped_first_even_by_a_newcomer():
+def test_a_stage_without_servers_is_helped_first_even_by_a_newcomer():
     known = snapshot([server("a", 9e9), server("b", 9e9, resident_s=0)], [], [server("c", 5)])
     assert next_move(known) == Move(4, "a", 0, 1)
     newcomers = snapshot([server("a", resident_s=0), server("b", resident_s=0)], [])
@@ -255,12 +257,11 @@ STAGES, PEERS, LIFE_S, HOURS = 16, 160, 2 * 3600.0, 8
 
 
 def churn(seed, period_s):
-    """Equal peers come to random stages and leave at random times. Returns the share of the best
+    """Let equal peers come to random stages and leave at random times. Return the share of the best
     assignment's throughput in each hour; the throughput is that of the slowest stage."""
     chance = random.Random(seed)
-    home = {
-        f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)
-    }  # stage, since when
+    # stage, since when
+    home = {f"{number:05d}": (number % STAGES, -1e6) for number in range(PEERS)}
     born, tick_s, shares = PEERS, 20.0, collections.defaultdict(list)
     for tick in range(int(HOURS * 3600 / tick_s)):
         now_s = tick * tick_s

@@ -1,5 +1,5 @@
-"""The tables of states, walked: all states can be reached, real machines make all transitions,
-and no others."""
+"""The tables of states: all states can be reached, and real machines make all transitions and no
+others."""
 
 import ast
 import collections
@@ -97,7 +97,7 @@ def test_a_machine_changes_its_state_in_one_method_alone(module, cls, attribute)
 
 
 def recorded(monkeypatch, cls, who, place):
-    """By kind of machine, the transitions that real ones make while a test runs."""
+    """The transitions that real machines make while a test runs, by kind of machine."""
     made = collections.defaultdict(set)
     move = cls._move
 

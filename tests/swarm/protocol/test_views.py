@@ -1,5 +1,5 @@
-"""Views follow each other without a gap, each signed by a quorum of the one before;
-who is in the next one."""
+"""Views follow each other without a gap, each signed by a quorum of the one before; which members
+the next one has."""
 
 import msgspec
 import pytest
@@ -126,8 +126,8 @@ def test_a_round_belongs_to_the_last_view_that_begins_at_or_before_it():
 
 
 def test_a_view_that_begins_where_the_one_before_it_does_takes_its_place():
-    """Else views that change faster than rounds would run ahead of them, and leave rounds to
-    members long gone."""
+    """Otherwise views that change faster than rounds would run ahead of them, and leave rounds to
+    members that are long gone."""
     chain = grown(first_round=5)
     assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), (5,)) == ()
     assert chain.extend(certify(successor(chain, MEMBERS[:3], 5), signers(5)))
@@ -335,7 +335,7 @@ def test_every_incarnation_that_a_record_may_state_fits_a_view():
     assert decode_view(encode(view)) == view
 
 
-# Who is in the next view.
+# The members of the next view.
 
 A, B, C, D = (Member(name, 1) for name in "abcd")
 VIEW = View(4, bytes(32), 40, (C, A, B))
@@ -345,7 +345,7 @@ def following(lives=None, joining=(), leaving=()):
     return next_members(VIEW, lives or {}, {member.peer: member for member in joining}, leaving)
 
 
-def test_nothing_changes_if_nobody_comes_or_goes():
+def test_nothing_changes_if_no_peer_comes_or_goes():
     assert following() is None
     assert following({"a": "alive", "b": "suspect", "c": "unknown"}) is None
     assert following(joining=[A]) is None, "a member that asks to be let in is in already"
@@ -393,7 +393,7 @@ def test_wishes_to_join_expire_and_their_table_is_bounded():
         candidates.join(Member(f"p{number}", 0), expires_s=100.0)
     assert len(candidates.joining) == 2 * MAX_MEMBERS
     candidates.join(Member("b", 2), expires_s=100.0)
-    assert candidates.live(50.0)["b"] == Member("b", 2), "who is in the table can renew"
+    assert candidates.live(50.0)["b"] == Member("b", 2), "a member that is in the table can renew"
 
 
 def test_a_member_that_left_must_ask_again_and_an_earlier_lifes_goodbye_does_not_count():

@@ -1,5 +1,5 @@
-"""The directory in memory does the real one's misdeeds on request, and peers find each other in
-spite of them."""
+"""The in-memory directory misbehaves like the real one on request, and peers find each other all
+the same."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def record(number, sequence=1, **fields):
 
 
 class TableWorld:
-    """A table with a clock that is moved by hand, and `count` directories on it."""
+    """A table with a clock that tests move by hand, and `count` directories on it."""
 
     def __init__(self, count, seed=1, **faults):
         self.now_s = 0.0
@@ -196,7 +196,7 @@ def test_a_closed_directory_neither_stores_nor_shows_but_its_records_stay_until_
     assert not world.announce(0, sequence=2)
     assert world.seen(0) == []
     assert world.seen(1) == [(0, 1)]
-    assert not world.announce(1), "nobody else is open"
+    assert not world.announce(1), "no other directory is open"
 
 
 def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
@@ -212,8 +212,8 @@ def test_the_end_of_an_earlier_life_does_not_close_the_next_one():
 
 
 async def member(stack, network, directory, number):
-    """A peer that founds the run if its number is 0, and otherwise looks in the directory until it
-    shows somebody."""
+    """A peer that starts the run if its number is 0, and otherwise looks in the directory until it
+    shows a peer."""
     links = network.links(directory.me)
     peer = Peer(
         RunTerms(RUN, 1, 2.0),
@@ -236,7 +236,7 @@ async def member(stack, network, directory, number):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_peers_that_know_nobody_form_one_run_through_a_bad_directory(seed):
+def test_peers_that_know_no_other_form_one_run_through_a_bad_directory(seed):
     async def main():
         loop = asyncio.get_running_loop()
         table = MemoryTable(RUN, seed, loop.time, DirectoryFaults(stale_s=20.0, lost=0.3))

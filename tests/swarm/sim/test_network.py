@@ -1,5 +1,5 @@
-"""The simulated network: frames take the time that their bytes and the lines say,
-and get lost as the seed says."""
+"""The simulated network: frames take the time that their bytes and the lines imply, and the seed
+decides which are lost."""
 
 import asyncio
 import collections
@@ -25,7 +25,7 @@ QUIET = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e9, latency_s=0.05, jitt
 
 
 class Net:
-    """Peers a, b and c on one network; what arrives at whom, and when."""
+    """Peers a, b and c on one network; what arrives where, and when."""
 
     def __init__(self, link=QUIET, seed=1, **faults):
         self.network = SimNetwork(seed, link)
@@ -36,7 +36,7 @@ class Net:
             self.begin(peer)
 
     def begin(self, peer):
-        """A life of a peer that reads whatever comes."""
+        """Begin a life of a peer that reads whatever comes."""
         line = self.network.links(peer)
         if peer in self.readers:
             self.readers[peer].cancel()
@@ -120,7 +120,7 @@ async def test_a_full_outbox_makes_bulk_wait_for_room_or_for_its_timeout(net):
     count = OUTBOX_BYTES // len(frame) + 1
     for _ in range(count):
         assert await net.a.send_bulk("b", frame, 0.0)
-    assert now() == 0.0, "until the outbox is full nobody waits"
+    assert now() == 0.0, "until the outbox is full no sender waits"
     assert not await net.a.send_bulk("b", frame, 0.0)
     assert await net.a.send_bulk("b", frame, 1.0)
     assert now() == pytest.approx((count * len(frame) - OUTBOX_BYTES) / 1e6)

@@ -1,4 +1,4 @@
-"""Virtual time: everything in its order, nothing waited for, and what would hang is an error."""
+"""Virtual time: everything happens in order, without waiting, and what would hang is an error."""
 
 import asyncio
 import time

@@ -1,5 +1,5 @@
-"""Tunnels between two peers over a relay that loses, repeats, reorders and lies; the relay's meter;
-the window."""
+"""Tunnels between two peers over a relay that loses, repeats, reorders and lies, the relay's meter,
+and the window."""
 
 import contextlib
 import random
@@ -26,7 +26,7 @@ A, B = (Identity.from_seed(bytes([seed]) * 32) for seed in (1, 2))
 
 
 class Wire:
-    """Two tunnels and what is between them; every payload ever carried is kept, for the attacks."""
+    """Two tunnels and the wire between them, which keeps every payload for the attacks."""
 
     def __init__(self, loss: float = 0.0, seed: int = 0) -> None:
         self.now_s = 100.0
@@ -124,7 +124,7 @@ def test_a_road_that_loses_half_of_everything_is_still_made(seed):
     assert wire.got[-1] == (wire.b, CONTROL, b"x")
 
 
-def test_a_handshake_that_nobody_answers_is_given_up():
+def test_a_handshake_without_an_answer_is_given_up():
     tunnel = Tunnel(A, B.peer, "run")
     tunnel.knock(0.0)
     hellos = 0

@@ -219,9 +219,8 @@ def test_a_reader_that_does_not_read_costs_a_bounded_number_of_bytes_and_nothing
         while await a.send_bulk(b.me, sent.to_bytes(4, "big") + FRAME[4:], 0.5):
             sent += 1
         held = outbox.INBOX_BYTES[1] + outbox.MAX_BULK_BYTES
-        assert (
-            held * 0.9 < sent * len(FRAME) < held + 32 * 2**20
-        )  # the rest lies in libzmq and the kernel
+        # the rest lies in libzmq and the kernel
+        assert held * 0.9 < sent * len(FRAME) < held + 32 * 2**20
         assert rss_bytes() - before < held + 48 * 2**20
         assert b.send(a.me, b"control still passes")
         assert await got(a) == (b.me, b"control still passes")
@@ -430,9 +429,8 @@ def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, reco
             "noticed", f"{end.name}: suspect after {suspect_s:.2f} s, dead after {dead_s:.2f} s"
         )
         assert suspect_s < 2.0
-        assert (
-            dead_s > 4.5
-        )  # how long it takes on a quiet machine is what `farflock bench kill` measures
+        # how long it takes on a quiet machine is what `farflock bench kill` measures
+        assert dead_s > 4.5
         if end == signal.SIGSTOP:
             process.child.send_signal(signal.SIGCONT)
             await until(lambda: a.life(process.peer) == "alive", 8.0)
@@ -450,9 +448,8 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         assert a.learn(process.record)
         a.send(process.peer, b"echo")
         await got(a)
-        a.table.partners[process.peer].hang_up(
-            0.0
-        )  # what is left, if any, was dialled by the other
+        # a link that is left, if any, was dialled by the other side
+        a.table.partners[process.peer].hang_up(0.0)
         await asyncio.sleep(1.0)
         a.send(process.peer, b"echo")
         await got(a)

@@ -1,4 +1,5 @@
-"""Queues never hold more than their limits, whichever senders fill them and whichever wait."""
+"""Queues never hold more than their limits, whichever senders fill them and whichever tasks
+wait."""
 
 import asyncio
 
@@ -161,7 +162,7 @@ def test_control_is_received_before_bulk_and_each_class_fills_alone():
     asyncio.run(main())
 
 
-def test_closing_an_inbox_wakes_whoever_waits():
+def test_closing_an_inbox_wakes_a_waiting_task():
     async def main():
         inbox = Inbox()
         task = asyncio.create_task(inbox.get())

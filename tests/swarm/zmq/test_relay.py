@@ -91,12 +91,12 @@ def test_16_mb_pass_the_relay_without_a_drop(record_property):
     run(main)
 
 
-def test_a_peer_that_cannot_be_dialled_is_reached_by_a_relay_that_nobody_named(monkeypatch):
+def test_a_peer_that_cannot_be_dialled_is_reached_by_a_relay_that_was_not_named(monkeypatch):
     monkeypatch.setattr(zmq_partner, "DIAL_S", 0.5)
 
     async def main(fleet):
         relay = await fleet.peer(3)
-        a = await fleet.peer(1, advertise=["127.0.0.3"])  # nobody listens there
+        a = await fleet.peer(1, advertise=["127.0.0.3"])  # no peer listens there
         b = await fleet.peer(2, advertise=["127.0.0.3"])
         for links in (a, b):
             links.learn(relay.record())
@@ -240,7 +240,7 @@ def test_a_lying_relay_gets_nothing_accepted(trick):
     run(main)
 
 
-def test_frames_for_nobody_and_of_no_sense_are_dropped_by_the_relay():
+def test_frames_without_a_recipient_or_sense_are_dropped_by_the_relay():
     async def main(fleet):
         relay = await fleet.peer(3)
         guest = fleet.stranger(relay)

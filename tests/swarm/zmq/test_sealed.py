@@ -146,7 +146,7 @@ def test_the_relays_own_hello_in_the_partners_place_is_refused():
         half(A, B, 1).meet(half(RELAY, A, 2).hello())
 
 
-def test_the_partners_hello_to_somebody_else_is_refused():
+def test_the_partners_hello_to_another_peer_is_refused():
     with pytest.raises(BadSeal, match="not a hello of"):
         half(A, B, 1).meet(half(B, RELAY, 2).hello())
 

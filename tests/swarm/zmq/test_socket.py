@@ -65,7 +65,7 @@ def test_endpoints_come_in_twos_and_what_cannot_be_read_is_left_out():
 
 
 class Heard:
-    """Stands for a tunnel that was last heard at a moment."""
+    """A stand-in for a tunnel, last heard at a given moment."""
 
     confirmed = True
 

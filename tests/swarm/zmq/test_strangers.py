@@ -70,7 +70,7 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
     run(main)
 
 
-def test_a_routing_id_of_ones_own_choice_gives_nobodys_name():
+def test_a_routing_id_of_ones_own_choice_gives_no_other_peers_name():
     async def main(fleet):
         a, b = await fleet.pair()
         victim = a.table.partners[b.me].best(0).address
@@ -86,9 +86,8 @@ def test_a_dialled_peer_that_is_another_than_the_record_says_is_not_believed():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
         theirs = unseal(b.record(), "run")
-        lie = Record(
-            "run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints
-        )  # b's key and place as its own
+        # b's key and place as its own
+        lie = Record("run", identity(7).peer, 1, 1, theirs.curve, theirs.endpoints)
         assert a.learn(seal(identity(7), lie))
         assert a.send(identity(7).peer, b"for seven")
         await until(lambda: a.counters["stranger: another peer than dialled"])
@@ -198,7 +197,7 @@ def test_a_senseless_message_is_dropped_and_counted(message):
 
 
 def is_cut_off(links, guest):
-    """It may be forgotten already."""
+    """True if the connection is cut off; the peer may have forgotten it already."""
     partner = links.table.partners.get(guest.owner.peer)
     return partner is None or not partner.routes[0]
 

@@ -32,7 +32,7 @@ def test_a_record_binds_the_key_that_the_connection_uses():
     assert gate().prove(curve(A), record(A)).peer == A.peer
 
 
-def test_somebody_elses_record_binds_nothing():
+def test_another_peers_record_binds_nothing():
     with pytest.raises(BadRecord, match="another CURVE key"):
         gate().prove(curve(B), record(A))
 

@@ -27,7 +27,7 @@ def interrupted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
-def test_an_interrupted_demo_leaves_no_folder_that_nobody_asked_for(
+def test_an_interrupted_demo_leaves_no_folder_that_was_not_asked_for(
     farflock, interrupted, error, code
 ):
     passing = interrupted(error)
@@ -58,7 +58,7 @@ def test_a_folder_with_other_files_is_refused(farflock, interrupted, tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter"]
 
 
-def test_nobody_is_left_when_leaving_is_interrupted_too(tmp_path, monkeypatch):
+def test_no_node_is_left_when_leaving_is_interrupted_too(tmp_path, monkeypatch):
     class Stubborn:
         def __init__(self):
             self.killed = self.waited = False

@@ -16,7 +16,7 @@ def invite(lasts_s):
 
 
 @pytest.mark.net
-def test_a_dry_run_of_a_run_that_nobody_answers_for_says_so_and_makes_nothing(farflock, tmp_path):
+def test_a_dry_run_of_a_run_that_no_peer_answers_for_says_so_and_makes_nothing(farflock, tmp_path):
     code, out, _ = farflock("join", invite(60), "--dry-run", "--json")
     assert code == 1
     assert "could be reached; check this machine's network" in json.loads(out)["error"]

@@ -163,10 +163,10 @@ def test_a_silent_peer_is_not_waited_for_and_another_stage_has_it_too(world):
     one.there[2, "table/2"] = offer(2)
     run_for(one, 4 * FIND_TIMEOUT_S)
     assert torch.equal(one.tables.table(2), table(2))
-    assert one.asked == [("table/2", 0, 2), ("table/2", 2, 2)], "nobody serves stage 1"
+    assert one.asked == [("table/2", 0, 2), ("table/2", 2, 2)], "no peer serves stage 1"
 
 
-def test_a_version_that_nobody_has_holds_up_no_other(world):
+def test_a_version_that_no_peer_has_delays_no_other(world):
     one = world(0)
 
     async def main():
@@ -236,7 +236,7 @@ def test_what_is_held_is_handed_on_in_as_many_places_as_there_are_versions(world
         assert set(one.served) == {f"{NAME}/{slot}" for slot in range(3)}
         empty = await one.served["table/1"]()
         assert (empty.round, decode_state(empty)) == (-1, {}), (
-            "the first version everybody has, and nobody asks for"
+            "the first version, which all have and no peer asks for"
         )
         for version in (2, 3, 4, 5):
             one.tables.hold(version, table(version))
@@ -271,7 +271,7 @@ def test_a_peer_without_a_new_version_goes_on_in_the_common_one_until_it_comes(w
     assert one.tables.codec.spoken == 10
 
 
-def test_a_first_stage_that_nobody_has_is_begun_around_what_other_stages_hold(world):
+def test_a_first_stage_that_no_peer_has_is_begun_around_what_other_stages_hold(world):
     one = world(others=(0, 1, 1)).at_first(-1, table(9))
     one.there[1, "table/2"] = offer(10)
     run_virtual(one.keeper.before(9))

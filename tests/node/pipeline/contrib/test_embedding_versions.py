@@ -243,7 +243,7 @@ def test_the_current_embedding_replaces_a_version_that_no_living_peer_has():
     first = First(every=2)
     first.tables.hold(4, table(4))
     first.average = table(3)
-    assert not first.contributions.begin_anew(7), "somebody had the version in effect"
+    assert not first.contributions.begin_anew(7), "a peer had the version in effect"
     assert torch.equal(first.tables.table(4), table(4))
     assert torch.equal(first.tables.table(5), table(3)), "made with the state that is gone"
     assert first.tables.table(3) is None

@@ -84,7 +84,7 @@ def test_a_version_is_the_weights_of_its_round_or_is_named_as_lacking(keep, even
         value += 1.0
         origin = server.marks.get(ORIGIN, 0)
         if event in ("round", "empty"):
-            server.used()  # whoever computes nothing in a round needs no version of it
+            server.used()  # a server that computes nothing in a round needs no version of it
             server.apply(value if event == "round" else None)
             known[server.round, origin] = server.weight
             here = [*here, server.round][-keep:]

@@ -30,11 +30,12 @@ from farflock.node.run.composition import value_bytes
 
 LENGTH, WIDTH = 3, 16
 EACH = LENGTH * WIDTH
+# bytes of fp16, of int4 with a scale, of a kind and two tags
 WHOLE, CHANGE, TAGS = (
     2 * EACH,
     EACH // 2 + 4,
     17,
-)  # bytes of fp16, of int4 with a scale, of a kind and two tags
+)
 
 
 def edges(batch=1, codec="aqsgd4", room=None, dtype=torch.float32):
@@ -120,9 +121,8 @@ def test_a_microbatch_keeps_its_activation_while_other_visits_move_the_samples()
         later, _ = edge.bring((4,), normal(seed))
         edge.hand((4,), later)
     payload, lacking = edge.hand((4,), first, back=True)
-    if not isinstance(
-        lacking, tuple
-    ):  # it went whole at once, for another tag was known to be there
+    # it went whole at once, for another tag was known to be there
+    if not isinstance(lacking, tuple):
         assert kinds(payload) == (KEPT,)
     assert torch.equal(edge.hand((4,), first, back=True)[1], kept)
     edge.behind["c/1"] = ServerMemory(edge.edges)

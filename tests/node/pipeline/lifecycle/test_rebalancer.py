@@ -78,7 +78,7 @@ def test_periods_that_are_none_are_refused(every_s):
         RebalanceTerms(every_s=every_s)
 
 
-def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
+def test_the_mover_ends_its_life_with_where_to_go_and_no_other_does():
     async def life(me, snapshots):
         now = asyncio.get_running_loop().time
         said = []
@@ -106,5 +106,5 @@ def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
     assert said == list(range(RESCUE_EVERY + 1))
     assert run_virtual(life("b", lost))[0] is None
     assert run_virtual(life("a", lambda number: None))[0] is None, (
-        "a snapshot that is not whole moves nobody"
+        "a snapshot that is not whole moves no server"
     )

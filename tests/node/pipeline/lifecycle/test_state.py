@@ -228,7 +228,7 @@ def test_it_is_the_weighted_mean_of_what_its_neighbours_would_evaluate_whatever_
         )
 
 
-def test_neighbours_whose_scale_nobody_tells_weigh_alike_and_one_that_never_trained_nothing():
+def test_neighbours_of_unknown_scale_weigh_alike_and_one_that_never_trained_nothing():
     plan = plan_of()
     for tell, share in ((None, 0.5), ("2", 0.0)):
         swarm, drivers = beside(plan)

@@ -141,7 +141,7 @@ def test_what_was_taken_and_did_not_count_goes_back():
     accumulator.add(taken)
     assert accumulator.tokens == 12
     assert accumulator.take().gradients["w"].tolist() == [4, 4]
-    assert taken.gradients["w"].tolist() == [1, 1]  # whoever holds it holds it unchanged
+    assert taken.gradients["w"].tolist() == [1, 1]  # its holder sees it unchanged
 
 
 def test_an_even_split_gives_the_middle_more():

@@ -25,7 +25,7 @@ def fresh(stage, taken):
     return tuple(taken if here == stage else None for here in range(6))
 
 
-def test_whoever_joins_a_stage_that_lives_asks_its_peers_even_if_a_snapshot_is_newer():
+def test_a_peer_that_joins_a_live_stage_asks_its_peers_even_if_a_snapshot_is_newer():
     chosen = source(after(snapshots=(199,) * 6), 2)
     assert (chosen.kind, chosen.stages, chosen.reason) == ("peer", (2,), "2 peers hold it")
     assert plan(FULL) == {}

@@ -246,9 +246,8 @@ def test_an_end_stage_is_its_neighbours_layers_and_its_own_ends_bit_for_bit(tmp_
     own = tensors_of(lost, 5)
     kept = EndCopy.of(7, own)
     folder = checkpoint.save(tmp_path, 7, {"ends": kept.tensors}, {})
-    own["model.embed_tokens.weight" if lost.start == 0 else "lm_head.weight"].add_(
-        1.0
-    )  # one step later
+    # one step later
+    own["model.embed_tokens.weight" if lost.start == 0 else "lm_head.weight"].add_(1.0)
     back = EndCopy(7, kept.digest, checkpoint.load(folder).parts["ends"]).restored()
     made = partner_copy(CONFIG, lost, Neighbour(beside, tensors_of(beside, 3)), back)
     assert made.keys() == names_of(CONFIG, lost)
@@ -305,9 +304,8 @@ def test_a_replica_of_a_made_stage_has_zero_moments_and_counts_steps_from_zero()
     replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "grad")
     replica.inner_step(bumped_rate(1e-2, 0))
     for name, x in replica.read(replica.names, "param").items():
-        torch.testing.assert_close(
-            x, made[name] - 1.1e-2, rtol=0, atol=1e-6
-        )  # Adam's first step is the rate itself
+        # Adam's first step is the rate itself
+        torch.testing.assert_close(x, made[name] - 1.1e-2, rtol=0, atol=1e-6)
 
 
 def walked(stages, order, x, targets):

@@ -66,7 +66,7 @@ def test_a_stage_that_is_not_here_goes_to_the_first_one():
 
 
 @given(st.binary(max_size=64))
-def test_whatever_is_sent_is_answered_by_somebody(request):
+def test_whatever_is_sent_is_answered(request):
     assert DISPATCH.admit("caller", request, ()) is not None
 
 

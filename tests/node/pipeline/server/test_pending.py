@@ -19,7 +19,7 @@ def begun(table, key=KEY, attempt=1):
     return table.begin(key, attempt, reply), reply
 
 
-def test_a_pass_runs_once_and_whoever_asks_again_gets_its_reply(table):
+def test_a_pass_runs_once_and_a_repeated_request_gets_its_reply(table):
     said, reply = begun(table)
     assert said == "run"
     assert begun(table, attempt=2)[0] == "again"
@@ -44,7 +44,7 @@ def test_a_confirmed_gradient_is_handed_out_once(table):
 
 
 @pytest.mark.parametrize("how", ["revoke", "expire", "confirm another"])
-def test_what_nobody_wants_any_more_is_forgotten(table, how):
+def test_what_is_no_longer_wanted_is_forgotten(table, how):
     begun(table)
     table.put_aside(KEY, GRADIENT, 0.0)
     if how == "revoke":

@@ -360,11 +360,11 @@ async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
     )
 
 
-# Once, whoever asks how often.
+# Once, however often it is asked for.
 
 
 @served()
-async def test_a_backward_pass_is_computed_once_whoever_asks_how_often(bench):
+async def test_a_backward_pass_is_computed_once_however_often_it_is_asked_for(bench):
     asked = [asyncio.create_task(bench.ask(*bench.backward(1, attempt))) for attempt in (1, 2, 3)]
     answers = [await task for task in asked]
     later = await bench.ask(*bench.backward(1, 4))
@@ -447,7 +447,7 @@ async def test_what_is_revoked_while_it_is_computed_is_dropped_when_it_is_done(b
 
 
 @served(places=1, lease_s=5.0)
-async def test_what_nobody_confirms_in_time_is_dropped_and_its_place_is_free(bench):
+async def test_what_is_not_confirmed_in_time_is_dropped_and_its_place_is_free(bench):
     await bench.put_aside(1)
     await asyncio.sleep(4.0)
     assert (await bench.ask(*bench.backward(2)))[0] == Busy()
@@ -511,7 +511,9 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
     assert notes.read(noted) == [("t", 1), ("t", 2)], "what no step has taken is in no contribution"
     assert server.accounts.tokens == 3 * TOKENS
     server.accounts.closed(6, notes.written([("t", 1), ("t", 2), ("u", 9)]))
-    assert server.accounts.tokens == 3 * TOKENS, "closed by whoever applies; taken in between steps"
+    assert server.accounts.tokens == 3 * TOKENS, (
+        "closed by the caller that applies it; taken in between steps"
+    )
     server.accounts.absorb()
     assert server.accounts.tokens == TOKENS
     server.accounts.take()

@@ -39,7 +39,7 @@ def test_a_message_that_was_made_again_has_no_refusals():
     assert origins.to_blame((1, "gradient")) is None
 
 
-def test_for_what_the_trainer_made_nobody_is_to_blame():
+def test_for_what_the_trainer_made_no_server_is_to_blame():
     origins = PayloadOrigins()
     for number in range(WITNESSES):
         origins.refused((0, "input"), f"server {number}", 2)

@@ -62,7 +62,7 @@ def test_without_one_that_all_read_it_is_one_that_some_of_both_read_and_it_is_sa
     assert "some get no work" in caplog.text
 
 
-def test_without_any_the_preferred_one_is_asked_for_and_whoever_refuses_says_why():
+def test_without_any_the_preferred_one_is_asked_for_and_a_server_that_refuses_says_why():
     assert codecs({"a": (INT8,), "b": (BF16,)}).choose(servers("a"), servers("b"), None) == INT4
 
 

@@ -178,7 +178,7 @@ def test_a_departure_is_reported_once_every_round_it_could_be_in_is_heard():
     swarm.view(A, B, T, begins=(9, 4, 7))
     assert list(stage_directory.left()) == [], "rounds 2 of stage 1 may have been its"
     swarm.close(1, 2)
-    assert list(stage_directory.left()) == [], "nobody has heard of that round yet"
+    assert list(stage_directory.left()) == [], "that round is not known yet"
     list(stage_directory.named())
     assert list(stage_directory.left()) == [(1, "c/1")]
     assert list(stage_directory.left()) == []

@@ -109,7 +109,7 @@ NOTHING_CAME = {
 
 @pytest.mark.parametrize("answer", NOTHING_CAME.values(), ids=NOTHING_CAME.keys())
 @pytest.mark.parametrize("kind", [Forward, Backward])
-def test_whoever_brings_nothing_is_passed_by(kind, answer):
+def test_a_server_that_brings_nothing_is_passed_by(kind, answer):
     @trained()
     async def main(world):
         world.script("1a", kind, answer)
@@ -127,7 +127,7 @@ def test_whoever_brings_nothing_is_passed_by(kind, answer):
 
 
 @trained()
-async def test_after_silence_somebody_else_is_asked_and_only_its_gradient_is_confirmed(world):
+async def test_after_silence_another_server_is_asked_and_only_its_gradient_is_confirmed(world):
     world.script("1a", Backward, silence)
     await world.merged()
     assert [entry.peer for entry in world.asked(Backward, stage=1)] == ["1a", "1b"]

@@ -81,7 +81,7 @@ def test_a_server_that_lacks_a_row_sent_whole_is_not_asked_again_at_once():
 @pytest.mark.parametrize(
     "bad", [b"", bytes([HELD]) + bytes(16), bytes([DIFFERENCE]) + bytes(100), bytes(3000)]
 )
-def test_an_output_that_nobody_encodes_is_asked_for_again(bad):
+def test_an_output_that_no_encoder_writes_is_asked_for_again(bad):
     @trained(**AQSGD)
     async def main(world):
         world.script("0a", Forward, saying(Done(LIFE), bad))

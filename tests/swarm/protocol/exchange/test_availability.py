@@ -1,4 +1,4 @@
-"""The small steps must come to what looking through everything comes to."""
+"""Incremental updates must give the same result as looking through everything."""
 
 import random
 
@@ -23,7 +23,7 @@ def place(entry):
 
 
 class Slow:
-    """The same by looking through everything, each time."""
+    """A slow twin that looks through everything each time."""
 
     def __init__(self):
         self.items, self.held, self.corrupt, self.said = [], set(), set(), {}

@@ -65,7 +65,7 @@ def test_a_crash_at_any_step_costs_the_others_little_time_and_no_contribution(
 
 
 def uniform_after_a_crash():
-    """The number of rounds that go on without waiting for half of their time, and of empty ones."""
+    """Return the number of rounds that last past the soft deadline, and that of empty ones."""
     slow = empty = 0
     for victim, step in itertools.product(range(4), range(0, 60, 2)):
         world = offering_world(2, n=4, kind="uniform")
@@ -85,7 +85,7 @@ def test_where_a_member_dies_while_others_fetch_from_it_they_reduce_again_withou
 
 
 @KINDS
-def test_in_seeded_bad_luck_all_who_complete_agree_and_every_live_majority_completes(kind):
+def test_in_seeded_bad_luck_all_that_complete_agree_and_every_live_majority_completes(kind):
     outcomes = collections.Counter()
     for seed in range(60):
         world = unlucky_world(seed, kind).run(until_s=200.0)
@@ -170,7 +170,7 @@ def test_a_witness_costs_a_round_less_than_half_a_second():
 def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(
     kind, trip_s
 ):
-    """A ballot takes two round trips and more, and a proposer does not wait so long for the one
+    """A ballot takes two round trips or more, and a proposer does not wait that long for the one
     before it."""
     times = []
     for seed in range(20):
@@ -200,8 +200,7 @@ def test_a_member_that_does_not_know_the_tokens_before_a_round_proposes_nothing(
 
 
 def test_the_agreement_check_can_fail(monkeypatch):
-    """With a quorum of one anywhere, members that lose sight of each other must be found to
-    disagree."""
+    """With a quorum of one, members that lose sight of each other must be found to disagree."""
     from farflock.swarm.protocol import decide
     from farflock.swarm.protocol.exchange import availability
 
@@ -255,7 +254,7 @@ def test_an_offer_that_comes_after_the_end_changes_nothing_and_is_not_taken(kind
 
 
 @KINDS
-def test_a_round_that_nobody_fills_is_decided_empty_by_all_soon_after_the_deadline(kind):
+def test_a_round_without_contributions_is_decided_empty_by_all_soon_after_the_deadline(kind):
     world = ExchangeWorld(6, n=4, kind=kind).run()
     assert world.close == CloseList((), (), PRIOR_TOKENS)
     assert DEADLINE_S <= max(world.finished_s.values()) < DEADLINE_S + 3
@@ -283,7 +282,7 @@ def test_a_corrupt_payload_is_left_out_and_the_others_are_in(kind):
     assert world.machines[2].taken() == (False,) * 3
 
 
-def test_a_mean_takes_only_those_who_started_from_the_state_that_most_started_from():
+def test_a_mean_takes_only_members_that_started_from_the_most_common_state():
     world = ExchangeWorld(9, n=5)
     for me in range(5):
         world.offer_at(0.1, me, state=OTHER_STATE if me in (0, 3) else STATE)
@@ -315,7 +314,7 @@ def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
 
 
 def test_a_result_with_an_offer_that_no_survivor_knows_fails_at_the_deadline():
-    """Only the reducer heard of member 2, then both died: no remaining member knows that member's
+    """Only the reducer heard of member 2, then both died: no survivor knows that member's
     weight."""
     world = ExchangeWorld(12, n=5, bundles=1)
     reducer = world.machines[0].roster.ordered[0]
@@ -347,9 +346,9 @@ def test_a_result_with_an_offer_that_no_survivor_knows_fails_at_the_deadline():
     assert world.close.items == ()
 
 
-def test_a_gathered_payload_whose_owner_dies_is_fetched_from_whoever_holds_it_by_then():
-    """Two have the dead member's payload, the third asks them as soon as they say so,
-    not after its first patience."""
+def test_a_gathered_payload_whose_owner_dies_is_fetched_from_a_member_that_holds_it_by_then():
+    """Two members have the dead one's payload; the third asks them as soon as they say so, not
+    after its first timeout."""
     world = offering_world(13, n=4, kind="gather", bundles=2)
     owner, late = 0, 3
     fetch = world.fetch
@@ -401,7 +400,7 @@ def test_everything_is_asked_for_once_at_a_time():
 
 
 def test_a_result_is_fetched_from_its_known_holders_and_from_any_peer_once_they_are_gone():
-    """A member that cannot have it yet would only answer so, a round trip later."""
+    """A member that cannot have it yet would only say so, a round trip later."""
     machine = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), TERMS, 0.0)
     digest = digest_of(b"reduced")
     machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))

@@ -33,7 +33,7 @@ def test_the_common_state_is_that_of_most_and_of_equals_the_smallest():
     assert filled({0: b"b", 1: b"a"}).common_state() == b"a"
 
 
-def test_inputs_are_in_member_order_and_leave_out_whoever_started_elsewhere():
+def test_inputs_are_in_member_order_and_leave_out_members_that_started_elsewhere():
     inputs = filled({3: b"s", 1: b"t", 0: b"s"}).inputs(1)
     assert inputs == ((0, 0.0, bytes([1]) * 32), (3, 3.0, bytes([1]) * 32))
 
