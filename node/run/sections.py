@@ -34,6 +34,7 @@ OUTERS: dict[str, type[Any]] = {
     "nesterov": OuterNesterov,
     "heavyball": OuterHeavyBall,
 }
+MAX_DEADLINE_S = 7 * 24 * 3600  # a large model on a slow line takes days for a round
 SENT = ("codec", "return_codec", "deadline_s")  # method options that live in [exchange]
 PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SectionT = TypeVar("SectionT", bound=msgspec.Struct)
@@ -72,7 +73,7 @@ class ExchangeSection(Section, frozen=True):
 
     codec: PlainText | None = None
     return_codec: PlainText | None = None
-    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] | None = None
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     view_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 30.0
     branch_after_s: Annotated[float, msgspec.Meta(ge=10, le=1e6)] = 600.0
     start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1

@@ -264,12 +264,8 @@ class ExchangeClient:
 
     def _stream(self, template: Exchange, noted: bool) -> Stream:
         shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
-        return_codec, group = codec(template.return_codec), _group_size(template)
-        comes_back = template.kind == "mean" and not group
-        out = ShardLayout.of(
-            shapes, codec(template.codec), self._run_seed, return_codec if comes_back else None
-        )
-        back = ShardLayout(out.shards, return_codec, self._run_seed)
+        out = layout_of(template, self._run_seed)
+        back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(
@@ -283,7 +279,7 @@ class ExchangeClient:
             enough=template.enough,
             uniform=template.uniform or (noted and template.kind == "mean"),
             witnessed=noted,
-            group=group,
+            group=_group_size(template),
         )
         return Stream(
             name,
@@ -343,6 +339,16 @@ class StopRequest:
         if self.requested:
             await asyncio.wait((answer,), timeout=STOPPING_WAIT_S)
         return self.requested and not answer.done()
+
+
+def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
+    """Return the cut of a stream's tensors into shards.
+
+    The codec back counts only where something comes back: the mean of a whole group."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
+    comes_back = template.kind == "mean" and not _group_size(template)
+    back = codec(template.return_codec) if comes_back else None
+    return ShardLayout.of(shapes, codec(template.codec), run_seed, back)
 
 
 def _tensors_of(

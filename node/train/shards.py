@@ -89,6 +89,12 @@ class ShardLayout:
             for shard in self.shards
         )
 
+    def max_bytes(self, codec: Codec) -> int:
+        """Return the most bytes that the payloads of all shards take together in this codec."""
+        return sum(
+            _LENGTH.size + codec.max_bytes(part.count) for shard in self.shards for part in shard
+        )
+
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
         """Encode one shard of these float32 tensors; raise `UnencodableTensor` if they are not
         finite."""

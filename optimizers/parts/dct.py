@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -58,13 +60,16 @@ class Grid:
             x.reshape(rows, columns), (0, wide - columns, 0, high - rows)
         )
         chunks = whole.reshape(high // height, height, wide // width, width).transpose(1, 2)
-        return (cosines(height) @ chunks @ cosines(width).T).reshape(-1)
+        return (cosines(height, chunks.device) @ chunks @ cosines(width, chunks.device).T).reshape(
+            -1
+        )
 
     def inverse(self, coefficients: Tensor) -> Tensor:
         """Return the tensor with these flat coefficients."""
         (rows, columns), (height, width), (high, wide) = self.matrix, self.chunk, self.filled
         chunks = coefficients.reshape(high // height, wide // width, height, width)
-        whole = (cosines(height).T @ chunks @ cosines(width)).transpose(1, 2).reshape(high, wide)
+        whole = cosines(height, chunks.device).T @ chunks @ cosines(width, chunks.device)
+        whole = whole.transpose(1, 2).reshape(high, wide)
         return whole[:rows, :columns].reshape(self.shape)
 
 
@@ -77,9 +82,9 @@ def chunk_length(length: int, side: int) -> int:
 
 
 @functools.cache
-def cosines(length: int) -> Tensor:
+def cosines(length: int, device: torch.device = CPU) -> Tensor:
     """Return the orthonormal DCT-II as a matrix, row k of frequency k. Cached: do not modify."""
-    places = torch.arange(length, dtype=torch.float64)
+    places = torch.arange(length, dtype=torch.float64, device=device)
     waves = torch.cos(math.pi / length * (places + 0.5) * places[:, None]) * math.sqrt(2 / length)
     waves[0] = math.sqrt(1 / length)
     return waves.to(torch.float32)

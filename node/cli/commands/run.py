@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.dry_run import (
+    Line,
+    members_of,
+    size_facts,
+    size_options,
+    size_text,
+)
 from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.cli.output import Output
 
@@ -22,12 +29,22 @@ if TYPE_CHECKING:
     help="Change one value of the manifest, as in train.lr=0.01.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the complete manifest and its hash; start nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Print the complete manifest, its hash, and what the run needs; start nothing.",
 )
+@size_options
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
-    manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object
+    manifest: Path,
+    assignments: tuple[str, ...],
+    dry_run: bool,
+    uplink: float,
+    peers: int | None,
+    step_s: float,
+    as_json: bool,
+    **machine: object,
 ) -> int:
     """Start the run that MANIFEST (a TOML file) describes, and print the invite for others.
 
@@ -38,7 +55,7 @@ def command(
 
     \b
     Examples:
-      farflock run plays.toml --dry-run
+      farflock run plays.toml --dry-run --uplink 50mbit --peers 8
       farflock run plays.toml --host 192.0.2.7
       farflock run plays.toml --set run.total_tokens=2M --threads 4
     """
@@ -47,8 +64,12 @@ def command(
     out = Output(as_json)
     described = load(manifest, assignments)
     if dry_run:
+        facts = size_facts(described, Line(peers or members_of(described), uplink, step_s))
         text = described.canonical().decode()
-        out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
+        out.result(
+            {"manifest": text, "hash": described.hash(), **facts},
+            f"{text}\nhash {described.hash()}\n\n{size_text(facts)}",
+        )
         return 0
     from farflock.node.cli.commands.training import train
     from farflock.node.process.host import is_loopback

@@ -9,6 +9,7 @@ digest of a bundle is that of its only shard, or of its list: the digests and si
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from farflock.swarm.messages import MAX_BUNDLES, MAX_CHUNK_BYTES, MAX_MEMBERS
 
@@ -48,6 +49,11 @@ class BundleCut:
             return range(self.shards - 1, self.shards)
         shards, bundles = self.shards - self.last_alone, self.bundles - self.last_alone
         return range(bundle * shards // bundles, (bundle + 1) * shards // bundles)
+
+
+def max_shards(kind: Literal["mean", "gather"]) -> int:
+    """Return the most shards of a stream of this kind."""
+    return MAX_BUNDLE_SHARDS * (MAX_GATHER_BUNDLES if kind == "gather" else MAX_MEAN_BUNDLES)
 
 
 class BadBundle(ValueError):

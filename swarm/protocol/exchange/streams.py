@@ -7,11 +7,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.bundles import (
-    MAX_BUNDLE_SHARDS,
-    MAX_GATHER_BUNDLES,
-    MAX_MEAN_BUNDLES,
-)
+from farflock.swarm.protocol.exchange.bundles import max_shards
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, last_bundles
 
 RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
@@ -80,11 +76,10 @@ class Stream:
                 f"stream {self.name}: enough {terms.enough}; only a gather of all members knows "
                 "`enough`, so set it to 0"
             )
-        bundles = MAX_GATHER_BUNDLES if terms.kind == "gather" else MAX_MEAN_BUNDLES
-        max_shards = bundles * MAX_BUNDLE_SHARDS
-        if not 1 <= terms.shards <= max_shards:
+        most = max_shards(terms.kind)
+        if not 1 <= terms.shards <= most:
             raise ValueError(
-                f"stream {self.name}: a {terms.kind} has 1 to {max_shards} shards, "
+                f"stream {self.name}: a {terms.kind} has 1 to {most} shards, "
                 f"got {terms.shards}; cut larger ones"
             )
 

@@ -1,0 +1,162 @@
+"""The part of `--dry-run` that says how large a run is, and whether a line can carry it."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from farflock.node.run.manifest import Manifest
+    from farflock.node.train.run_size import StreamSize
+
+MAX_MEMBERS = 64
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", re.IGNORECASE)
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
+HOUR_S = 3600.0
+
+
+def bytes_per_s(context: click.Context, parameter: click.Parameter, text: str) -> float:
+    """Return a rate such as 20mbit in bytes per second; anything else is a usage error."""
+    match = _RATE.fullmatch(text)
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{text!r} is not a rate; write it as 20mbit or 1.5gbit")
+    return float(match[1]) * _PREFIXES[match[2].lower()] / 8
+
+
+def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the assumptions of an estimate to a command with `--dry-run`."""
+    options = (
+        click.option(
+            "--uplink",
+            callback=bytes_per_s,
+            default="20mbit",
+            show_default=True,
+            metavar="RATE",
+            help="With --dry-run: the slower direction of a peer's line, as in 1.5gbit.",
+        ),
+        click.option(
+            "--peers",
+            type=click.IntRange(1, MAX_MEMBERS),
+            help="With --dry-run: members (default: as many as the run waits for, at least 2).",
+        ),
+        click.option(
+            "--step",
+            "step_s",
+            type=click.FloatRange(0, min_open=True),
+            default=1.0,
+            show_default=True,
+            help="With --dry-run: seconds that a local step takes.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def members_of(described: "Manifest") -> int:
+    """Return the number of members for which a run is estimated unless told otherwise."""
+    return max(described.exchange.start_peers, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The assumptions of an estimate: members, bytes per second of the slower direction of a
+    member's line, and seconds of a local step."""
+
+    peers: int
+    bytes_per_s: float
+    step_s: float
+
+
+def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
+    """Return the sizes of a run for `--json`; raise `Usage` if a stream cannot travel at all."""
+    from farflock.node.run.memory import needed_bytes, needed_stage_bytes
+    from farflock.node.train.run_size import stream_sizes
+
+    plan, pipeline = described.plan(), described.pipeline_plan()
+    streams = stream_sizes(plan, pipeline)
+    memory = (
+        [needed_bytes(plan)]
+        if pipeline is None
+        else [needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages))]
+    )
+    return {
+        "parameters": plan.model.parameters(),
+        "memory_bytes": max(memory),
+        **asdict(line),
+        "streams": [_stream_facts(stream, line) for stream in streams],
+    }
+
+
+def _stream_facts(stream: "StreamSize", line: Line) -> dict[str, Any]:
+    sent_bytes, seconds = (
+        stream.sent_bytes(line.peers),
+        stream.seconds(line.peers, line.bytes_per_s),
+    )
+    # A round begins after its steps, and a later one not before the line is free again.
+    every_s = max(stream.steps * line.step_s, seconds)
+    min_deadline_s = stream.min_deadline_s(line.peers, line.bytes_per_s)
+    return {
+        **asdict(stream),
+        "round_bytes": sent_bytes,
+        "round_s": seconds,
+        "hour_bytes": sent_bytes * HOUR_S / every_s if math.isfinite(every_s) else 0.0,
+        "min_deadline_s": min_deadline_s,
+        "meets_deadline": min_deadline_s <= stream.deadline_s,
+    }
+
+
+COLUMNS = ("stream", "kind", "values", "shards", "a round", "on this line", "every", "an hour")
+
+
+def size_text(facts: dict[str, Any]) -> str:
+    """Return the sizes as lines for people."""
+    import psutil
+
+    from farflock.node.cli.output import plain_table
+
+    needed, free_bytes = facts["memory_bytes"], int(psutil.virtual_memory().available)
+    verdict = "" if needed <= free_bytes else ": more than this machine has, which would be refused"
+    lines = [
+        f"parameters {facts['parameters']:,}",
+        f"memory     about {needed / 1e9:,.1f} GB for the largest part of a peer;"
+        f" {free_bytes / 1e9:,.1f} GB are free here{verdict}",
+        f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"
+        f" {facts['peers']} peers (--peers), {facts['step_s']:g} s a step (--step)",
+    ]
+    streams: Sequence[dict[str, Any]] = facts["streams"]
+    if not streams:
+        return "\n".join([*lines, "exchange   none: nothing travels"])
+    rows = [
+        (
+            each["stream"],
+            each["kind"],
+            f"{each['values']:,}",
+            f"{each['shards']:,}",
+            _bytes(each["round_bytes"]),
+            f"{each['round_s']:,.1f} s",
+            f"{each['steps']:g} steps",
+            _bytes(each["hour_bytes"]),
+        )
+        for each in streams
+    ]
+    late = [
+        f"stream {each['stream']} cannot meet its deadline of {each['deadline_s']:,g} s on this"
+        f" line; set exchange.deadline_s to {math.ceil(each['min_deadline_s']):,} or more, exchange"
+        " less often or fewer bytes, or take members with faster lines"
+        for each in streams
+        if not each["meets_deadline"]
+    ]
+    return "\n".join([*lines, plain_table(COLUMNS, rows), *late])
+
+
+def _bytes(count: float) -> str:
+    """Return a number of bytes in the largest fitting unit, with three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
+        count /= 1000
+    raise AssertionError
