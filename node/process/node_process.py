@@ -45,6 +45,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
+from farflock.node.train.run_size import require_carried
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -248,6 +249,7 @@ async def found(
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
     _require_room(manifest, Failure)
+    require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
     pipeline = manifest.pipeline_plan()
@@ -257,15 +259,12 @@ async def found(
         stage, trains = founders(machine.role, pipeline)
         saved = last_of_part(machine.folder, run, pipeline, stage)
     known = AddressCache(machine.folder).read(run)
-    if saved is not None and known is not None and not _ended(saved, manifest):
+    if known is not None and (saved is None or not _ended(saved, manifest)):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
-            log.info(
-                "no other member can be reached, so the run resumes from step %d: %s",
-                saved.step,
-                reason,
-            )
+            goes_on = "begins again" if saved is None else f"resumes from step {saved.step}"
+            log.info("no other member can be reached, so the run %s: %s", goes_on, reason)
     try:
         return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
     except LifeOver as reason:

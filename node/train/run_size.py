@@ -5,7 +5,7 @@ before anything is started.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Apply, Driver
 from farflock.node.train.exchange_client import layout_of
+from farflock.node.train.shards import SHARD_BYTES, ShardLayout
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Result
 from farflock.swarm.messages import MAX_CHUNK_BYTES
@@ -76,28 +77,43 @@ def stream_sizes(plan: RunPlan, pipeline: PipelinePlan | None = None) -> tuple[S
     """Return the streams of a run, those of all stages if it is a pipeline.
 
     Raise `Usage` if one of them is too large to travel."""
-    spans: Sequence[range | None] = pipeline.stages if pipeline is not None else (None,)
     sizes: list[StreamSize] = []
-    for stage, span in enumerate(spans):
-        # Made first: constants of modules that it imports must be real.
-        opened, made = (method(plan.method, **plan.options) for _ in range(2))
-        with torch.device("meta"):
-            parameters = Llama(plan.model, span).named_parameters()
-            shapes = {name: tuple(x.shape) for name, x in parameters}
-            templates = opened.streams(ShapeReplica(shapes))
-        suffix = "" if span is None else f"/{stage}"
-        steps = _steps_between(made, shapes, [each.key.stream for each in templates])
-        sizes += [
-            _size(each, f"{each.key.stream}{suffix}", steps[each.key.stream], plan.run_seed)
-            for each in templates
-        ]
+    for suffix, shapes, templates in _opened(plan, pipeline):
+        streams = [template.key.stream for template in templates]
+        steps = _steps_between(method(plan.method, **plan.options), shapes, streams)
+        for template in templates:
+            stream = template.key.stream
+            layout = _layout(template, f"{stream}{suffix}", plan.run_seed)
+            sizes.append(_size(template, layout, f"{stream}{suffix}", steps[stream]))
     return tuple(sizes)
 
 
-def _size(template: Exchange, name: str, steps: float, seed: int) -> StreamSize:
-    layout, paired = layout_of(template, seed), isinstance(template.group, RandomGroups)
-    kind: Literal["mean", "gather", "pair"] = "pair" if paired else template.kind
-    back = codec(template.return_codec) if kind == "mean" else None
+def require_carried(plan: RunPlan, pipeline: PipelinePlan | None = None) -> None:
+    """Raise `Usage` if a stream of the run is too large to travel."""
+    for suffix, _, templates in _opened(plan, pipeline):
+        for template in templates:
+            _layout(template, f"{template.key.stream}{suffix}", plan.run_seed)
+
+
+def _opened(
+    plan: RunPlan, pipeline: PipelinePlan | None
+) -> Iterator[tuple[str, Shapes, list[Exchange]]]:
+    """Yield what follows a stream's name, the shapes, and the templates: of the model, or of each
+    stage."""
+    spans: Sequence[range | None] = pipeline.stages if pipeline is not None else (None,)
+    for stage, span in enumerate(spans):
+        # Made first: constants of modules that it imports must be real.
+        made = method(plan.method, **plan.options)
+        with torch.device("meta"):
+            parameters = Llama(plan.model, span).named_parameters()
+            shapes = {name: tuple(x.shape) for name, x in parameters}
+            templates = made.streams(ShapeReplica(shapes))
+        yield "" if span is None else f"/{stage}", shapes, templates
+
+
+def _layout(template: Exchange, name: str, seed: int) -> ShardLayout:
+    """Return a stream's layout; raise `Usage` if the swarm cannot carry it."""
+    layout, most = layout_of(template, seed), max_shards(template.kind)
     if layout.max_shard_bytes > MAX_CHUNK_BYTES:
         raise Usage(
             f"stream {name}",
@@ -105,12 +121,20 @@ def _size(template: Exchange, name: str, steps: float, seed: int) -> StreamSize:
             f" {MAX_CHUNK_BYTES:,}",
             "choose a codec of smaller granules, or a narrower model",
         )
-    if len(layout.shards) > (most := max_shards(template.kind)):
+    if len(layout.shards) > most:
         raise Usage(
             f"stream {name}",
-            f"it has {len(layout.shards):,} shards, and a {template.kind} carries {most:,}",
+            f"it has {len(layout.shards):,} shards, and a {template.kind} carries {most:,}, about"
+            f" {most * SHARD_BYTES / 1e12:,.1f} TB",
             "choose a codec of fewer bytes, or a smaller model",
         )
+    return layout
+
+
+def _size(template: Exchange, layout: ShardLayout, name: str, steps: float) -> StreamSize:
+    paired = isinstance(template.group, RandomGroups)
+    kind: Literal["mean", "gather", "pair"] = "pair" if paired else template.kind
+    back = codec(template.return_codec) if kind == "mean" else None
     return StreamSize(
         name,
         kind,

@@ -19,7 +19,8 @@ from farflock.swarm.peer.context import PeerContext
 
 ASK_EVERY_S = 1.0  # queries and offers may be lost
 SETTLE_S = 0.5  # wait after the first offer for others to compare it with
-MAX_SNAPSHOT_CHUNKS = 65536  # bounds the memory that a listing takes
+MAX_LISTED = 65_536  # chunks in one listing, which is a chunk itself
+MAX_LISTINGS = 64  # of one snapshot, which then has up to 16 TiB
 PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
 MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
 MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
@@ -29,9 +30,11 @@ KEEP_S = 30.0  # the limit for a stream without rounds
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a snapshot: the chunk that a `StateOffer` names."""
+    """The content of a snapshot: the chunk that a `StateOffer` names. The `chunks` of a large
+    snapshot are `listings` themselves."""
 
-    chunks: Annotated[tuple[tuple[Digest, Size], ...], msgspec.Meta(max_length=MAX_SNAPSHOT_CHUNKS)]
+    chunks: Annotated[tuple[tuple[Digest, Size], ...], msgspec.Meta(max_length=MAX_LISTED)]
+    listings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +209,15 @@ class Snapshots:
         timeout_s: float,
         progress: DownloadProgress,
     ) -> tuple[bytes, ...] | None:
-        fetch = self._context.chunks.fetch
-        if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
-            return None
-        try:
-            listing = msgspec.msgpack.decode(
-                self._context.store.get(offer.digest) or b"", type=Listing
+        async def fetch(digest: bytes, size: int) -> bool:
+            return await self._context.chunks.fetch(
+                digest, size, lambda: holders, pin, timeout_s, final=True
             )
-        except (msgspec.MsgspecError, RecursionError):
-            self._context.drop("undecodable snapshot listing")
+
+        listed = await self._list(offer, fetch)
+        if listed is None:
             return None
-        size_bytes = sum(size for _, size in listing.chunks)
+        size_bytes = sum(size for _, size in listed)
         if download.max_bytes is not None and size_bytes > download.max_bytes:
             self._context.drop("snapshot too large")
             return None
@@ -225,14 +226,40 @@ class Snapshots:
         async def one(digest: bytes, size: int) -> bool:
             nonlocal here
             async with gate:
-                done = await fetch(digest, size, lambda: holders, pin, timeout_s, final=True)
+                done = await fetch(digest, size)
             here += done
-            progress(here, len(listing.chunks))
+            progress(here, len(listed))
             return done
 
-        if not all(await asyncio.gather(*(one(digest, size) for digest, size in listing.chunks))):
+        if not all(await asyncio.gather(*(one(digest, size) for digest, size in listed))):
             return None
-        return tuple(self._context.store.get(digest) or b"" for digest, _ in listing.chunks)
+        return tuple(self._context.store.get(digest) or b"" for digest, _ in listed)
+
+    async def _list(
+        self, offer: StateOffer, fetch: Callable[[bytes, int], Awaitable[bool]]
+    ) -> list[tuple[bytes, int]] | None:
+        """Return the chunks of an offered snapshot, or None if a listing cannot be had or read."""
+        listed: list[tuple[bytes, int]] = []
+        left = [(offer.digest, offer.size)]
+        while left:
+            digest, size = left.pop(0)
+            if not await fetch(digest, size):
+                return None
+            try:
+                listing = msgspec.msgpack.decode(
+                    self._context.store.get(digest) or b"", type=Listing
+                )
+            except (msgspec.MsgspecError, RecursionError):
+                self._context.drop("undecodable snapshot listing")
+                return None
+            if not listing.listings:
+                listed += listing.chunks
+            elif digest == offer.digest and len(listing.chunks) <= MAX_LISTINGS:
+                left += listing.chunks
+            else:  # only the first lists others, or a listing could name itself
+                self._context.drop("snapshot listing too deep")
+                return None
+        return listed
 
     async def _offer(self, asker: PeerId, name: str) -> None:
         """Offer a new snapshot, or the last one if recent, to all peers that asked meanwhile.
@@ -271,8 +298,15 @@ class Snapshots:
         store = self._context.store
         largest = max(map(len, snapshot.chunks), default=0)
         assert largest <= MAX_CHUNK_BYTES, f"{name}: a chunk of {largest} bytes is too large"
-        listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
-        listing = msgspec.msgpack.encode(Listing(listed))
+        listed = [(store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks]
+        listings = [
+            msgspec.msgpack.encode(Listing(tuple(listed[first : first + MAX_LISTED])))
+            for first in range(0, max(len(listed), 1), MAX_LISTED)
+        ]
+        listing = listings[0]
+        if len(listings) > 1:
+            entries = tuple((store.put(each, pin), len(each)) for each in listings)
+            listing = msgspec.msgpack.encode(Listing(entries, listings=True))
         digest = store.put(listing, pin)
         return StateOffer(
             name,

@@ -119,11 +119,11 @@ def size_text(facts: dict[str, Any]) -> str:
     from farflock.node.cli.output import plain_table
 
     needed, free_bytes = facts["memory_bytes"], int(psutil.virtual_memory().available)
-    verdict = "" if needed <= free_bytes else ": more than this machine has, which would be refused"
+    verdict = "" if needed <= free_bytes else ", so this machine would refuse to train it"
     lines = [
         f"parameters {facts['parameters']:,}",
-        f"memory     about {needed / 1e9:,.1f} GB for the largest part of a peer;"
-        f" {free_bytes / 1e9:,.1f} GB are free here{verdict}",
+        f"memory     about {_bytes(needed)} to train the model, or its largest stage;"
+        f" {_bytes(free_bytes)} are free here{verdict}",
         f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"
         f" {facts['peers']} peers (--peers), {facts['step_s']:g} s a step (--step)",
     ]

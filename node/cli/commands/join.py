@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.dry_run import (
+    Line,
+    members_of,
+    size_facts,
+    size_options,
+    size_text,
+)
 from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
@@ -22,10 +29,19 @@ LOOK_TIMEOUT_S = 30.0
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the run's manifest and the memory it needs; join nothing.",
+    help="Print the run's manifest and what it needs; join nothing.",
 )
+@size_options
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
-def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object) -> int:
+def command(
+    invite: str | None,
+    dry_run: bool,
+    uplink: float,
+    peers: int | None,
+    step_s: float,
+    as_json: bool,
+    **machine: object,
+) -> int:
     """Join the run of INVITE: download its state and train until the run ends or you leave.
 
     INVITE is the word that begins with `farflock:`. You need no account and no open port: a
@@ -48,7 +64,7 @@ def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object)
     out = Output(as_json)
     invited = parse(invite, time.time())
     if dry_run:
-        return _look(out, machine_of(machine), invited)
+        return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
     from farflock.node.cli.commands.training import train
     from farflock.node.process.network import LEARN_TIMEOUT_S
     from farflock.node.process.node_process import join
@@ -74,29 +90,34 @@ def command(invite: str | None, dry_run: bool, as_json: bool, **machine: object)
         )
 
 
-def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
+def _look(
+    out: Output,
+    machine: "MachineOptions",
+    invited: "Invite",
+    assumed: tuple[int | None, float, float],
+) -> int:
     """Print what a joiner would train, as the run's members tell a throwaway identity."""
     from farflock.node.process.inspect_run import fetch_manifest
     from farflock.node.process.signals import GracefulStop, run_until_asked
-    from farflock.node.run.memory import needed_bytes
 
     ending = GracefulStop()
     manifest = run_until_asked(ending, lambda: fetch_manifest(machine, invited, LOOK_TIMEOUT_S))
     if manifest is None:
         return conclude(out, None, ending.asked)
-    text, needed = manifest.canonical().decode(), needed_bytes(manifest.plan())
+    peers, uplink, step_s = assumed
+    text = manifest.canonical().decode()
+    sizes = size_facts(manifest, Line(peers or members_of(manifest), uplink, step_s))
     facts = {
         "run": invited.run,
         "founder": invited.founder,
         "addresses": list(invited.addresses),
-        "memory_bytes": needed,
         "manifest": text,
         "hash": manifest.hash(),
+        **sizes,
     }
-    memory = f"about {needed / 1e6:,.0f} MB of memory"
     out.result(
         facts,
-        f"{text}\nrun {invited.run}, started by {invited.founder}; needs {memory}\n"
-        f"hash {manifest.hash()}",
+        f"{text}\nrun {invited.run}, started by {invited.founder}\n"
+        f"hash {manifest.hash()}\n\n{size_text(sizes)}",
     )
     return 0

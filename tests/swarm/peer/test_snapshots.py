@@ -11,6 +11,7 @@ from worlds.waiting import now
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
+from farflock.swarm.peer import snapshots
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import (
     ASK_EVERY_S,
@@ -18,6 +19,7 @@ from farflock.swarm.peer.snapshots import (
     KEEP_S,
     MAX_ASKERS,
     MAX_DISTRUSTED,
+    MAX_LISTINGS,
     SETTLE_S,
     Listing,
     Snapshot,
@@ -234,6 +236,40 @@ async def test_a_peer_that_changes_branch_while_offers_come_in_begins_again(worl
 
     world.spawn(change())
     assert await world.joiner.fetch() == snapshot(5, b"new")
+
+
+# More chunks than one listing names.
+
+
+@in_a_world
+async def test_a_large_snapshot_has_listings_of_listings(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "MAX_LISTED", 4)
+        for name in "ab":
+            world.peer(name).serve(snapshot(chunks=10, size=1000))
+        assert await world.joiner.fetch() == snapshot(chunks=10, size=1000)
+        for chunks in (1, 4, 5, 8):
+            world.peer("a").serve(snapshot(9 + chunks, chunks=chunks, size=1000))
+            world.peer("b").serve(snapshot(9 + chunks, chunks=chunks, size=1000))
+            assert await world.joiner.fetch() == snapshot(9 + chunks, chunks=chunks, size=1000)
+
+
+@pytest.mark.parametrize("listings", [2, MAX_LISTINGS + 1])
+def test_listings_that_nest_deeper_or_are_too_many_are_refused(listings):
+    @in_a_world
+    async def refused(world):
+        host = world.peer("a").serve(snapshot())
+        inner = msgspec.msgpack.encode(Listing((), listings=listings == 2))
+        entry = host.store.put(inner, "pin"), len(inner)
+        raw = msgspec.msgpack.encode(Listing((entry,) * listings, listings=True))
+        wrong = host.snapshots._put(NAME, snapshot(), "pin")
+        wrong = msgspec.structs.replace(wrong, digest=host.store.put(raw, "pin"), size=len(raw))
+        host.snapshots._put = lambda *_: wrong
+        with pytest.raises(SnapshotUnavailable):
+            await world.joiner.fetch(timeout_s=10.0)
+        assert world.joiner.context.counters["dropped: snapshot listing too deep"]
+
+    refused()
 
 
 # With faults.

@@ -35,11 +35,13 @@ def test_the_hash_changes_with_an_override_and_is_the_same_for_the_resolved_file
     assert facts(again) == first
 
 
-def test_for_people_the_dry_run_is_toml_and_the_hash_below(farflock, manifest):
+def test_for_people_the_dry_run_is_toml_the_hash_and_what_the_run_needs(farflock, manifest):
     _, out, err = farflock("run", manifest, "--dry-run")
-    text, _, digest = out.rpartition("hash ")
+    text, _, below = out.rpartition("\nhash ")
     assert tomllib.loads(text)["run"]["name"] == "plays"
-    assert (len(digest.strip()), err) == (64, "")
+    digest, *sizes = below.split("\n")
+    assert (len(digest), err) == (64, "")
+    assert [line.split(" ")[0] for line in sizes[1:4]] == ["parameters", "memory", "line"]
 
 
 @pytest.mark.parametrize(
