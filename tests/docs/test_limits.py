@@ -32,8 +32,8 @@ UNITS = {
     "d": 24 * 3600,
 }
 COUNTED = re.compile(
-    "addresses|askers|bits|bundles|callers|calls|cells|changes|characters|checkpoints|codecs"
-    "|connections|copies|descriptors|dials|doublings|heads|items|keys|lives|members"
+    "addresses|askers|bits|bundles|callers|calls|cells|changes|characters|checkpoints|chunks"
+    "|codecs|connections|copies|descriptors|dials|doublings|heads|items|keys|lives|members"
     "|microbatches|offers|parameters|partners|passes|paths|payloads|peers|rounds|samples"
     "|sequences|shards|sockets|stages|steps|values|versions|views"
 )
