@@ -31,6 +31,7 @@ PROSE = [
             "architecture",
             "benchmarks",
             "glossary",
+            "limits",
             "quality",
             "reproductions",
             "threat-model",
