@@ -42,7 +42,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
 @pytest.fixture(autouse=True)
 def slow_steps(tmp_path, monkeypatch):
     """A status comes once a second, so no machine may train all tokens within one."""
-    (tmp_path / "brake").write_text("0.02")
+    (tmp_path / "brake").write_text("0.01")
     monkeypatch.setenv(BRAKE, str(tmp_path / "brake"))
 
 

@@ -145,7 +145,11 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.ci_more),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_an_unknown_role_is_refused_and_a_node_that_left_resumes_from_its_checkpoint(run, number):
     founder = run.found(described(3, FOREVER, stages=2))

@@ -148,6 +148,7 @@ def test_a_founder_that_is_alone_goes_on_from_its_checkpoint_bit_by_bit(nodes):
     assert swarm.model("stopped") == swarm.model("whole")
 
 
+@pytest.mark.ci_more
 def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without_it(nodes):
     swarm = nodes(tokens=240_000, peers=3)
     for name in ("founder", "b", "c"):

@@ -69,6 +69,7 @@ def test_the_same_seed_gives_the_same_run_in_whichever_process():
     assert len({report.state_hash for report in here}) == 2
 
 
+@pytest.mark.ci_more
 def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
     program = (
         "from farflock.node.simulate.chaos import run_seed; "

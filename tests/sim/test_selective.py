@@ -24,7 +24,8 @@ from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 
-pytestmark = pytest.mark.usefixtures("quiet_log")
+# A part of contrib: its simulations are not of the everyday suite.
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.ci_more]
 
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
@@ -243,7 +244,6 @@ def settled(one, sim, rounds):
 LONG = pytest.mark.long
 
 
-@pytest.mark.ci_more
 @pytest.mark.parametrize(
     "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
 )
@@ -269,7 +269,6 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
     assert fallen == sorted(fallen), "a server that came back spoke a former version"
 
 
-@pytest.mark.ci_more
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
 def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
     one = audit(servers=2, trainers=1, replicas=replicas)
