@@ -5,7 +5,7 @@ before anything is started.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +21,12 @@ from farflock.node.train.exchange_client import layout_of
 from farflock.node.train.shards import SHARD_BYTES, ShardLayout
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Result
+from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 from farflock.swarm.protocol.exchange.bundles import max_shards
 from farflock.swarm.protocol.exchange.content import SOFT
 
 MAX_LOOKED_STEPS = 4096  # for two rounds of each stream
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, RoundLog, StreamState
 from farflock.swarm.protocol.exchange.availability import RoundItem
@@ -40,7 +39,7 @@ class CatchUp:
     """Catches up with decisions made without this peer, and helps other peers to do the same."""
 
     def __init__(self, context: PeerContext, log: RoundLog) -> None:
-        self._context, self._log, self._bundles = context, log, Bundles(context)
+        self._context, self._log = context, log
         self._random = random.Random(f"{context.seed}/{context.me}/follow")
         self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
@@ -196,7 +195,7 @@ class CatchUp:
         entry = state.log[key.round]
         wanted = state.stream.wanted(entry.close)
         bundles = state.stream.terms.bundles
-        fits = functools.partial(self._bundles.fits, state.stream)
+        fits = functools.partial(self._context.bundles.fits, state.stream)
         if not all(fits(item.index % bundles, item.size) for item in wanted):
             self._context.drop("item too large")
             return
@@ -216,7 +215,7 @@ class CatchUp:
         """Ask for one item until it is here, or its round left the log or was given up."""
         bundle = item.index % state.stream.terms.bundles
         fetch = functools.partial(
-            self._bundles.fetch,
+            self._context.bundles.fetch,
             state.stream,
             bundle,
             (item.digest, item.size),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.chunks import Chunks, Store
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack
@@ -43,9 +44,11 @@ class PeerContext:
     leaving: Collection[PeerId] = ()  # members of the newest view that have said goodbye
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
+    bundles: BundleStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.chunks = Chunks(self.store, self)
+        self.bundles = BundleStore(self.store, self.chunks, self.compute)
 
     @property
     def me(self) -> PeerId:

@@ -22,7 +22,6 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
 )
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.protocol.exchange.bundles import BadBundle
@@ -40,7 +39,7 @@ class Pairing:
     """All pair exchanges of one peer, one at a time per stream."""
 
     def __init__(self, context: PeerContext) -> None:
-        self._context, self._bundles = context, Bundles(context)
+        self._context = context
         self._streams: dict[str, Stream] = {}
         self.streams = MappingProxyType(self._streams)
         self._current: dict[str, Pair] = {}
@@ -66,10 +65,6 @@ class Pairing:
         self._streams[stream.name] = stream
         self._rounds[stream.name] = after_round + 1
         self._seen[stream.name] = after_round
-
-    def stream(self, name: str) -> Stream:
-        """Return an open stream."""
-        return self._streams[name]
 
     def abandon(self) -> tuple[str, ...]:
         """End all exchanges after a change of chain; return the names of the streams to reopen."""
@@ -184,7 +179,8 @@ class Pairing:
         assert pair.theirs is not None
         offer = pair.theirs
         fits = len(offer.digests) == len(offer.sizes) == stream.terms.bundles and all(
-            self._bundles.fits(stream, bundle, size) for bundle, size in enumerate(offer.sizes)
+            self._context.bundles.fits(stream, bundle, size)
+            for bundle, size in enumerate(offer.sizes)
         )
         fetches = (
             self._fetch_bundle(stream, pair, bundle) for bundle in range(stream.terms.bundles)
@@ -202,7 +198,7 @@ class Pairing:
         # No longer than the pair lasts: after that its partner's payload is of no use.
         left_s, pin = pair.ends_s - self._context.now(), work_pin(pair.key)
         fetch = functools.partial(
-            self._bundles.fetch, stream, bundle, entry, lambda: [pair.partner], pin, left_s
+            self._context.bundles.fetch, stream, bundle, entry, lambda: [pair.partner], pin, left_s
         )
         try:
             if left_s <= 0 or not await fetch():
@@ -210,7 +206,7 @@ class Pairing:
             if pair.stage == "done":  # over meanwhile, so no other code releases it
                 self._context.store.release(pin)
                 return False
-            intact = await self._bundles.check(stream, pair.key.round, bundle, entry[0])
+            intact = await self._context.bundles.check(stream, pair.key.round, bundle, entry[0])
         except BadBundle:
             intact = False
         self._context.counters["corrupt payloads"] += not intact
@@ -234,7 +230,7 @@ class Pairing:
             peer: tuple(
                 shard
                 for bundle, digest in enumerate(entry.digests)
-                for shard in self._bundles.shards(stream, bundle, digest)
+                for shard in self._context.bundles.shards(stream, bundle, digest)
             )
             for peer, entry in sorted(offers.items())
         }

@@ -22,7 +22,6 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.branching import Branching
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
 from farflock.swarm.peer.context import PeerContext
@@ -231,13 +230,12 @@ class Peer:
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
-        exchanges: Pairing | Rounds = self.pairing if name in self.pairing.streams else self.rounds
-        cut = exchanges.stream(name).terms.cut
-        bundles = Bundles(self.context).put(cut, shards, work_pin(key))
+        paired = self.pairing.streams.get(name)
+        stream = paired or self.rounds.streams[name].stream
+        bundles = self.context.bundles.put(stream.terms.cut, shards, work_pin(key))
         digests, sizes = tuple(digest for digest, _ in bundles), tuple(size for _, size in bundles)
-        return await exchanges.exchange(
-            name, Offer(key, bytes(32), digests, sizes, weight, tokens, state)
-        )
+        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
+        return await (self.pairing if paired else self.rounds).exchange(name, offer)
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """Return a decided collective round from the log; None if there is none."""

@@ -12,9 +12,9 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
@@ -98,7 +98,6 @@ class RoundLog:
 
     def __init__(self, context: PeerContext, machines: dict[Key, Any]) -> None:
         self._context, self._machines = context, machines
-        self._bundles = Bundles(context)
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """Log a decided round as the stream's newest, and drop the oldest from a full log."""
@@ -167,10 +166,10 @@ class RoundLog:
         for item in entry.close.items:
             # Only what is here: a voter may have none of it.
             bundle = item.index % state.stream.terms.bundles
-            self._bundles.pin(state.stream, bundle, item.digest, key)
+            self._context.bundles.pin(state.stream, bundle, item.digest, key)
         self._context.store.release(work_pin(key))
         entry.complete = True
-        state.resolve(number, outcome(state.stream, number, entry, self._bundles))
+        state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""
@@ -190,7 +189,7 @@ def work_pin(key: Key) -> tuple[str, Key]:
     return ("work", key)
 
 
-def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: Bundles) -> RoundOutcome:
+def outcome(stream: Stream, number: int, logged: LoggedRound, bundles: BundleStore) -> RoundOutcome:
     """Return the outcome for this peer of a decided round whose content is in the store."""
     close, group = logged.close, logged.group
     bare = RoundOutcome(

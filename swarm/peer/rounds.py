@@ -32,7 +32,6 @@ from farflock.swarm.messages import (
     Propose,
     Reduced,
 )
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import (
@@ -83,10 +82,6 @@ class Rounds:
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
             self._context.staged |= stream.stage is not None
 
-    def stream(self, name: str) -> Stream:
-        """Return an open stream."""
-        return self._streams[name].stream
-
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""
         state, number = self._streams[name], offer.key.round
@@ -113,7 +108,7 @@ class Rounds:
         entry = state.log.get(number)
         if entry is None or not entry.complete:
             return None
-        return outcome(state.stream, number, entry, Bundles(self._context))
+        return outcome(state.stream, number, entry, self._context.bundles)
 
     def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """Return the last shards of a decided round, or their reduction; empty if the round failed.
@@ -328,7 +323,7 @@ class OpenRounds:
         catch_up: CatchUp,
     ) -> None:
         self._context, self._streams, self._machines = context, streams, machines
-        self._log, self._catch_up, self._bundles = log, catch_up, Bundles(context)
+        self._log, self._catch_up = log, catch_up
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and release what they held."""
@@ -452,7 +447,7 @@ class OpenRounds:
             state.stream.terms,
             self._context.now(),
             None if state.skipped else state.tokens,
-            lambda bundle, digest: self._bundles.pin_held(
+            lambda bundle, digest: self._context.bundles.pin_held(
                 state.stream, bundle, digest, work_pin(key)
             ),
             holds_back,
@@ -518,7 +513,7 @@ class OpenRounds:
                 self._context.send(machine.roster.peers[member], message)
 
     async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
-        fits = self._bundles.fits(stream, wanted.bundle, wanted.size)
+        fits = self._context.bundles.fits(stream, wanted.bundle, wanted.size)
         # Decided content is needed after the deadline too, so short deadlines do not bound a fetch.
         timeout_s = max(FETCH_TIMEOUT_S, stream.terms.deadline_s)
 
@@ -526,7 +521,9 @@ class OpenRounds:
             return [machine.roster.peers[member] for member in wanted.holders()]
 
         entry, pin = (wanted.digest, wanted.size), work_pin(machine.key)
-        fetch = functools.partial(self._bundles.fetch, stream, wanted.bundle, entry, holders)
+        fetch = functools.partial(
+            self._context.bundles.fetch, stream, wanted.bundle, entry, holders
+        )
         try:
             there = fits and await fetch(pin, timeout_s)
         except BadBundle:
@@ -536,7 +533,9 @@ class OpenRounds:
         corrupt = not fits
         if there and stream.terms.kind == "gather":
             number = machine.key.round
-            corrupt = not await self._bundles.check(stream, number, wanted.bundle, wanted.digest)
+            corrupt = not await self._context.bundles.check(
+                stream, number, wanted.bundle, wanted.digest
+            )
         if not there:
             await asyncio.sleep(STALL_S / 2)  # the machine asks again at once
         machine.fetched(self._context.now(), wanted.digest, intact=there, corrupt=corrupt)
@@ -545,7 +544,7 @@ class OpenRounds:
     async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
         peers, pin = machine.roster.peers, work_pin(machine.key)
         inputs = [(peers[member], weight, digest) for member, weight, digest in wanted.inputs]
-        entry, rejections = await self._bundles.reduce(
+        entry, rejections = await self._context.bundles.reduce(
             stream, machine.key.round, wanted.bundle, inputs, pin
         )
         if self._is_too_late(machine):

@@ -20,7 +20,7 @@ from farflock.swarm.peer.context import PeerContext
 ASK_EVERY_S = 1.0  # queries and offers may be lost
 SETTLE_S = 0.5  # wait after the first offer for others to compare it with
 MAX_LISTED = 65_536  # chunks in one listing, which is a chunk itself
-MAX_LISTINGS = 64  # of one snapshot, which then has up to 16 TiB
+MAX_LISTINGS = 64  # of one snapshot
 PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
 MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
 MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first

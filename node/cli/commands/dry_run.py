@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.swarm.messages import MAX_MEMBERS
+
 if TYPE_CHECKING:
     from farflock.node.run.manifest import Manifest
     from farflock.node.train.run_size import StreamSize
 
-MAX_MEMBERS = 64
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", re.IGNORECASE)
 _PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
 HOUR_S = 3600.0

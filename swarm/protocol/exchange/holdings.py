@@ -15,7 +15,7 @@ _CHANGE = struct.Struct("<I8s")
 RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 COLLECT_S = 2.0  # between reports while holdings grow, so that each has many changes
 
-Change = tuple[int, bytes]
+HoldingsChange = tuple[int, bytes]
 
 
 class Holdings:
@@ -26,7 +26,7 @@ class Holdings:
         key: Key,
         view: bytes,
         others: Sequence[int],
-        changes: Sequence[Change],
+        changes: Sequence[HoldingsChange],
         started_s: float,
     ) -> None:
         self._key, self._view, self._others, self._changes = key, view, others, changes
@@ -37,7 +37,7 @@ class Holdings:
         self._unanswered: set[int] = set()  # members that sent news, or sent it again
         self.offered: set[int] = set()  # members that have our offer
 
-    def hear(self, member: int, message: Holds) -> list[Change]:
+    def hear(self, member: int, message: Holds) -> list[HoldingsChange]:
         """Note a report; return the changes that were not known here."""
         self._confirmed[member] = min(message.known, len(self._changes))
         if message.offered:
@@ -73,7 +73,7 @@ class Holdings:
             )
         return sends
 
-    def _due(self, member: int, now_s: float, at_once: bool) -> Sequence[Change] | None:
+    def _due(self, member: int, now_s: float, at_once: bool) -> Sequence[HoldingsChange] | None:
         """Return the changes to send to a member now, perhaps none; None to send nothing."""
         first, count = self._confirmed[member], len(self._changes)
         waited_s = now_s - self._sent_s[member]
@@ -87,7 +87,7 @@ class Holdings:
         return changes
 
 
-def _changes_of(raw: bytes) -> list[Change]:
+def _changes_of(raw: bytes) -> list[HoldingsChange]:
     """Return the changes in a message; a rest that is too short for one is ignored."""
     whole = len(raw) // _CHANGE.size * _CHANGE.size
     return list(_CHANGE.iter_unpack(raw[:whole]))

@@ -1,4 +1,4 @@
-"""The sizes of a run's exchanges against what nodes encode, and for models that no machine holds."""
+"""The sizes of a run's exchanges: those of what nodes encode, and of models that none holds."""
 
 import math
 

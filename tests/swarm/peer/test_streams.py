@@ -1,15 +1,14 @@
 """The outcome of a decided round for a peer, from its close list and the chunks alone."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds.collective import one_shard_each
 
+from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.chunks import Store
+from farflock.swarm.compute import inline
 from farflock.swarm.messages import Decided, Key
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.peer.round_log import LoggedRound, outcome, work_pin
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.bundles import (
@@ -22,7 +21,7 @@ from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 
 
 def outcome_of(stream, number, entry, store):
-    return outcome(stream, number, entry, Bundles(SimpleNamespace(store=store)))
+    return outcome(stream, number, entry, BundleStore(store, None, inline))
 
 
 GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.chunks import Store, digest_of
 from farflock.swarm.compute import inline
-from farflock.swarm.peer.bundles import Bundles
 from farflock.swarm.protocol.exchange.bundles import BadBundle, BundleCut, encode_list
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
@@ -55,14 +55,14 @@ class Fetcher:
 @pytest.fixture
 def here():
     store = Store(0)
-    context = SimpleNamespace(store=store, compute=inline, chunks=Fetcher(store, {}))
-    return SimpleNamespace(store=store, chunks=context.chunks, bundles=Bundles(context))
+    chunks = Fetcher(store, {})
+    return SimpleNamespace(store=store, chunks=chunks, bundles=BundleStore(store, chunks, inline))
 
 
 def offered(here, cut, shards):
     """The bundles of these shards, at another peer."""
     there = Store(10**6)
-    entries = Bundles(SimpleNamespace(store=there)).put(cut, shards, "offer")
+    entries = BundleStore(there, None, inline).put(cut, shards, "offer")
     here.chunks.others = {digest: there.get(digest) for digest in there.pinned("offer")}
     return entries
 

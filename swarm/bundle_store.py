@@ -9,8 +9,9 @@ import collections
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+from farflock.swarm.chunks import Chunks, Store
+from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.bundles import (
     BadBundle,
     BundleCut,
@@ -23,19 +24,19 @@ from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 
 FETCHES = 16  # shards of one bundle under way at once; more would only wait for the line
 
-Holders = Callable[[], Sequence[PeerId]]
+PeersToAsk = Callable[[], Sequence[PeerId]]
 
 
-class Bundles:
+class BundleStore:
     """The bundles of one peer's exchanges, as chunks of its store."""
 
-    def __init__(self, context: PeerContext) -> None:
-        self._context = context
+    def __init__(self, store: Store, chunks: Chunks, compute: Compute) -> None:
+        self._store, self._chunks, self._compute = store, chunks, compute
 
     def put(self, cut: BundleCut, shards: Sequence[bytes], pin: Hashable) -> tuple[Entry, ...]:
         """Keep a contribution until `pin` is released; return the digest and size of each
         bundle."""
-        store = self._context.store
+        store = self._store
         entries = [(store.put(shard, pin), len(shard)) for shard in shards]
         return tuple(
             self.put_list([entries[shard] for shard in cut.shards_of(bundle)], pin)
@@ -47,7 +48,7 @@ class Bundles:
         if len(entries) == 1:
             return entries[0]
         listed = encode_list(entries)
-        return self._context.store.put(listed, pin), len(listed)
+        return self._store.put(listed, pin), len(listed)
 
     def fits(self, stream: Stream, bundle: int, size: int) -> bool:
         """Return whether a correct member could announce this size for a bundle."""
@@ -56,27 +57,27 @@ class Bundles:
 
     def pin_held(self, stream: Stream, bundle: int, digest: bytes, pin: Hashable) -> bool:
         """Return whether a whole bundle is here; keep it until `pin` is released if so."""
-        digests = self._chunks(stream, bundle, digest)
-        if any(chunk not in self._context.store for chunk in digests):
+        digests = self._digests(stream, bundle, digest)
+        if any(chunk not in self._store for chunk in digests):
             return False
         for chunk in digests:
-            self._context.store.pin(chunk, pin)
+            self._store.pin(chunk, pin)
         return True
 
     def pin(self, stream: Stream, bundle: int, digest: bytes, pin: Hashable) -> None:
         """Keep what is here of a bundle until `pin` is released."""
-        for chunk in self._chunks(stream, bundle, digest):
-            self._context.store.pin(chunk, pin)
+        for chunk in self._digests(stream, bundle, digest):
+            self._store.pin(chunk, pin)
 
     def shards(self, stream: Stream, bundle: int, digest: bytes) -> Iterator[bytes]:
         """Yield the shards of a bundle that is here."""
         for chunk, _ in self.entries(stream, bundle, digest):
-            yield self._context.store.get(chunk) or b""
+            yield self._store.get(chunk) or b""
 
     def entries(self, stream: Stream, bundle: int, digest: bytes) -> list[Entry]:
         """Return the shards of a bundle whose list is here; raise `BadBundle` for a wrong list."""
         shards = stream.terms.cut.shards_of(bundle)
-        data = self._context.store.get(digest) or b""
+        data = self._store.get(digest) or b""
         if len(shards) == 1:
             return [(digest, len(data))]
         return decode_list(data, len(shards), stream.max_shard_bytes)
@@ -86,7 +87,7 @@ class Bundles:
         stream: Stream,
         bundle: int,
         entry: Entry,
-        holders: Holders,
+        holders: PeersToAsk,
         pin: Hashable,
         timeout_s: float,
         *,
@@ -96,7 +97,7 @@ class Bundles:
 
         Chunks that arrived stay pinned, so that a later call goes on from them. Raise `BadBundle`
         if its list is wrong."""
-        fetch = self._context.chunks.fetch
+        fetch = self._chunks.fetch
         if not await fetch(*entry, holders, pin, timeout_s, final=final):
             return False
         if len(stream.terms.cut.shards_of(bundle)) == 1:
@@ -121,7 +122,7 @@ class Bundles:
         )
         for shard, data in shards:
             check = functools.partial(stream.check, round_number, shard, data)
-            if not await self._context.compute(check):
+            if not await self._compute(check):
                 return False
         return True
 
@@ -146,11 +147,11 @@ class Bundles:
         while len(entries) < len(shards):
             place = len(entries)
             payloads = [
-                (peer, weight, self._context.store.get(chunks[place][0]) or b"")
+                (peer, weight, self._store.get(chunks[place][0]) or b"")
                 for peer, weight, chunks in usable
             ]
             work = functools.partial(stream.reduce, round_number, shards[place], payloads)
-            reduction: Reduction = await self._context.compute(work)
+            reduction: Reduction = await self._compute(work)
             rejected += reduction.rejected
             if reduction.data is None:
                 return None, tuple(rejected)
@@ -158,13 +159,13 @@ class Bundles:
             if reduction.rejected and place:
                 entries.clear()  # the shards before have contributions of peers rejected now
             else:
-                entries.append((self._context.store.put(reduction.data, pin), len(reduction.data)))
+                entries.append((self._store.put(reduction.data, pin), len(reduction.data)))
         return self.put_list(entries, pin), tuple(rejected)
 
-    def _chunks(self, stream: Stream, bundle: int, digest: bytes) -> Iterable[bytes]:
+    def _digests(self, stream: Stream, bundle: int, digest: bytes) -> Iterable[bytes]:
         """Return the chunks of a bundle, as far as they are known here."""
         chunks = [digest]
-        if len(stream.terms.cut.shards_of(bundle)) > 1 and digest in self._context.store:
+        if len(stream.terms.cut.shards_of(bundle)) > 1 and digest in self._store:
             try:
                 chunks += [shard for shard, _ in self.entries(stream, bundle, digest)]
             except BadBundle:
