@@ -110,13 +110,14 @@ class Reduced(_InView, frozen=True, tag="reduced"):
 class Holds(_InView, frozen=True, tag="holds"):
     """Changes of the sender's holdings, from its change `first` on; 12 bytes each: a place, and
     the first 8 bytes of the digest there (zeros: nothing). `known` is how many of the receiver's
-    changes the sender knows, `offered` whether it has the receiver's offer
-    (swarm/protocol/exchange/holdings.py)."""
+    changes the sender knows, `offered` whether it has the receiver's offer; unless it `asks`, it
+    only answers (swarm/protocol/exchange/holdings.py)."""
 
     first: Count
     changes: Annotated[bytes, msgspec.Meta(max_length=12 * MAX_CHANGES)]
     known: Count = 0
     offered: bool = False
+    asks: bool = True
 
 
 class Tally(_Message, frozen=True, tag="tally"):

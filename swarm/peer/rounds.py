@@ -22,7 +22,6 @@ from farflock.swarm.messages import (
     ContentMessage,
     Decided,
     Forgotten,
-    Holds,
     Key,
     LogMessage,
     LogQuery,
@@ -30,7 +29,6 @@ from farflock.swarm.messages import (
     PaxosMessage,
     Prepare,
     Propose,
-    Reduced,
 )
 from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
@@ -45,6 +43,7 @@ from farflock.swarm.peer.round_log import (
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_bundles
+from farflock.swarm.protocol.exchange.closing import calls_for_decision
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
@@ -356,7 +355,7 @@ class OpenRounds:
         state.seen = max(state.seen, message.key.round)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
-            if isinstance(message, Offer | Reduced | Holds | Prepare | Propose):
+            if isinstance(message, Prepare | Propose) or calls_for_decision(message):
                 self._context.send(sender, entry.decided)
             return
         machine = self.begin(state, message.key, view)

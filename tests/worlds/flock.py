@@ -129,7 +129,8 @@ class Node:
         self.begin()
 
     async def step(self):
-        number, name = self.applied + 1, name_of(self.stage)
+        # A test may take the stage away while an exchange is on its way.
+        stage, number, name = self.stage, self.applied + 1, name_of(self.stage)
         outcome = self.peer.decided(name, number)
         mine = None
         if outcome is None:
@@ -143,7 +144,7 @@ class Node:
             return
         assert outcome.key.round == number
         self.applied, self.tokens = number, outcome.tokens
-        self.flock.take_in(self, outcome, mine)
+        self.flock.take_in(stage, outcome, mine)
 
 
 class Flock:
@@ -185,8 +186,8 @@ class Flock:
     def newest(self, stage):
         return max(self.results[stage], default=-1)
 
-    def take_in(self, node, outcome, mine):
-        stage, number, contents = node.stage, outcome.key.round, outcome.reduced or ()
+    def take_in(self, stage, outcome, mine):
+        number, contents = outcome.key.round, outcome.reduced or ()
         names = tuple(json.loads(contents[0])["names"]) if contents else ()
         for shard, content in enumerate(contents):
             assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}

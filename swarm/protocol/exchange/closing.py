@@ -131,7 +131,7 @@ class Closing:
     def remind(self, sender: int, message: Message) -> Sends:
         """Answer a member that does not know yet that the exchange is decided."""
         answer = self.decision.receive(sender, message)
-        if not answer and isinstance(message, Offer | Holds | Reduced):
+        if not answer and calls_for_decision(message):
             return [(sender, self.decision.announcement())]
         return answer
 
@@ -177,3 +177,10 @@ class Closing:
     def _included(self, items: tuple[RoundItem, ...]) -> list[int]:
         members = range(len(self._roster.peers))
         return [member for member in members if any(has(item, member) for item in items)]
+
+
+def calls_for_decision(message: Message) -> bool:
+    """Return whether the sender of a message about content must be told that the round is decided.
+
+    A report that only answers was sent before its sender could hear of the decision."""
+    return isinstance(message, Offer | Reduced) or (isinstance(message, Holds) and message.asks)

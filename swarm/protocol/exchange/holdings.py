@@ -68,9 +68,10 @@ class Holdings:
             self._unanswered.discard(member)
             first, known = self._confirmed[member], self._known[member]
             raw = b"".join(_CHANGE.pack(*change) for change in changes or ())
-            sends.append(
-                (member, Holds(self._key, self._view, first, raw, known, member in offers))
+            report = Holds(
+                self._key, self._view, first, raw, known, member in offers, changes is not None
             )
+            sends.append((member, report))
         return sends
 
     def _due(self, member: int, now_s: float, at_once: bool) -> Sequence[HoldingsChange] | None:

@@ -5,6 +5,7 @@ import asyncio
 
 import msgspec
 import pytest
+from worlds.collective import one_shard_each
 from worlds.tasks import Spawner
 from worlds.waiting import now
 
@@ -54,7 +55,7 @@ class Peer:
         self.check = lambda number, shard, data: True
         self.stream = Stream(
             NAME,
-            RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
+            one_shard_each(RoundTerms("gather", SHARDS, DEADLINE_S, group=2)),
             SHARD_BYTES,
             lambda *_: Reduction(None),
             self.checked,

@@ -2,6 +2,7 @@
 it cannot."""
 
 import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -258,13 +259,15 @@ async def test_a_large_snapshot_has_listings_of_listings(world):
 def test_listings_that_nest_deeper_or_are_too_many_are_refused(listings):
     @in_a_world
     async def refused(world):
-        host = world.peer("a").serve(snapshot())
+        host = world.peer("a")
         inner = msgspec.msgpack.encode(Listing((), listings=listings == 2))
         entry = host.store.put(inner, "pin"), len(inner)
-        raw = msgspec.msgpack.encode(Listing((entry,) * listings, listings=True))
-        wrong = host.snapshots._put(NAME, snapshot(), "pin")
-        wrong = msgspec.structs.replace(wrong, digest=host.store.put(raw, "pin"), size=len(raw))
-        host.snapshots._put = lambda *_: wrong
+        outer = msgspec.msgpack.encode(Listing((entry,) * listings, listings=True))
+        digest, view = host.store.put(outer, "pin"), host.context.views.newest.hash
+        offer = StateOffer(NAME, view, 7, b"state", digest, len(outer), 0)
+        host.snapshots = SimpleNamespace(
+            receive=lambda sender, query: host.context.send(sender, offer)
+        )
         with pytest.raises(SnapshotUnavailable):
             await world.joiner.fetch(timeout_s=10.0)
         assert world.joiner.context.counters["dropped: snapshot listing too deep"]
