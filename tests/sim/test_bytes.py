@@ -31,9 +31,10 @@ from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 PEERS = 4
-SHARD_VALUES = 16 * 4096  # less than usual, so that there are two shards of few values
+SEGMENT_VALUES = 16 * 4096  # each is a shard here, so that there are two of few values
 SIZES = {"a": 16 * 4096, "b": 8 * 4096}
 A, B, P = SIZES["a"], SIZES["b"], sum(SIZES.values())
+LISTED = 36  # a shard in the list of a bundle: its digest and size
 LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
@@ -71,7 +72,9 @@ def mean(out, back, *counts):
 
 
 def gather(out, *counts):
-    return PEERS * (PEERS - 1) * payload(out, *counts)
+    """A contribution of several shards is one bundle, which has a list."""
+    listed = LISTED * len(counts) if len(counts) > 1 else 0
+    return PEERS * (PEERS - 1) * (payload(out, *counts) + listed)
 
 
 def pairs(out, *counts):
@@ -263,7 +266,8 @@ def formula_of(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_transport_counts_the_formulas_bytes_and_a_bounded_control_traffic(monkeypatch, name):
-    monkeypatch.setattr(wire, "SHARD_VALUES", SHARD_VALUES)
+    monkeypatch.setattr(wire, "SEGMENT_VALUES", SEGMENT_VALUES)
+    monkeypatch.setattr(wire, "SHARD_BYTES", 0)
     options, formula = formula_of(name)
 
     async def whole():

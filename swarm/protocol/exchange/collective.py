@@ -67,7 +67,7 @@ class Collective:
         self._terms, self.content = terms, kind(context)
         self.closing = Closing(context, self.content, prior_tokens, holds_back)
         changes = self.content.availability.changes
-        self._holdings = Holdings(key, view, roster.others, changes, started_s)
+        self._holdings = Holdings(key, view, roster.others, changes, started_s, terms.deadline_s)
         self._sent_s = 0.0
         self._rely_on_the_living()
 

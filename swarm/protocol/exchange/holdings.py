@@ -13,7 +13,11 @@ from farflock.swarm.messages import MAX_CHANGES, Holds, Key, Message
 # A place, and the first bytes of the digest that is now held there (zeros: nothing).
 _CHANGE = struct.Struct("<I8s")
 RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
-COLLECT_S = 2.0  # between reports while holdings grow, so that each has many changes
+CONFIRM_S = 0.2  # a report is small, and repeated only until it is confirmed
+# Between reports while holdings grow, so that each has many changes: a share of the deadline, within
+# these bounds.
+COLLECT = 0.05
+MAX_COLLECT_S = 2.0
 
 HoldingsChange = tuple[int, bytes]
 
@@ -28,12 +32,14 @@ class Holdings:
         others: Sequence[int],
         changes: Sequence[HoldingsChange],
         started_s: float,
+        deadline_s: float,
     ) -> None:
         self._key, self._view, self._others, self._changes = key, view, others, changes
         self._known = dict.fromkeys(others, 0)  # of each other member's changes, here
         self._confirmed = dict.fromkeys(others, 0)  # of ours, there
         self._sent = dict.fromkeys(others, 0)  # of ours, on their way or there
         self._sent_s = dict.fromkeys(others, started_s)
+        self._collect_s = min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
         self._unanswered: set[int] = set()  # members that sent news, or sent it again
         self.offered: set[int] = set()  # members that have our offer
 
@@ -79,9 +85,9 @@ class Holdings:
         first, count = self._confirmed[member], len(self._changes)
         waited_s = now_s - self._sent_s[member]
         news = count > self._sent[member] and at_once
-        again = self._sent[member] > first and waited_s >= RESEND_S
+        again = self._sent[member] > first and waited_s >= CONFIRM_S
         # Even without news: if the round is decided, the answer says so.
-        if not (news or again or waited_s >= COLLECT_S):
+        if not (news or again or waited_s >= self._collect_s):
             return None
         changes = self._changes[first : first + MAX_CHANGES]
         self._sent[member], self._sent_s[member] = first + len(changes), now_s

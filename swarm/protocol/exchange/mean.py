@@ -27,6 +27,7 @@ from farflock.swarm.protocol.transitions import after
 # Fraction of the deadline after which a live but silent reducer is replaced: after `SOFT`, when it
 # should have begun, and early enough for another to reduce and be heard.
 LATE_REDUCER = 0.7
+QUICK_RESENDS = 8  # of a reduction, before they become rarer
 MAX_RESEND_S = 8.0
 
 BundleState = Literal["idle", "reducing", "announced"]
@@ -57,8 +58,8 @@ class Mean(Content):
         # By bundle, for those that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._results: dict[int, Reduced] = {}  # in order of announcement
-        # By bundle, when to repeat the announcement, and how much longer to wait after that.
-        self._repeats_s: dict[int, tuple[float, float]] = {}
+        # By bundle, when to repeat the announcement next, and how often it was repeated.
+        self._repeats: dict[int, tuple[float, int]] = {}
         # By missing contribution, the bundles that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # bundles that may have become reducible
@@ -84,7 +85,7 @@ class Mean(Content):
         self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
         self.availability.hold(digest)
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
-        self._repeats_s.pop(bundle, None)
+        self._repeats.pop(bundle, None)
         message = self._results[bundle] = Reduced(
             context.key, context.view, bundle, digest, size, mask
         )
@@ -124,9 +125,10 @@ class Mean(Content):
         Less and less often, for a member may know of a bundle and still be fetching it."""
         sends: list[tuple[int, Message]] = []
         for bundle, message in self._results.items():
-            due_s, wait_s = self._repeats_s.get(bundle, (now_s, RESEND_S))
+            due_s, count = self._repeats.get(bundle, (now_s, 0))
             if now_s >= due_s:
-                self._repeats_s[bundle] = (now_s + wait_s, min(2 * wait_s, MAX_RESEND_S))
+                wait_s = min(RESEND_S * 2.0 ** max(count - QUICK_RESENDS, 0), MAX_RESEND_S)
+                self._repeats[bundle] = (now_s + wait_s, count + 1)
                 holders = {self._roster.me, *self.availability.said(item_of(message))}
                 sends += [(other, message) for other in self._roster.others if other not in holders]
         return sends

@@ -8,7 +8,7 @@ import torch
 from farflock.compression.catalog import CODECS
 from farflock.experiments.bench import codec
 from farflock.node.errors import Usage
-from farflock.node.train.shards import SHARD_VALUES, ShardLayout
+from farflock.node.train.shards import SEGMENT_VALUES, ShardLayout
 
 LEAST_BITS = {
     **{"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 4.5, "fp4": 4.125, "sign": 1.125},
@@ -57,7 +57,7 @@ def test_a_codec_that_is_not_there_is_a_usage_error_with_the_nearest(quick):
 
 
 def test_both_ways_through_a_codec_see_the_whole_buffer(monkeypatch):
-    values = torch.randn(2 * SHARD_VALUES, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(2 * SEGMENT_VALUES, generator=torch.Generator().manual_seed(1))
     raw = CODECS["fp32"]()
     shards = codec.Shards(
         raw, ShardLayout.of({"x": tuple(values.shape)}, raw), values, torch.zeros_like(values)

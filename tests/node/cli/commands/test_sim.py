@@ -62,7 +62,7 @@ def test_of_all_frames_the_named_share_is_lost(farflock, monkeypatch):
             return self.lines[-1]
 
     monkeypatch.setattr(simulation, "SimNetwork", Kept)
-    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=8192")
+    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=12288")
     facts(farflock, "--peers", "5", *weather)
     (network,) = networks
     frames = sum(line.sent_frames for line in network.lines)

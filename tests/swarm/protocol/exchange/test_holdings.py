@@ -5,7 +5,7 @@ import random
 import pytest
 
 from farflock.swarm.messages import MAX_CHANGES, Holds, Key
-from farflock.swarm.protocol.exchange.holdings import COLLECT_S, RESEND_S, Holdings
+from farflock.swarm.protocol.exchange.holdings import CONFIRM_S, MAX_COLLECT_S, Holdings
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 
@@ -19,7 +19,7 @@ class Side:
 
     def __init__(self, me):
         self.me, self.other, self.changes, self.heard = me, 1 - me, [], {}
-        self.holdings = Holdings(KEY, VIEW, [self.other], self.changes, 0.0)
+        self.holdings = Holdings(KEY, VIEW, [self.other], self.changes, 0.0, 100.0)
 
     def hear(self, message):
         fresh = self.holdings.hear(self.other, message)
@@ -58,7 +58,7 @@ def test_news_goes_out_once_and_is_sent_again_only_until_it_is_confirmed(sides):
     a.changes += [change(0, 1), change(1, 2)]
     (said,) = a.says(0.1)
     assert a.says(0.2) == []
-    assert a.says(0.1 + RESEND_S) == [said]
+    assert a.says(0.1 + CONFIRM_S) == [said]
     assert b.hear(said) == [change(0, 1), change(1, 2)]
     (answer,) = b.says(0.7, offers=[0])
     assert (answer.changes, answer.known, answer.offered) == (b"", 2, True)
@@ -79,7 +79,7 @@ def test_holdings_that_grow_are_collected(sides):
         sent += a.says(tick / 10, at_once=False)
         for message in sent[-1:]:
             a.hear(Holds(KEY, VIEW, 0, b"", message.first + len(message.changes) // 12))
-    assert len(sent) == 6 / COLLECT_S
+    assert len(sent) == 6 / MAX_COLLECT_S
 
 
 def test_a_member_without_news_asks_now_and_then_whether_it_is_over(sides):
