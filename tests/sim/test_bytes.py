@@ -15,6 +15,7 @@ import pytest
 import torch
 from worlds.waiting import until
 
+from farflock.compression.catalog import codec
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingReplica
 from farflock.node.simulate.population import Population
@@ -31,7 +32,7 @@ from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 PEERS = 4
-SEGMENT_VALUES = 16 * 4096  # each is a shard here, so that there are two of few values
+SEGMENT_VALUES = 16 * 4096  # less than usual, so that there are two shards of few values
 SIZES = {"a": 16 * 4096, "b": 8 * 4096}
 A, B, P = SIZES["a"], SIZES["b"], sum(SIZES.values())
 LISTED = 36  # a shard in the list of a bundle: its digest and size
@@ -73,7 +74,12 @@ def mean(out, back, *counts):
 
 def gather(out, *counts):
     """A contribution of several shards is one bundle, which has a list."""
-    listed = LISTED * len(counts) if len(counts) > 1 else 0
+    shards, room = 0, 0
+    for count in counts:
+        if count > room:
+            shards, room = shards + 1, A
+        room -= count
+    listed = LISTED * shards if shards > 1 else 0
     return PEERS * (PEERS - 1) * (payload(out, *counts) + listed)
 
 
@@ -264,11 +270,19 @@ def formula_of(name):
     return specimens_formula(options, Large(name, options).streams())
 
 
+def shard_bytes(stream):
+    """The room of a shard that the first tensor fills; the rest, with small ones, has another."""
+    codecs = [stream.codec] + [stream.return_codec] * (stream.kind == "mean")
+    return max(codec(name).max_bytes(A) for name in codecs)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_transport_counts_the_formulas_bytes_and_a_bounded_control_traffic(monkeypatch, name):
-    monkeypatch.setattr(wire, "SEGMENT_VALUES", SEGMENT_VALUES)
-    monkeypatch.setattr(wire, "SHARD_BYTES", 0)
     options, formula = formula_of(name)
+    streams = Large(name, options).streams()
+    monkeypatch.setattr(wire, "SEGMENT_VALUES", SEGMENT_VALUES)
+    large = [one for one in streams if sum(x.numel() for x in one.tensors.values()) > A // 16]
+    monkeypatch.setattr(wire, "SHARD_BYTES", max(map(shard_bytes, large), default=0))
 
     async def whole():
         run = Counted(Large(name, options))

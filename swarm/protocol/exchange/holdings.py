@@ -14,8 +14,8 @@ from farflock.swarm.messages import MAX_CHANGES, Holds, Key, Message
 _CHANGE = struct.Struct("<I8s")
 RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 CONFIRM_S = 0.2  # a report is small, and repeated only until it is confirmed
-# Between reports while holdings grow, so that each has many changes: a share of the deadline, within
-# these bounds.
+# Between reports while holdings grow, so that each has many changes: a share of the deadline, at
+# least `RESEND_S` and at most `MAX_COLLECT_S`.
 COLLECT = 0.05
 MAX_COLLECT_S = 2.0
 
