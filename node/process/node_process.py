@@ -257,15 +257,13 @@ async def found(
         stage, trains = founders(machine.role, pipeline)
         saved = last_of_part(machine.folder, run, pipeline, stage)
     known = AddressCache(machine.folder).read(run)
-    if saved is not None and known is not None and not _ended(saved, manifest):
+    # Without a checkpoint too: its run may live on, and must not begin a second time.
+    if known is not None and (saved is None or not _ended(saved, manifest)):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (RefusedByRun, DirectoryUnreachable) as reason:
-            log.info(
-                "no other member can be reached, so the run resumes from step %d: %s",
-                saved.step,
-                reason,
-            )
+            goes_on = "begins again" if saved is None else f"resumes from step {saved.step}"
+            log.info("no other member can be reached, so the run %s: %s", goes_on, reason)
     try:
         return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
     except LifeOver as reason:
