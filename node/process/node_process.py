@@ -259,6 +259,7 @@ async def found(
         stage, trains = founders(machine.role, pipeline)
         saved = last_of_part(machine.folder, run, pipeline, stage)
     known = AddressCache(machine.folder).read(run)
+    # Without a checkpoint too: its run may live on, and must not begin a second time.
     if known is not None and (saved is None or not _ended(saved, manifest)):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)

@@ -40,7 +40,8 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
 
 
 # 60 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
-@pytest.mark.parametrize("steps", [60, pytest.param(260, marks=pytest.mark.ci_more)])
+@pytest.mark.ci_more
+@pytest.mark.parametrize("steps", [60, 260])
 def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
     tmp_path: Path, steps: int
 ):

@@ -48,6 +48,7 @@ def assembled(plan, pieces):
     return model
 
 
+@pytest.mark.ci_more
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
     steps = 40
     # about half of a step's gradients may be a step late

@@ -42,13 +42,15 @@ class Nodes:
 
     def __init__(self, popen, folder: Path, **terms: int):
         self.popen, self.folder, self.processes = popen, folder, {}
+        self.checkpoint_s = 2
         self.manifest = folder / "run.toml"
         self.manifest.write_text(RUN.format(**terms))
 
     def start(self, name: str, *command: str):
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "status.json").unlink(missing_ok=True)
-        arguments = [*command, "--folder", str(self.folder / name), "--checkpoint-every", "2"]
+        every = ("--checkpoint-every", str(self.checkpoint_s))
+        arguments = [*command, "--folder", str(self.folder / name), *every]
         with open(self.folder / name / "log.txt", "ab") as log:
             self.processes[name] = self.popen(
                 [sys.executable, "-m", "farflock.node.cli", *arguments],
@@ -181,3 +183,23 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     }
     assert {event["peers"] for event in last.values()} == {3}
     assert len({swarm.model(name) for name in swarm.processes}) == 1
+
+
+@pytest.mark.ci_more
+def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_the_run_again(nodes):
+    swarm = nodes(tokens=240_000, peers=3)
+    swarm.checkpoint_s = 600
+    for name in ("founder", "b", "c"):
+        swarm.brake(name, 0.2)
+    swarm.found("founder")
+    invite = swarm.wait("founder", lambda status: status["invite"])["invite"]
+    for name in ("b", "c"):
+        swarm.start(name, "join", invite)
+    swarm.wait("founder", lambda status: status["step"] >= 10)
+    swarm.processes["founder"].kill()
+    swarm.processes["founder"].wait()
+    assert not list((swarm.folder / "founder" / "checkpoints").glob("step-*"))
+    swarm.found("founder")
+    swarm.wait("founder", lambda status: status["step"] > 0)
+    assert swarm.kinds("founder")[0] == "joined"
+    assert len(swarm.wait("founder", lambda status: status["is_member"])["members"]) == 3

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import functools
+import itertools
 import time
 
 import pytest
@@ -162,10 +163,13 @@ async def test_a_frame_over_the_limit_is_our_own_fault_and_raises(world):
 @on_all_links
 async def test_send_does_not_wait_even_for_a_peer_that_does_not_read(world):
     a, b = await acquainted(world, 1, 2)
-    begun_s = time.monotonic()
+    times_s = [time.monotonic()]
     for _ in range(5000):
         a.send(b.me, bytes(1000))
-    assert time.monotonic() - begun_s < 2.0
+        times_s.append(time.monotonic())
+    # A busy machine may stop this process now and then, but not at every call.
+    waits = sum(end_s - begin_s > 0.1 for begin_s, end_s in itertools.pairwise(times_s))
+    assert waits < 10
 
 
 @on_all_links
