@@ -37,7 +37,6 @@ class PeerContext:
     # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR
     progress_tokens: Callable[[], int] = lambda: 0  # used where no round agrees on tokens
-    staged: bool = False  # the run's model is cut into stages, so streams may belong to a stage
     given_up: dict[bytes, None] = field(default_factory=dict)  # given-up views, oldest first
     # The incarnation in which each member of the newest view was last heard.
     lives: dict[PeerId, int] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5  # half of `TAKEOVER_S`, so that a lost message rarely costs a turn
-HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
+HELD_S = 3.0  # a member held back from rounds for this long pushes the decision itself
 # Whole-model rounds from the last one begun to the new view's first: few of them must then wait for
 # the decision.
 ROUNDS_AHEAD = 2
@@ -172,9 +172,8 @@ class NextView:
             return
         if decision.decided is None:
             chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
-            staged = chain.newest.staged or self._context.staged
-            if chain.held is None and decision.promised[0] and staged:
-                chain.held, self._held_s = self._context.floor, self._context.now()
+            if chain.held is None and decision.promised[0]:
+                chain.held, self._held_s = ahead(self._context.floor), self._context.now()
             return
         ballot, proofs = decision.certificate
         chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))

@@ -175,6 +175,7 @@ class Peer:
         # Each look at which the others need this peer extends the stay, up to `until_s`.
         while not alone and now() < min(until_s, goes_s):
             goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s
+            self.membership.sync.repeat_newest()
             await asyncio.sleep(TICK_S)
 
     def _is_needed(self) -> bool:

@@ -79,7 +79,6 @@ class Rounds:
         if state is None or after > state.newest:
             self._forget(state)
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
-            self._context.staged |= stream.stage is not None
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""

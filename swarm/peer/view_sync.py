@@ -64,6 +64,14 @@ class ViewSync:
             self._sent[peer] = (chain.newest.number, after_number, now_s)
             self._context.send(peer, Views(known))
 
+    def repeat_newest(self) -> None:
+        """Send the newest view again to its members, if it has been decided to go on without this
+        peer: nobody else may know of it."""
+        newest = self._context.views.newest
+        if self._context.my_index(newest) is None:
+            for peer in newest.peers:
+                self.send_views(peer, newest.number - 1)
+
     def reconcile(self, peer: PeerId, digest: bytes) -> None:
         """Find out which side lags, after a message named a view that is not our newest."""
         chain = self._context.chain

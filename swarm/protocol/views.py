@@ -86,11 +86,6 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Peer ids by member index."""
         return tuple(member.peer for member in self.members)
 
-    @property
-    def staged(self) -> bool:
-        """True if the model is cut into stages."""
-        return any(member.stage != EVERY for member in self.members)
-
     def index(self, peer: PeerId, incarnation: int) -> int | None:
         """Return the member index of a peer in this life; None if it is not a member."""
         index, life = self._places.get(peer, (None, None))
@@ -237,8 +232,8 @@ class Chain:
     views: list[Certified]
     # An accepted next view. Until it is decided, this peer takes no part in its rounds.
     barrier: View | None = None
-    # The floor promised to a next view's proposer. Until that view is decided, this peer votes in
-    # no stage rounds from there on.
+    # The rounds at which a view begins at the earliest whose proposer has our promise. Until it is
+    # decided, this peer takes no part in these rounds or later ones.
     held: Floor | None = None
 
     @property
@@ -270,12 +265,8 @@ class Chain:
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """True if taking part in this round must wait for the next view's decision."""
-        if (
-            stage is not None
-            and self.held is not None
-            and round_number >= axes.at(self.held, stage)
-        ):
-            # A vote would raise our floor above the promised one. We would refuse a view that
+        if self.held is not None and round_number >= axes.at(self.held, stage):
+            # This would raise our floor above the promised one. We would refuse a view that
             # others accept, and neither it nor the round could be decided.
             return True
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)

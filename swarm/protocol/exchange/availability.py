@@ -53,6 +53,7 @@ class Availability:
         self._members, self._me, self._fewest = members, me, fewest
         # Members whose majority counts; None: all.
         self._electorate: frozenset[int] | None = None
+        self._staying: frozenset[int] = frozenset()  # members of which one must hold an item
         self.rivals: list[dict[bytes, RoundItem]] = [{} for _ in range(places)]
         # Digests that are here, of items and of all else the exchange needs.
         self.held: set[bytes] = set()
@@ -97,10 +98,11 @@ class Availability:
                 said[index] = prefix
                 self._agree(index)
 
-    def rely_on(self, electorate: frozenset[int]) -> None:
-        """From now on, agree on an item once more than half of `electorate` holds it."""
-        if electorate != self._electorate:
-            self._electorate = electorate
+    def rely_on(self, electorate: frozenset[int] | None, staying: frozenset[int]) -> None:
+        """From now on, agree on an item once more than half of `electorate` (None: a quorum of
+        all) holds it, and if any are `staying`, one of those."""
+        if (electorate, staying) != (self._electorate, self._staying):
+            self._electorate, self._staying = electorate, staying
             for index in range(len(self.rivals)):
                 self._agree(index)
 
@@ -174,6 +176,8 @@ class Availability:
         return None
 
     def _suffices(self, holders: set[int]) -> bool:
+        if self._staying and not holders & self._staying:
+            return False
         if self._electorate is None:
             return is_quorum(holders, self._members)
         # A plain majority: it only keeps content available. The decision itself takes a quorum.

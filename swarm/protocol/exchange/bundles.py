@@ -17,6 +17,8 @@ _ENTRY = struct.Struct("<32sI")  # a shard's digest and size
 MAX_BUNDLE_SHARDS = 65_536  # the list of so many is one chunk
 MAX_MEAN_BUNDLES = 256  # enough to share a mean's work evenly among `MAX_MEMBERS` members
 MAX_GATHER_BUNDLES = MAX_BUNDLES // MAX_MEMBERS  # of one member
+# Shards of a small contribution to a gather, each a bundle: a list would cost one more round trip.
+MAX_LONE_SHARDS = 4
 assert _ENTRY.size * MAX_BUNDLE_SHARDS <= MAX_CHUNK_BYTES
 
 Entry = tuple[bytes, int]  # the digest and the size of one shard
@@ -39,9 +41,11 @@ class BundleCut:
 
     @classmethod
     def of_gather(cls, shards: int, *, last_alone: bool = False) -> "BundleCut":
-        """Return the cut of one contribution to a gather: as few bundles as can be."""
+        """Return the cut of one contribution to a gather: as few bundles as can be, unless it has
+        so few shards that they need no list."""
         cut = shards - last_alone
-        return cls(shards, -(-cut // MAX_BUNDLE_SHARDS) + last_alone, last_alone)
+        few = cut if cut <= MAX_LONE_SHARDS else -(-cut // MAX_BUNDLE_SHARDS)
+        return cls(shards, few + last_alone, last_alone)
 
     def shards_of(self, bundle: int) -> range:
         """Return the shards of a bundle; sizes differ by at most one, and long ones are spread."""

@@ -184,9 +184,10 @@ class Collective:
     def _rely_on_the_living(self) -> None:
         """If some members only vote, propose items that most live contributors hold.
 
-        Otherwise an item needs a majority of all members, as the decision does anyway."""
-        if self.roster.has_voters:
-            self.content.availability.rely_on(self.roster.living)
+        Otherwise an item needs a majority of all members, as the decision does anyway. A member
+        that leaves proposes nothing that would be gone with it."""
+        electorate = self.roster.living if self.roster.has_voters else None
+        self.content.availability.rely_on(electorate, self.roster.staying)
 
     def _report(self, now_s: float) -> None:
         """Report our holdings: at once when they are complete, now and then while they grow."""

@@ -23,15 +23,21 @@ class Roster:
         self.contributors = frozenset(self._rotation)
         self.contributes = me in self.contributors
         self.suspects: frozenset[int] = frozenset()
+        self.leaves = False
 
     def suspect(self, suspects: frozenset[int]) -> None:
-        """Stop waiting for these members; a member never suspects itself."""
-        self.suspects = suspects - {self.me}
+        """Stop waiting for these members; a member among its own suspects leaves."""
+        self.leaves, self.suspects = self.me in suspects, suspects - {self.me}
 
     @property
     def living(self) -> frozenset[int]:
         """The contributors that are not suspect."""
         return self.contributors - self.suspects
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """If this member leaves, the live contributors that stay; otherwise nobody."""
+        return self.living - {self.me} if self.leaves else frozenset()
 
     def brings(self, member: int) -> bool:
         """True if a member's messages about content concern us: both of us contribute."""

@@ -70,6 +70,22 @@ def test_it_does_so_where_frames_are_lost_and_come_late(seed):
 
 
 @in_virtual_time(2)
+async def test_a_leaving_peer_repeats_the_view_that_it_alone_has_decided(herd):
+    """The decision itself is sent once, and here it is lost."""
+    there = [herd.nodes[number].peer.me for number in (0, 1)]
+    herd.nodes[1].quiet = True  # so that it says nothing that shows which view it knows
+    await asyncio.sleep(3)
+    herd.network.cut(*there)
+    leaving = asyncio.ensure_future(parted(herd, 0))
+    await asyncio.sleep(0.3)
+    assert herd.nodes[0].peer.context.views.newest.peers == (there[1],)
+    herd.network.heal()
+    await leaving
+    herd.nodes[1].quiet = False
+    await goes_on(herd, 1)
+
+
+@in_virtual_time(2)
 async def test_the_junior_of_two_is_not_needed_and_goes_at_once(herd):
     assert max(await parted(herd, 1)) <= AT_ONCE_S
     await until(lambda: len(herd.nodes[0].members) == 1, VIEW_S + 3, "the view without it")

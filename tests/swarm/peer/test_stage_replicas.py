@@ -93,7 +93,6 @@ async def round_of(peers, stage, number):
 async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(peers):
     view = peers[0].context.views.newest
     assert [member.stage for member in view.members] == [EVERY, EVERY]
-    assert not view.staged
     for stage, count in ((0, 3), (1, 1)):
         for number in range(count):
             for outcome in await round_of(peers, stage, number):

@@ -121,7 +121,7 @@ def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_oth
     for kind in ("mean", "gather"):
         for seed in range(16):
             unlucky_world(seed, kind, staged=seed % 2 == 0).run(until_s=60.0)
-        for seed in range(2):  # over lines so long that a proposer has to begin again
+        for seed in range(14):  # over lines so long that a proposer has to begin again
             offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=2.0).run(
                 until_s=300.0
             )

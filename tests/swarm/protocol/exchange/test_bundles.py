@@ -12,6 +12,7 @@ from farflock.swarm.protocol.exchange import bundles
 from farflock.swarm.protocol.exchange.bundles import (
     MAX_BUNDLE_SHARDS,
     MAX_GATHER_BUNDLES,
+    MAX_LONE_SHARDS,
     MAX_MEAN_BUNDLES,
     BadBundle,
     BundleCut,
@@ -43,9 +44,11 @@ def test_bundles_have_every_shard_once_in_order_and_sizes_that_differ_by_one_at_
     assert min(sizes) >= 1
 
 
-def test_a_mean_of_few_shards_has_a_bundle_each_and_a_contribution_to_a_gather_is_one():
+def test_few_shards_have_a_bundle_each_and_of_a_gather_more_shards_have_one_bundle():
     assert BundleCut.of_mean(256) == BundleCut(256, 256)
     assert BundleCut.of_mean(257).bundles == MAX_MEAN_BUNDLES == 256
+    assert BundleCut.of_gather(MAX_LONE_SHARDS).bundles == MAX_LONE_SHARDS
+    assert BundleCut.of_gather(MAX_LONE_SHARDS + 1).bundles == 1
     assert BundleCut.of_gather(MAX_BUNDLE_SHARDS).bundles == 1
     assert BundleCut.of_gather(MAX_BUNDLE_SHARDS + 1).bundles == 2
     assert BundleCut.of_gather(1, last_alone=True).bundles == 1

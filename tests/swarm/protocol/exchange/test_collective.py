@@ -23,9 +23,7 @@ from worlds.collective import (
 
 from farflock.swarm.messages import Holds, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
-from farflock.swarm.protocol.exchange.close_list import (
-    CloseList,
-)
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.content import SOFT
 from farflock.swarm.protocol.exchange.mean import LATE_REDUCER, Mean
@@ -418,6 +416,26 @@ def test_a_result_is_fetched_from_its_known_holders_and_from_any_peer_once_they_
     (wanted,) = (action for action in lone.take() if isinstance(action, Fetch))
     lone.tick(0.2, frozenset({1}))
     assert set(wanted.holders()) == {0, 1, 2}, "the announcer is gone: the others may have got it"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_member_that_leaves_proposes_only_what_one_that_stays_holds_too(leaves):
+    """The senior of two may decide alone; what it alone holds would be gone with it."""
+    machine = Collective(
+        KEY, VIEW, Roster(("a", "b"), 0, (0, 1)), RoundTerms("gather", 1, DEADLINE_S), 0.0
+    )
+    machine.tick(0.1, frozenset({0} if leaves else ()))
+    mine, theirs = digest_of(b"mine"), digest_of(b"theirs")
+    machine.receive(0.1, 1, Offer(KEY, VIEW, (theirs,), (6,), 1.0, 10, STATE))
+    machine.offer(0.1, Offer(KEY, VIEW, (mine,), (4,), 1.0, 10, STATE))
+    machine.fetched(0.2, theirs, intact=True)
+    assert machine.complete != leaves
+    held = b"".join(
+        bytes([place, 0, 0, 0]) + digest[:8] for place, digest in enumerate([mine, theirs])
+    )
+    machine.receive(0.3, 1, Holds(KEY, VIEW, 0, held))
+    assert machine.complete
+    assert [member for member, _ in machine.close.members] == [0, 1]
 
 
 def test_ticks_after_the_end_do_nothing():
