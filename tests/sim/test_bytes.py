@@ -35,7 +35,6 @@ PEERS = 4
 SEGMENT_VALUES = 16 * 4096  # less than usual, so that there are two shards of few values
 SIZES = {"a": 16 * 4096, "b": 8 * 4096}
 A, B, P = SIZES["a"], SIZES["b"], sum(SIZES.values())
-LISTED = 36  # a shard in the list of a bundle: its digest and size
 LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
@@ -73,14 +72,8 @@ def mean(out, back, *counts):
 
 
 def gather(out, *counts):
-    """A contribution of several shards is one bundle, which has a list."""
-    shards, room = 0, 0
-    for count in counts:
-        if count > room:
-            shards, room = shards + 1, A
-        room -= count
-    listed = LISTED * shards if shards > 1 else 0
-    return PEERS * (PEERS - 1) * (payload(out, *counts) + listed)
+    """The shards are so few that each is a bundle, which has no list."""
+    return PEERS * (PEERS - 1) * payload(out, *counts)
 
 
 def pairs(out, *counts):

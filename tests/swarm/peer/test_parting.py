@@ -73,8 +73,8 @@ def test_it_does_so_where_frames_are_lost_and_come_late(seed):
 async def test_a_leaving_peer_repeats_the_view_that_it_alone_has_decided(herd):
     """The decision itself is sent once, and here it is lost."""
     there = [herd.nodes[number].peer.me for number in (0, 1)]
-    herd.nodes[1].quiet = True  # so that it says nothing that shows which view it knows
-    await asyncio.sleep(3)
+    herd.nodes[1].quiet = True
+    await asyncio.sleep(3.9)  # to a moment at which no other message shows which view it knows
     herd.network.cut(*there)
     leaving = asyncio.ensure_future(parted(herd, 0))
     await asyncio.sleep(0.3)
