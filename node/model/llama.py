@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _LIMITS = {  # bounds for a manifest, inclusive
-    "vocab_size": (2, 65_536),  # tokens are uint16
+    "vocab_size": (2, 1_048_576),
     "dim": (2, 65_536),
     "layers": (1, 1_024),
     "heads": (1, 1_024),

@@ -190,10 +190,10 @@ class Manifest(Section, frozen=True, kw_only=True):
                 near_value(self.data.tokenizer, TOKENIZERS),
             )
         vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
-        if self.model.vocab_size != vocabulary:
+        if self.model.vocab_size < vocabulary:
             why = f"the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
             place = f"model.vocab_size: {self.model.vocab_size}"
-            raise Usage(place, why, f"set it to {vocabulary}")
+            raise Usage(place, why, f"set it to {vocabulary} or more")
         if self.train.seq > self.model.context:
             why = (
                 f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.node.model.stage_tensors import Misfit, joined
@@ -23,8 +24,6 @@ from farflock.node.state.checkpoint import (
     steps,
 )
 from farflock.optimizers.method import Tensors
-
-MAX_PARAMETERS = 20_000_000_000  # a larger configuration is assumed to be damaged
 
 _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
@@ -51,14 +50,14 @@ def open_model(folder: Path) -> SavedModel:
     if stages:
         return _put_together(stages)
     checkpoint = _find(folder)
-    model = Llama(_config(checkpoint))
-    try:
-        model.load_state_dict(_weights(checkpoint))
-    except RuntimeError:
+    config, weights = _config(checkpoint), _weights(checkpoint)
+    if _shapes(weights) != _described(config):
         raise CheckpointCorrupt(
             f"the weights in {checkpoint.folder} do not fit its config.json; "
             "use another checkpoint of the run"
-        ) from None
+        )
+    model = Llama(config)
+    model.load_state_dict(weights)
     return SavedModel(checkpoint.folder, model.eval(), checkpoint.meta)
 
 
@@ -83,21 +82,38 @@ def _put_together(stages: list[Path]) -> SavedModel:
         raise CheckpointError(
             f"the stages in {place} belong to several runs; put those of one run into a folder"
         )
-    model = Llama(config)
     try:
         weights = joined(_weights(piece) for piece in pieces)
-        lacking = sorted(set(model.state_dict()) - set(weights))
-        if lacking:
-            found = ", ".join(stage.name for stage in stages)
-            raise CheckpointError(
-                f"{found} in {place} lack {len(lacking)} of the model's tensors, such as "
-                f"{lacking[0]}; copy the other stages' folders there from the peers that serve them"
-            )
-        model.load_state_dict(weights)
-    except (Misfit, RuntimeError) as error:
+    except Misfit as error:
         raise CheckpointCorrupt(f"the stages in {place} do not make up a model: {error}") from None
+    found, described = _shapes(weights), _described(config)
+    lacking = sorted(described.keys() - found)
+    if lacking:
+        names = ", ".join(stage.name for stage in stages)
+        raise CheckpointError(
+            f"{names} in {place} lack {len(lacking)} of the model's tensors, such as "
+            f"{lacking[0]}; copy the other stages' folders there from the peers that serve them"
+        )
+    if found != described:
+        raise CheckpointCorrupt(
+            f"the stages in {place} do not make up a model: "
+            "their weights do not fit their config.json"
+        )
+    model = Llama(config)
+    model.load_state_dict(weights)
     behind = min(pieces, key=lambda piece: int(piece.meta.get("tokens", 0)))
     return SavedModel(place, model.eval(), behind.meta)
+
+
+def _described(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors without taking their memory: a damaged
+    configuration may describe any number of them."""
+    with torch.device("meta"):
+        return _shapes(Llama(config).state_dict())
+
+
+def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in tensors.items()}
 
 
 def _weights(checkpoint: Checkpoint) -> Tensors:
@@ -125,7 +141,7 @@ def _find(folder: Path) -> Checkpoint:
 
 def _config(checkpoint: Checkpoint) -> ModelConfig:
     try:
-        config = msgspec.json.decode(checkpoint.files["config.json"], type=ModelConfig)
+        return msgspec.json.decode(checkpoint.files["config.json"], type=ModelConfig)
     except KeyError:
         raise CheckpointCorrupt(
             f"{checkpoint.folder} holds no config.json; use another checkpoint"
@@ -135,9 +151,3 @@ def _config(checkpoint: Checkpoint) -> ModelConfig:
             f"{checkpoint.folder}/config.json does not describe a model ({error}); "
             "use another checkpoint"
         ) from None
-    if config.parameters() > MAX_PARAMETERS:
-        raise CheckpointError(
-            f"{checkpoint.folder} describes {config.parameters():,} parameters; "
-            "it must be damaged, use another checkpoint"
-        )
-    return config

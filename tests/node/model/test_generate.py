@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 
@@ -54,6 +55,16 @@ def test_temperature_zero_takes_the_likeliest_token(model):
     assert first == int(model(torch.tensor([ids]))[0, -1].argmax())
     assert text(model, temperature=0.0, seed=1) == text(model, temperature=0.0, seed=2)
     assert text(model, temperature=0.0) == text(model, top_k=1)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_drawn(model):
+    with torch.no_grad():
+        last = model(torch.tensor([[72, 101]]))[0, -1]
+    limit = int(last.argmax())
+    drawn = next(sample(model, [72, 101], temperature=0.0, top_k=None, seed=0, vocabulary=limit))
+    assert drawn == int(last[:limit].argmax())
+    config = msgspec.structs.replace(model.config, vocab_size=5_000)
+    assert len(text(build(config, 3), tokens=20, temperature=5.0, top_k=None)) == 20
 
 
 def test_an_empty_prompt_starts_at_a_new_line(model):

@@ -155,8 +155,8 @@ def test_presets_have_the_promised_sizes():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"vocab_size": 1}, "vocab_size is 1; it must lie between 2 and 65536"),
-        ({"vocab_size": 70_000}, "vocab_size is 70000"),
+        ({"vocab_size": 1}, "vocab_size is 1; it must lie between 2 and 1048576"),
+        ({"vocab_size": 1_048_577}, "vocab_size is 1048577"),
         ({"layers": 0}, "layers is 0"),
         ({"context": 10**9}, "context is 1000000000"),
         ({"dim": 25}, "make dim a multiple of 4"),

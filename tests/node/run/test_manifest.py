@@ -306,7 +306,7 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("train.seq=999", "train.seq: sequences of 999 tokens", "64 or less"),
         ("train.warmup_tokens=100000000", "warm-up of 100000000", "40000"),
         ("model.dim=7", "model: dim 7 cannot be divided into 2 heads", "multiple of 4"),
-        ("model.vocab_size=300", "model.vocab_size: 300: the tokenizer", "set it to 256"),
+        ("model.vocab_size=255", "model.vocab_size: 255: the tokenizer", "set it to 256 or more"),
         ("model={dim=16}", "model: layers, heads, kv_heads, ffn_dim, context are missing", "each"),
         ("model.rope_theta=nan", "rope_theta is nan", "10000"),
         (

@@ -44,6 +44,36 @@ def test_for_people_the_dry_run_is_toml_the_hash_and_what_the_run_needs(farflock
     assert [line.split(" ")[0] for line in sizes[1:4]] == ["parameters", "memory", "line"]
 
 
+LLAMA = """
+[model]
+vocab_size = 128_256
+dim = {}
+layers = {}
+heads = {}
+kv_heads = 8
+ffn_dim = {}
+context = 8_192
+tied = false
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [((4_096, 32, 32, 14_336), 8_030_261_248), ((8_192, 80, 64, 28_672), 70_553_706_496)],
+)
+@pytest.mark.parametrize("method", ["diloco", "sparseloco"])
+def test_the_dry_run_of_a_large_llama_says_how_large_it_is(
+    farflock, manifest, shape, parameters, method
+):
+    manifest.write_text(LLAMA.format(*shape))
+    code, out, _ = farflock(
+        "run", manifest, "--set", f"method.name={method}", "--dry-run", "--json"
+    )
+    facts = json.loads(out)
+    assert (code, facts["parameters"]) == (0, parameters)
+    assert [stream["values"] for stream in facts["streams"]] == [parameters]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
