@@ -6,12 +6,13 @@
  *       the bytearray out.
  *   decode(set, codec, payload, x, count, block, chunk) -> bool: overwrite the floats x.
  *   peak(set, x, count) -> float: the largest magnitude; NaN if one is NaN.
+ *   nesterov(set, phi, delta, momentum, count, lr, mu), scale(set, x, count, factor, out),
+ *       add_scaled(set, sum, x, count, weight), subtract(set, a, b, count, out): elementwise.py.
  *
- * x is the address of `count` float32 values that the caller keeps alive: a tensor's data_ptr(),
- * which takes a tenth of the time of a buffer made from the tensor. `block` and `chunk` are the
- * codec's numbers, 0 where it has none. False means that the input is not valid: nothing has
- * changed, and the caller runs the torch version, which says what is wrong. The loops run without
- * Python's lock.
+ * Tensors are addresses of `count` float32 values that the caller keeps alive: data_ptr(), which
+ * takes a tenth of the time of a buffer made from the tensor. `block` and `chunk` are the codec's
+ * numbers, 0 where it has none. False means that the input is not valid: nothing has changed, and
+ * the caller runs the torch version, which says what is wrong. The loops run without Python's lock.
  */
 
 #define Py_LIMITED_API 0x030B0000
@@ -139,6 +140,10 @@ struct loops {
     int32_t (*peak)(const loose_f32 *, size_t);
     bool (*encode[CODECS])(const loose_f32 *, struct shape, uint8_t *);
     bool (*decode[CODECS])(const uint8_t *, struct shape, loose_f32 *);
+    void (*nesterov)(loose_f32 *, const loose_f32 *, loose_f32 *, size_t, float, float);
+    void (*scale)(const loose_f32 *, size_t, float, loose_f32 *);
+    void (*add_scaled)(loose_f32 *, const loose_f32 *, size_t, float);
+    void (*subtract)(const loose_f32 *, const loose_f32 *, size_t, loose_f32 *);
 };
 
 /* clang-format off */
@@ -146,12 +151,14 @@ struct loops {
     {SET(encode_fp32), SET(encode_fp16), SET(encode_bf16), \
      SET(encode_int8), SET(encode_int4), SET(encode_topk)}, \
     {SET(decode_fp32), SET(decode_fp16), SET(decode_bf16), \
-     SET(decode_int8), SET(decode_int4), SET(decode_topk)} }
+     SET(decode_int8), SET(decode_int4), SET(decode_topk)}, \
+    SET(nesterov), SET(scale), SET(add_scaled), SET(subtract) }
 /* clang-format on */
 
 #define SET(name) name##_plain
 #define TARGET
 #include "loops.h"
+#include "elementwise.h"
 static const struct loops PLAIN = LOOPS("plain");
 #undef SET
 #undef TARGET
@@ -160,6 +167,7 @@ static const struct loops PLAIN = LOOPS("plain");
 #define SET(name) name##_avx2
 #define TARGET __attribute__((target("avx2")))
 #include "loops.h"
+#include "elementwise.h"
 static const struct loops AVX2 = LOOPS("avx2");
 #undef SET
 #undef TARGET
@@ -309,6 +317,83 @@ static PyObject *peak(PyObject *self, PyObject *args)
     return PyFloat_FromDouble((double)float_of(bits));
 }
 
+/* --- elementwise: four tensors at most, and their length --- */
+
+static loose_f32 *tensor_at(unsigned long long address) { return (loose_f32 *)(uintptr_t)address; }
+
+/* Return the loops for a call on `count` values, or NULL with an error. */
+static const struct loops *loops_for(const char *set, Py_ssize_t count)
+{
+    if (count < 0) {
+        PyErr_Format(PyExc_ValueError, "the kernel cannot run on %zd values", count);
+        return NULL;
+    }
+    return loops_of(set);
+}
+
+static PyObject *nesterov(PyObject *self, PyObject *args)
+{
+    const char *set;
+    unsigned long long phi, delta, momentum;
+    Py_ssize_t count;
+    float lr, mu;
+    const struct loops *loops;
+    if (!PyArg_ParseTuple(args, "sKKKnff", &set, &phi, &delta, &momentum, &count, &lr, &mu) ||
+        !(loops = loops_for(set, count)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    loops->nesterov(tensor_at(phi), tensor_at(delta), tensor_at(momentum), (size_t)count, lr, mu);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *scale(PyObject *self, PyObject *args)
+{
+    const char *set;
+    unsigned long long x, out;
+    Py_ssize_t count;
+    float factor;
+    const struct loops *loops;
+    if (!PyArg_ParseTuple(args, "sKnfK", &set, &x, &count, &factor, &out) ||
+        !(loops = loops_for(set, count)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    loops->scale(tensor_at(x), (size_t)count, factor, tensor_at(out));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *add_scaled(PyObject *self, PyObject *args)
+{
+    const char *set;
+    unsigned long long sum, x;
+    Py_ssize_t count;
+    float weight;
+    const struct loops *loops;
+    if (!PyArg_ParseTuple(args, "sKKnf", &set, &sum, &x, &count, &weight) ||
+        !(loops = loops_for(set, count)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    loops->add_scaled(tensor_at(sum), tensor_at(x), (size_t)count, weight);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *subtract(PyObject *self, PyObject *args)
+{
+    const char *set;
+    unsigned long long a, b, out;
+    Py_ssize_t count;
+    const struct loops *loops;
+    if (!PyArg_ParseTuple(args, "sKKnK", &set, &a, &b, &count, &out) ||
+        !(loops = loops_for(set, count)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    loops->subtract(tensor_at(a), tensor_at(b), (size_t)count, tensor_at(out));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static int add_sets(PyObject *module)
 {
     const struct loops *found[2];
@@ -318,13 +403,17 @@ static int add_sets(PyObject *module)
         PyTuple_SetItem(names, (Py_ssize_t)i, PyUnicode_FromString(found[i]->set));
     int added = names ? PyModule_AddObjectRef(module, "SETS", names) : -1;
     Py_XDECREF(names);
-    return added || PyModule_AddIntConstant(module, "INTERFACE", 1) ? -1 : 0;
+    return added || PyModule_AddIntConstant(module, "INTERFACE", 2) ? -1 : 0;
 }
 
 static PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS, NULL},
     {"decode", decode, METH_VARARGS, NULL},
     {"peak", peak, METH_VARARGS, NULL},
+    {"nesterov", nesterov, METH_VARARGS, NULL},
+    {"scale", scale, METH_VARARGS, NULL},
+    {"add_scaled", add_scaled, METH_VARARGS, NULL},
+    {"subtract", subtract, METH_VARARGS, NULL},
     {0},
 };
 

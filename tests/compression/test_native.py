@@ -2,6 +2,7 @@
 machine has."""
 
 import importlib
+import inspect
 import math
 import shutil
 import struct
@@ -314,8 +315,26 @@ def test_an_instruction_set_that_is_not_there_is_refused(kernel):
         native.Kernel(kernel.module, "mmx").encode("fp32", torch.zeros(4), bytearray())
 
 
+ZEROS = bytes(4 * 2**20)
+CALLS = {
+    "encode": lambda kernel, x: kernel.encode("topk", x, bytearray(), 64, 4096),
+    "decode": lambda kernel, x: kernel.decode("fp32", ZEROS, x),
+    "peak": lambda kernel, x: kernel.peak(x),
+    "nesterov": lambda kernel, x: kernel.nesterov(x, x, x, 0.0, 0.0),
+    "scale": lambda kernel, x: kernel.scale(x, 1.0, x),
+    "add_scaled": lambda kernel, x: kernel.add_scaled(x, x, 0.0),
+    "subtract": lambda kernel, x: kernel.subtract(x, x, x),
+}
+
+
+def test_every_call_of_the_kernel_on_a_tensor_is_watched_for_the_lock():
+    methods = {name for name, made in vars(native.Kernel).items() if inspect.isfunction(made)}
+    assert set(CALLS) == {name for name in methods if not name.startswith("_")}
+
+
 @each_kernel
-def test_other_threads_go_on_while_the_loops_run(values, kernel):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_other_threads_go_on_while_the_loops_run(values, kernel, call):
     """No thread is forced to hand over Python's lock here, so others go on only if the kernel
     releases it."""
     x, ticks, done = values("usual", 2**20), [], threading.Event()
@@ -331,7 +350,7 @@ def test_other_threads_go_on_while_the_loops_run(values, kernel):
         other.start()
         before, tries = len(ticks), 0
         while len(ticks) == before and tries < 200:
-            kernel.encode("topk", x, bytearray(), 64, 4096)
+            call(kernel, x)
             tries += 1
         after = len(ticks)
     finally:
