@@ -1,5 +1,5 @@
-/* Arithmetic on whole tensors, in place; included as loops.h is. Each + - * is rounded by itself, in
- * the order of the torch version in elementwise.py. */
+/* Arithmetic on whole tensors, in place; included as loops.h is. Each + - * is rounded by itself,
+ * in the order of the torch version in elementwise.py. */
 
 /* u <- mu·u + D; phi <- phi - lr·(D + mu·u) */
 TARGET static void SET(nesterov)(loose_f32 *phi, const loose_f32 *delta, loose_f32 *momentum,

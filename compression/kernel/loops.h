@@ -132,6 +132,20 @@ TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor
         code[i] = (uint8_t)bits_of(x[i] / divisor + (ROUND + zero));
 }
 
+/* code = 1 + log2 of the nearest power of two to |x / divisor|, plus 8 if negative; 0 below a half.
+ * Half an octave, added to the bits, carries into the exponent. */
+TARGET static void SET(quantise_powers)(const loose_f32 *x, size_t count, float divisor,
+                                        uint8_t *code)
+{
+    for (size_t i = 0; i < count; i++) {
+        int32_t bits = bits_of(x[i] / divisor), size = bits & 0x7FFFFFFF;
+        int32_t octave = size - 0x3EC00000; /* 2^-2 · 1.5, which is one code below 0.75 */
+        octave = octave > 0x00800000 ? octave : 0x00800000;
+        uint32_t stored = (uint32_t)octave | ((uint32_t)bits >> 5 & 0x04000000);
+        code[i] = (uint8_t)((size < 0x3F000000 ? 0 : stored) >> 23);
+    }
+}
+
 /* True if every scale is 0 or within its limits. */
 TARGET static bool SET(scales_are_good)(const uint8_t *in, size_t blocks, struct levels levels)
 {
@@ -161,7 +175,10 @@ TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct
         if (most >= INFINITY_BITS)
             return false;
         *scale++ = scale_of(most, levels, &divisor);
-        SET(quantise)(x + at, some, divisor, levels.zero, code + at);
+        if (levels.powers)
+            SET(quantise_powers)(x + at, some, divisor, code + at);
+        else
+            SET(quantise)(x + at, some, divisor, levels.zero, code + at);
     }
     return true;
 }
@@ -189,19 +206,35 @@ TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
-/* Two codes per byte; an odd last code shares its byte with a filler. */
-TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
+/* Two codes per byte; an odd last code shares its byte with code 0. */
+TARGET static bool SET(encode_pairs)(const loose_f32 *x, struct shape s, struct levels levels,
+                                     uint8_t *out)
 {
-    size_t blocks = blocks_of(s.count, s.block), bytes = blocks_of(s.count, 2);
-    uint8_t *code = malloc(2 * bytes), *packed = out + 4 * blocks;
-    const loose_u16 *pair = (const loose_u16 *)code;
-    bool good = code && SET(encode_blocks)(x, s, LEVELS_INT4, (loose_f32 *)out, code);
-    if (good && s.count % 2)
-        code[s.count] = INT4_ZERO;
-    for (size_t i = 0; good && i < bytes; i++)
-        packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    size_t group = s.block < PIECE ? PIECE / s.block * s.block : s.block;
+    loose_f32 *scale = (loose_f32 *)out;
+    uint8_t *packed = out + 4 * blocks_of(s.count, s.block), *code = malloc(group);
+    bool good = code;
+    for (size_t at = 0; good && at < s.count; at += group, packed += group / 2) {
+        struct shape part = {least(group, s.count - at), s.block, 0, 0};
+        const loose_u16 *pair = (const loose_u16 *)code;
+        good = SET(encode_blocks)(x + at, part, levels, scale + at / s.block, code);
+        if (part.count % 2)
+            code[part.count] = (uint8_t)levels.zero;
+        for (size_t i = 0; i < blocks_of(part.count, 2); i++)
+            packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    }
     free(code);
     return good;
+}
+
+TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(encode_pairs)(x, s, LEVELS_INT4, out);
+}
+
+TARGET static bool SET(encode_fp4)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(encode_pairs)(x, s, LEVELS_FP4, out);
 }
 
 /* True if no half of a byte is 0, and the filler, if there is one, is code 0. */
@@ -235,6 +268,137 @@ TARGET static bool SET(decode_int4)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
+/* True if no half of a byte is a negative 0, and the filler, if there is one, is 0. */
+TARGET static bool SET(powers_are_good)(const uint8_t *packed, size_t count)
+{
+    uint8_t wrong = 0;
+    for (size_t i = 0; i < blocks_of(count, 2); i++)
+        wrong |= ((packed[i] & 0x0F) == 0x08) | ((packed[i] & 0xF0) == 0x80);
+    return !wrong && (count % 2 == 0 || packed[count / 2] >> 4 == 0);
+}
+
+TARGET static bool SET(decode_fp4)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_f32 *scale = (const loose_f32 *)in;
+    const uint8_t *packed = in + 4 * blocks;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_FP4) || !SET(powers_are_good)(packed, s.count))
+        return false;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        const uint8_t *pair = packed + at / 2;
+        loose_f32 *to = out + at;
+        float by = *scale++;
+        for (size_t i = 0; i < some / 2; i++) {
+            to[2 * i] = power_of(pair[i] & 15) * by;
+            to[2 * i + 1] = power_of((uint32_t)pair[i] >> 4) * by;
+        }
+        if (some % 2)
+            to[some - 1] = power_of(pair[some / 2] & 15) * by;
+    }
+    return true;
+}
+
+/* --- sign: one bit per value, and the mean magnitude of each block --- */
+
+/* |x| / divisor in units of 2^-24, rounded to a whole number, ties to even. */
+TARGET static inline int32_t SET(unit_of)(float x, float divisor)
+{
+    float unit = float_of(bits_of(x) & 0x7FFFFFFF) / divisor * 0x1p24f;
+    float rounded = unit + 0x1p23f - 0x1p23f;
+    return (int32_t)(unit < 0x1p23f ? rounded : unit); /* from there on, all floats are whole */
+}
+
+TARGET static uint64_t SET(units)(const loose_f32 *x, size_t count, float divisor)
+{
+    uint64_t units = 0;
+    size_t at = 0;
+    for (; count - at >= 64; at += 64) {
+        int32_t sum = 0; /* wide enough: no unit is above 2^24 */
+        for (size_t i = 0; i < 64; i++)
+            sum += SET(unit_of)(x[at + i], divisor);
+        units += (uint64_t)sum;
+    }
+    for (; at < count; at++)
+        units += (uint64_t)SET(unit_of)(x[at], divisor);
+    return units;
+}
+
+TARGET static float SET(mean_magnitude)(const loose_f32 *x, size_t count, float absmax)
+{
+    uint64_t units = SET(units)(x, count, absmax == 0 ? 1.0f : absmax);
+    float mean = (float)((double)units / ((double)count * 0x1p24) * (double)absmax);
+    return bits_of(mean) < MIN_SCALE_BITS ? 0.0f : mean;
+}
+
+/* Which of 64 values are below 0. */
+TARGET static inline uint64_t SET(negative)(const loose_f32 *x)
+{
+    uint64_t word = 0;
+#ifdef USE_AVX2
+    for (size_t i = 0; i < 8; i++) {
+        __m256 eight = _mm256_loadu_ps((const float *)x + 8 * i);
+        eight = _mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ);
+        word |= (uint64_t)_mm256_movemask_ps(eight) << 8 * i;
+    }
+#else
+    uint8_t below[64];
+    for (size_t i = 0; i < 64; i++)
+        below[i] = x[i] < 0;
+    for (size_t i = 0; i < 8; i++)
+        word |= word_at(below + 8 * i) * GATHER >> 56 << 8 * i;
+#endif
+    return word;
+}
+
+TARGET static bool SET(encode_sign)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    loose_f32 *scale = (loose_f32 *)out;
+    uint8_t *packed = out + 4 * blocks_of(s.count, s.block);
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        int32_t most = SET(peak)(x + at, some);
+        if (most >= INFINITY_BITS)
+            return false;
+        *scale++ = SET(mean_magnitude)(x + at, some, float_of(most));
+    }
+    size_t whole = s.count / 64 * 64, rest = s.count - whole;
+    for (size_t at = 0; at < whole; at += 64) {
+        uint64_t word = SET(negative)(x + at);
+        memcpy(packed + at / 8, &word, sizeof word);
+    }
+    loose_f32 last[64] = {0};
+    memcpy(last, x + whole, rest * sizeof *last);
+    uint64_t word = SET(negative)(last);
+    memcpy(packed + whole / 8, &word, blocks_of(rest, 8));
+    return true;
+}
+
+TARGET static bool SET(decode_sign)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_u32 *scale = (const loose_u32 *)in;
+    const uint8_t *packed = in + 4 * blocks;
+    loose_u32 *to = (loose_u32 *)out;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_SIGN) ||
+        (s.count % 8 && packed[s.count / 8] >> s.count % 8))
+        return false;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t stop = at + least(s.block, s.count - at), i = at;
+        uint32_t by = *scale++;
+        for (; i < stop && i % 8; i++)
+            to[i] = by ^ (uint32_t)(packed[i / 8] >> i % 8) << 31;
+        for (; stop - i >= 32; i += 32) {
+            uint32_t word = *(const loose_u32 *)(packed + i / 8);
+            for (unsigned j = 0; j < 32; j++)
+                to[i + j] = by ^ (word << (31 - j) & 0x80000000);
+        }
+        for (; i < stop; i++)
+            to[i] = by ^ (uint32_t)(packed[i / 8] >> i % 8) << 31;
+    }
+    return true;
+}
+
 /* --- top-k: the largest magnitudes of each chunk; among equal ones, the first --- */
 
 TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_t least_bits)
@@ -246,10 +410,10 @@ TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_
 }
 
 /* Find by bisection a bound that at least k of the numbers reach: either at most k + slack reach
- * it, or fewer than k reach any higher bound. */
-TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t k, size_t slack)
+ * it, or fewer than k reach any higher bound. At least k reach `low`, and fewer than k `high`. */
+TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t k, size_t slack,
+                                    int32_t low, int32_t high)
 {
-    int32_t low = 0, high = INFINITY_BITS;
     while (high - low > 1) {
         int32_t middle = low + (high - low) / 2;
         size_t found = SET(count_from)(bits, count, middle);
@@ -276,34 +440,45 @@ TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t co
         }
 }
 
-/* Ascending indices of the values that reach the bound. */
-TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t bound,
-                                   loose_i32 *found)
+/* Which of 64 magnitudes reach a bound. */
+TARGET static inline uint64_t SET(reaching)(const loose_i32 *bits, int32_t bound)
 {
-    size_t taken = 0;
-    for (size_t i = 0; i < count; i++) {
-        found[taken] = (int32_t)i;
-        taken += bits[i] >= bound;
+    uint64_t word = 0;
+#ifdef USE_AVX2
+    __m256i below = _mm256_set1_epi32(bound - 1), size = _mm256_set1_epi32(0x7FFFFFFF);
+    for (size_t i = 0; i < 8; i++) {
+        __m256i eight = _mm256_loadu_si256((const __m256i_u *)(bits + 8 * i));
+        eight = _mm256_cmpgt_epi32(_mm256_and_si256(eight, size), below);
+        word |= (uint64_t)_mm256_movemask_ps(_mm256_castsi256_ps(eight)) << 8 * i;
     }
-    return taken;
+#else
+    uint8_t reach[64];
+    for (size_t i = 0; i < 64; i++)
+        reach[i] = (bits[i] & 0x7FFFFFFF) >= bound;
+    for (size_t i = 0; i < 8; i++)
+        word |= word_at(reach + 8 * i) * GATHER >> 56 << 8 * i;
+#endif
+    return word;
 }
 
-/* Places and magnitudes, in ascending order of place, of all values that reach the bound; they lie
- * in the columns kept.column. */
-TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t columns, size_t hit,
-                                 int32_t bound, struct kept kept)
+/* Places, in ascending order, and magnitudes of all values that reach the bound. */
+TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, int32_t bound, struct kept kept)
 {
     const loose_i32 *bits = (const loose_i32 *)x;
-    size_t found = 0;
-    for (size_t start = 0; start < count; start += columns) {
-        /* The last row may be short. */
-        while (hit && start + (size_t)kept.column[hit - 1] >= count)
-            hit--;
-        for (size_t i = 0; i < hit; i++) {
-            size_t place = start + (size_t)kept.column[i];
-            kept.place[found] = (int32_t)place;
-            found += (bits[place] & 0x7FFFFFFF) >= bound;
-        }
+    size_t found = 0, at = 0;
+    for (; count - at >= 64; at += 64) {
+        uint64_t word = SET(reaching)(bits + at, bound);
+        size_t next = found + (size_t)__builtin_popcountll(word);
+        /* Usually a word has few, and a fixed number of steps is easier to predict. */
+        for (size_t i = 0; i < FEW; i++, word &= word - 1)
+            kept.place[found + i] = (int32_t)(at + trailing_zeros(word));
+        for (size_t i = found + FEW; i < next; i++, word &= word - 1)
+            kept.place[i] = (int32_t)(at + trailing_zeros(word));
+        found = next;
+    }
+    for (; at < count; at++) {
+        kept.place[found] = (int32_t)at;
+        found += (bits[at] & 0x7FFFFFFF) >= bound;
     }
     for (size_t i = 0; i < found; i++)
         kept.bits[i] = bits[kept.place[i]] & 0x7FFFFFFF;
@@ -315,17 +490,17 @@ TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t column
  * but not many more: only these are compared again. */
 TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struct kept kept)
 {
-    size_t columns = blocks_of(count, blocks_of(count, 4 * k));
+    size_t columns = blocks_of(count, blocks_of(count, 4 * k)), taken = 0;
     SET(column_peaks)(x, count, columns, kept.bits);
-    if (SET(peak)((const loose_f32 *)kept.bits, columns) >= INFINITY_BITS)
+    int32_t most = SET(peak)((const loose_f32 *)kept.bits, columns);
+    if (most >= INFINITY_BITS)
         return false;
-    int32_t bound = SET(bound_of)(kept.bits, columns, k, k / 8);
-    size_t hit = SET(reaching)(kept.bits, columns, bound, kept.column);
-    size_t found = SET(gather)(x, count, columns, hit, bound, kept);
+    int32_t bound = SET(bound_of)(kept.bits, columns, k, k / 8, 0, most + 1);
+    size_t found = SET(gather)(x, count, bound, kept);
     if (found < k)
         return false; /* another thread is changing the values */
-    bound = SET(bound_of)(kept.bits, found, k, 0);
-    size_t surplus = SET(count_from)(kept.bits, found, bound) - k, taken = 0;
+    bound = SET(bound_of)(kept.bits, found, k, 0, bound, INFINITY_BITS);
+    size_t surplus = SET(count_from)(kept.bits, found, bound) - k;
     for (size_t i = found; surplus; i--) /* of the values equal to the bound, leave out the last */
         if (kept.bits[i - 1] == bound) {
             kept.bits[i - 1] = -1;

@@ -47,6 +47,9 @@ NAMES += [
     "topk:2000/4096",
     "topk:1/65536",
 ]
+NAMES += ["fp4", "fp4:2", "fp4:6", "fp4:2048", "sign", "sign:1", "sign:7", "sign:12", "sign:65536"]
+NAMES += ["topk2:64/4096", "topk2:3/10", "topk2:1/2", "topk2:8/17", "topk2:65/4095"]
+NAMES += ["topk2:2000/4096", "topk2:1/65536"]
 KINDS = (
     "usual",
     "any",
@@ -71,7 +74,7 @@ many = settings(
 def numbers(name):
     """The kernel's codec, block and chunk for a name of the catalogue."""
     kind, _, shape = name.partition(":")
-    usual = {"int8": (256, 0), "int4": (64, 0)}.get(kind, (0, 0))
+    usual = {"int4": (64, 0), **dict.fromkeys(("int8", "fp4", "sign"), (256, 0))}.get(kind, (0, 0))
     given = tuple(int(number) for number in shape.split("/") if number)
     return kind, *(given + usual[len(given) :])
 
