@@ -15,13 +15,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-INTERFACE = 3  # equal in module.c; a kernel built from another version's sources is not used
+INTERFACE = 4  # equal in module.c; a kernel built from another version's sources is not used
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The loops of compression/kernel/ for one instruction set. `codec` is fp32, fp16, bf16, int8,
-    int4, fp4, sign, topk or topk2; `block` and `chunk` are its parameters, 0 where it has none."""
+    int4, fp4, sign, topk, topk2 or ecsq; `block` (ecsq: the rate) and `chunk` are its parameters, 0
+    where it has none."""
 
     module: ModuleType
     instructions: str

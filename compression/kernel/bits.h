@@ -42,6 +42,53 @@ static inline void append(struct writer *w, uint64_t bits, unsigned count)
 /* The byte after the stream, whose last byte is filled up with 0. */
 static inline uint8_t *end_of(struct writer w) { return w.to + blocks_of(w.fill, 8); }
 
+/* The `count` bits from bit `bit` on, 64 at most; it reads the nine bytes that they may lie in. */
+static inline uint64_t bits_from(const uint8_t *in, size_t bit, unsigned count)
+{
+    uint64_t high = (uint64_t)in[bit / 8 + 8] << 1 << (63 - bit % 8);
+    return (word_at(in + bit / 8) >> bit % 8 | high) & low_bits(count);
+}
+
+/* The bits of x at the mask's ones, side by side; and back: Warren, Hacker's Delight, 7-4 and 7-5.
+ * In each of six steps, bits move by a power of two. */
+struct moves {
+    uint64_t of[6];
+};
+
+static inline struct moves moves_of(uint64_t mask)
+{
+    struct moves moves;
+    uint64_t zeros = ~mask << 1; /* that count below each place */
+    for (unsigned i = 0; i < 6; i++) {
+        uint64_t parity = zeros;
+        for (unsigned by = 1; by < 64; by *= 2)
+            parity ^= parity << by;
+        moves.of[i] = parity & mask;
+        mask = (mask ^ moves.of[i]) | moves.of[i] >> (1u << i);
+        zeros &= ~parity;
+    }
+    return moves;
+}
+
+static inline uint64_t extract(uint64_t x, uint64_t mask)
+{
+    struct moves moves = moves_of(mask);
+    x &= mask;
+    for (unsigned i = 0; i < 6; i++) {
+        uint64_t moved = x & moves.of[i];
+        x = (x ^ moved) | moved >> (1u << i);
+    }
+    return x;
+}
+
+static inline uint64_t deposit(uint64_t x, uint64_t mask)
+{
+    struct moves moves = moves_of(mask);
+    for (unsigned i = 6; i--;)
+        x = (x & ~moves.of[i]) | (x << (1u << i) & moves.of[i]);
+    return x & mask;
+}
+
 static inline uint16_t bf16_of(float size)
 {
     uint32_t bits = (uint32_t)bits_of(size);

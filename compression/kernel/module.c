@@ -32,11 +32,17 @@
 
 enum { PIECE = 1024, INT4_ZERO = 8, INFINITY_BITS = 0x7F800000, MIN_SCALE_BITS = 0x00800000 };
 enum { MAX_BF16_BITS = 0x7F7F, MAX_WIDTH = 16, RUN = 64, FEW = 4 };
+/* ecsq.py has these five. */
+enum { MAX_CODE = 4096, LARGEST_BITS = 0x7F000000, STEP_RANGE = 11 << 7, MIN_STEP = 0x80 };
+enum { HEAD = 10 };
+/* A magnitude that is BELOW_ONE bf16 numbers below a step has code 0. */
+enum { BELOW_ONE = 130, BINS = STEP_RANGE + BELOW_ONE + 2, TABLES = 4 };
 
 /* Gathers the lowest bits of eight bytes in the top byte; spreads four bits over four lanes. */
 #define GATHER 0x0102040810204080u
 #define SPREAD 0x0000200040008001u
 #define LANES 0x0001000100010001u
+#define EVEN_BITS 0x5555555555555555u
 
 #define ROUND 0x1.8p23f
 
@@ -48,9 +54,9 @@ typedef uint32_t loose_u32 __attribute__((aligned(1), may_alias));
 typedef uint16_t loose_u16 __attribute__((aligned(1), may_alias));
 
 /* The payloads of those before LISTS have a length that follows from the number of values. */
-enum codec { FP32, FP16, BF16, INT8, INT4, FP4, SIGN, TOPK, LISTS, TOPK2 = LISTS, CODECS };
+enum codec { FP32, FP16, BF16, INT8, INT4, FP4, SIGN, TOPK, LISTS, TOPK2 = LISTS, ECSQ, CODECS };
 static const char *const NAMES[CODECS] = {"fp32", "fp16", "bf16", "int8", "int4",
-                                          "fp4",  "sign", "topk", "topk2"};
+                                          "fp4",  "sign", "topk", "topk2", "ecsq"};
 
 /* The number of values, and the codec's numbers: `block` values per block (for top-k, values kept
  * of each chunk), `chunk` values per chunk, and `bits` per position in a chunk. */
@@ -174,6 +180,18 @@ static inline size_t share_of(struct shape s)
 
 #include "bits.h"
 
+/* --- ecsq: `block` is the rate --- */
+
+#define ROUND_UP 0.3125f
+
+/* A magnitude in whole steps, of which there are not more than an integer holds. */
+static inline int32_t steps_in(float size, float step) { return (int32_t)(size / step + ROUND_UP); }
+
+static inline size_t ecsq_max_bytes(struct shape s)
+{
+    return HEAD + 11 + blocks_of(s.count * (s.block > 200 ? s.block : 200), 800);
+}
+
 /* --- the loops, once for each instruction set --- */
 
 struct loops {
@@ -196,32 +214,44 @@ struct loops {
      SET(encode_int8), SET(encode_int4), SET(encode_fp4), SET(encode_sign), SET(encode_topk)}, \
     {SET(decode_fp32), SET(decode_fp16), SET(decode_bf16), \
      SET(decode_int8), SET(decode_int4), SET(decode_fp4), SET(decode_sign), SET(decode_topk)}, \
-    {SET(encode_topk2)}, {SET(decode_topk2)}, \
+    {SET(encode_topk2), SET(encode_ecsq)}, {SET(decode_topk2), SET(decode_ecsq)}, \
     SET(nesterov), SET(scale), SET(add_scaled), SET(subtract) }
 /* clang-format on */
 
 #define SET(name) name##_plain
 #define TARGET
+#define EXTRACT extract
+#define DEPOSIT deposit
 #include "loops.h"
 #include "elementwise.h"
 #include "rice.h"
 #include "sparse2.h"
+#include "gaps.h"
+#include "ecsq.h"
 static const struct loops PLAIN = LOOPS("plain");
 #undef SET
 #undef TARGET
+#undef EXTRACT
+#undef DEPOSIT
 
 #ifdef __x86_64__
 #define SET(name) name##_avx2
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #define USE_AVX2
+#define EXTRACT _pext_u64
+#define DEPOSIT _pdep_u64
 #include "loops.h"
 #include "elementwise.h"
 #include "rice.h"
 #include "sparse2.h"
+#include "gaps.h"
+#include "ecsq.h"
 static const struct loops AVX2 = LOOPS("avx2");
 #undef SET
 #undef TARGET
 #undef USE_AVX2
+#undef EXTRACT
+#undef DEPOSIT
 #endif
 
 /* Fill `found` with the loops that this processor runs, the plainest first; return their number. */
@@ -277,7 +307,8 @@ static bool understand(struct call *call, const char *set, const char *name, Py_
     bool pairs = call->codec == INT4 || call->codec == FP4;
     bool blocks = pairs || call->codec == INT8 || call->codec == SIGN;
     bool chunks = call->codec == TOPK || call->codec == TOPK2;
-    bool fits = 0 <= count && count <= PY_SSIZE_T_MAX / 64 && block <= 65536 && chunk <= 65536;
+    bool fits = 0 <= count && count <= PY_SSIZE_T_MAX / 512 && block <= 65536 && chunk <= 65536;
+    fits = fits && (call->codec != ECSQ || (1 <= block && block <= 250));
     fits = fits && (!blocks || (block >= 1 && (!pairs || block % 2 == 0)));
     fits = fits && (!chunks || (block >= 1 && block <= chunk / 2));
     if (!fits) {
@@ -307,15 +338,27 @@ static size_t payload_bytes(const struct call *call)
     case TOPK2:
         return 4 * blocks_of(s.count, s.chunk) + blocks_of(share_of(s), 4) +
                rice_max_bytes(share_of(s), s.count - share_of(s));
+    case ECSQ: return ecsq_max_bytes(s);
     default: return 2 * s.count;
     }
+}
+
+/* The room that an encoder needs: those of lists write ahead of their last bit, and ecsq tries one
+ * width more. */
+static size_t room_for(const struct call *call)
+{
+    size_t longest = payload_bytes(call), three_planes = 3 * (call->shape.count / 8 + 8);
+    if (call->codec == ECSQ)
+        longest = longest > three_planes ? longest : three_planes;
+    return longest + (call->codec >= LISTS ? SLACK : 0);
 }
 
 /* Write the payload; return its length, 0 if the encoder refuses. */
 static size_t run_encoder(const struct call *call, const loose_f32 *x, uint8_t *out)
 {
+    bool fits = call->shape.count <= INT32_MAX; /* lists send counts in 32 bits */
     if (call->codec >= LISTS)
-        return call->loops->encode_lists[call->codec - LISTS](x, call->shape, out);
+        return fits ? call->loops->encode_lists[call->codec - LISTS](x, call->shape, out) : 0;
     return call->loops->encode[call->codec](x, call->shape, out) ? payload_bytes(call) : 0;
 }
 
@@ -332,8 +375,7 @@ static PyObject *encode(PyObject *self, PyObject *args)
         return NULL;
     if (!understand(&call, set, name, count, block, chunk))
         return NULL;
-    Py_ssize_t before = PyByteArray_Size(out), room = (Py_ssize_t)payload_bytes(&call);
-    room += call.codec >= LISTS ? SLACK : 0;
+    Py_ssize_t before = PyByteArray_Size(out), room = (Py_ssize_t)room_for(&call);
     if (PyByteArray_Resize(out, before + room) < 0)
         return NULL;
     /* The buffer keeps `out` in place while the lock is released. */
@@ -353,7 +395,8 @@ static PyObject *encode(PyObject *self, PyObject *args)
 static bool decode_copy(const struct call *call, const uint8_t *payload, size_t length,
                         loose_f32 *out)
 {
-    uint8_t *copy = length <= payload_bytes(call) ? calloc(1, length + SLACK) : NULL;
+    bool fits = call->shape.count <= INT32_MAX && length <= payload_bytes(call);
+    uint8_t *copy = fits ? calloc(1, length + SLACK) : NULL;
     bool good = copy && memcpy(copy, payload, length) &&
                 call->loops->decode_lists[call->codec - LISTS](copy, length, call->shape, out);
     free(copy);
@@ -486,7 +529,7 @@ static int add_sets(PyObject *module)
         PyTuple_SetItem(names, (Py_ssize_t)i, PyUnicode_FromString(found[i]->set));
     int added = names ? PyModule_AddObjectRef(module, "SETS", names) : -1;
     Py_XDECREF(names);
-    return added || PyModule_AddIntConstant(module, "INTERFACE", 3) ? -1 : 0;
+    return added || PyModule_AddIntConstant(module, "INTERFACE", 4) ? -1 : 0;
 }
 
 static PyMethodDef METHODS[] = {

@@ -50,6 +50,8 @@ NAMES += [
 NAMES += ["fp4", "fp4:2", "fp4:6", "fp4:2048", "sign", "sign:1", "sign:7", "sign:12", "sign:65536"]
 NAMES += ["topk2:64/4096", "topk2:3/10", "topk2:1/2", "topk2:8/17", "topk2:65/4095"]
 NAMES += ["topk2:2000/4096", "topk2:1/65536"]
+NAMES += ["ecsq:100", "ecsq:98", "ecsq:1", "ecsq:31", "ecsq:250"]
+LISTS = [name for name in NAMES if name.startswith(("topk2", "ecsq"))]
 KINDS = (
     "usual",
     "any",
@@ -237,6 +239,20 @@ def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(
     payload = payload[: data.draw(st.none() | st.integers(0, len(payload)))] + data.draw(
         st.binary(max_size=2)
     )
+    assert bits_by(kernel, name, payload, count) == bits_by(None, name, payload, count)
+
+
+@each_kernel
+@many
+@given(data=st.data(), name=st.sampled_from(LISTS), seed=st.integers(0, 2**32 - 1))
+def test_long_lists_with_wrong_bytes_are_refused_or_decoded_as_torch_does(
+    values, kernel, name, data, seed
+):
+    count = data.draw(st.sampled_from([1000, 4099, 8192]))
+    payload = payload_by(None, name, values(data.draw(st.sampled_from(KINDS)), count, seed))
+    places = st.integers(0, min(40, len(payload) - 1)) | st.integers(0, len(payload) - 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(places)] = data.draw(st.integers(0, 255))
     assert bits_by(kernel, name, payload, count) == bits_by(None, name, payload, count)
 
 
