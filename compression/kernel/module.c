@@ -32,6 +32,7 @@
 
 enum { PIECE = 1024, INT4_ZERO = 8, INFINITY_BITS = 0x7F800000, MIN_SCALE_BITS = 0x00800000 };
 enum { MAX_BF16_BITS = 0x7F7F, MAX_WIDTH = 16, RUN = 64, FEW = 4 };
+enum { SLIGHTLY = 1 << 19 }; /* of a float's bits: 3 to 6 % */
 /* ecsq.py has these five. */
 enum { MAX_CODE = 4096, LARGEST_BITS = 0x7F000000, STEP_RANGE = 11 << 7, MIN_STEP = 0x80 };
 enum { HEAD = 10 };
@@ -222,12 +223,7 @@ struct loops {
 #define TARGET
 #define EXTRACT extract
 #define DEPOSIT deposit
-#include "loops.h"
-#include "elementwise.h"
-#include "rice.h"
-#include "sparse2.h"
-#include "gaps.h"
-#include "ecsq.h"
+#include "all.h"
 static const struct loops PLAIN = LOOPS("plain");
 #undef SET
 #undef TARGET
@@ -235,35 +231,37 @@ static const struct loops PLAIN = LOOPS("plain");
 #undef DEPOSIT
 
 #ifdef __x86_64__
-#define SET(name) name##_avx2
-#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #define USE_AVX2
 #define EXTRACT _pext_u64
 #define DEPOSIT _pdep_u64
-#include "loops.h"
-#include "elementwise.h"
-#include "rice.h"
-#include "sparse2.h"
-#include "gaps.h"
-#include "ecsq.h"
+
+#define SET(name) name##_avx2
+#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
+#include "all.h"
 static const struct loops AVX2 = LOOPS("avx2");
 #undef SET
 #undef TARGET
-#undef USE_AVX2
-#undef EXTRACT
-#undef DEPOSIT
+
+#define SET(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")))
+#include "all.h"
+static const struct loops AVX512 = LOOPS("avx512");
 #endif
 
 /* Fill `found` with the loops that this processor runs, the plainest first; return their number. */
-static size_t runnable(const struct loops *found[2])
+static size_t runnable(const struct loops *found[3])
 {
     size_t count = 0;
     found[count++] = &PLAIN;
 #ifdef __x86_64__
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt"))
+    bool bits = __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                __builtin_cpu_supports("popcnt");
+    if (bits && __builtin_cpu_supports("avx2"))
         found[count++] = &AVX2;
+    if (bits && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found[count++] = &AVX512;
 #endif
     return count;
 }
@@ -272,7 +270,7 @@ static size_t runnable(const struct loops *found[2])
 
 static const struct loops *loops_of(const char *set)
 {
-    const struct loops *found[2];
+    const struct loops *found[3];
     for (size_t i = runnable(found); i--;)
         if (!strcmp(found[i]->set, set))
             return found[i];
@@ -522,7 +520,7 @@ static PyObject *subtract(PyObject *self, PyObject *args)
 
 static int add_sets(PyObject *module)
 {
-    const struct loops *found[2];
+    const struct loops *found[3];
     size_t count = runnable(found);
     PyObject *names = PyTuple_New((Py_ssize_t)count);
     for (size_t i = 0; names && i < count; i++)

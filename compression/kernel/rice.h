@@ -38,6 +38,27 @@ TARGET static uint64_t SET(bits_with)(const loose_u16 *numbers, size_t count, un
     return bits;
 }
 
+/* Write the numbers' unary parts; return the byte after them. */
+TARGET static uint8_t *SET(write_unary)(const loose_u16 *numbers, size_t count, unsigned width,
+                                        uint8_t *out)
+{
+    struct writer to = {out, 0, 0};
+    uint64_t bits = 0; /* the next ones, `fill` of them */
+    unsigned fill = 0;
+    for (size_t i = 0; i < count; i++) {
+        unsigned zeros = (unsigned)numbers[i] >> width;
+        for (; fill + zeros > 63; bits = 0, fill = 0) {
+            unsigned some = zeros < 64 - fill ? zeros : 64 - fill;
+            append(&to, bits, fill + some);
+            zeros -= some;
+        }
+        fill += zeros;
+        bits |= (uint64_t)1 << fill++;
+    }
+    append(&to, bits, fill);
+    return end_of(to);
+}
+
 /* Write a list, as rice.write does; return the byte after it. */
 TARGET static uint8_t *SET(write_list)(const loose_u16 *numbers, size_t count, uint8_t *out)
 {
@@ -50,14 +71,8 @@ TARGET static uint8_t *SET(write_list)(const loose_u16 *numbers, size_t count, u
         bits = wider;
     }
     *out = (uint8_t)width;
-    struct writer to = {end_of(SET(pack)(numbers, count, width, out + 1)), 0, 0};
-    for (size_t i = 0; i < count; i++) {
-        unsigned zeros = (unsigned)numbers[i] >> width;
-        for (; zeros > 63; zeros -= 63)
-            append(&to, 0, 63);
-        append(&to, (uint64_t)1 << zeros, zeros + 1);
-    }
-    return end_of(to);
+    uint8_t *unary = end_of(SET(pack)(numbers, count, width, out + 1));
+    return SET(write_unary)(numbers, count, width, unary);
 }
 
 /* Read what `pack` wrote, four numbers at a time; return false if a padding bit is set. */

@@ -94,9 +94,10 @@ TARGET static size_t SET(encode_topk2)(const loose_f32 *x, struct shape s, uint8
     loose_u16 *gap = malloc(2 * (total + 64) * sizeof *gap), *code = gap + total + 64;
     loose_u16 *level = (loose_u16 *)out;
     bool good = kept.place && gap;
+    int32_t bound = 0;
     for (size_t start = 0; good && start < s.count; start += s.chunk, level += 2) {
         size_t count = least(s.chunk, s.count - start), k = share_of_chunk(s, count);
-        good = SET(choose)(x + start, count, k, kept);
+        good = SET(choose)(x + start, count, k, &bound, kept);
         if (good)
             SET(quantise_chunk)(x + start, k, kept, level, gap + at, code + at);
         at += k;

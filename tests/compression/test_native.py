@@ -162,6 +162,18 @@ def test_every_kind_of_values_has_the_bits_of_torch_at_several_blocks(values, ke
 
 
 @each_kernel
+@pytest.mark.parametrize("name", ["topk:64/4096", "topk:3/10", "topk2:64/4096", "topk2:8/17"])
+def test_the_largest_are_found_where_chunks_differ_in_size(values, kernel, name):
+    chunk = codec(name).granule((4096,))
+    for factors in ([1, 1.03, 0.97, 1], [1, 1e-3, 1e3, 1], [1, 0, 1, 0], [1e-38, 1, 1e30, 1e-38]):
+        scale = torch.tensor(factors).repeat_interleave(chunk)
+        for kind in ("usual", "ties", "rare"):
+            x = values(kind, 4 * chunk + 5, 7)
+            x[: 4 * chunk] *= scale
+            assert payload_by(kernel, name, x) == payload_by(None, name, x)
+
+
+@each_kernel
 @pytest.mark.parametrize("name", ["int8", "int4", "topk:64/4096"])
 def test_values_between_two_codes_round_as_torch_rounds_them(kernel, name):
     top = 7 if name == "int4" else 127
@@ -409,7 +421,8 @@ def test_a_kernel_of_other_sources_is_not_used(monkeypatch):
 
 
 def test_the_plainest_instructions_come_first_and_the_fastest_are_used():
-    assert [kernel.instructions for kernel in KERNELS] in ([], ["plain"], ["plain", "avx2"])
+    names = [kernel.instructions for kernel in KERNELS]
+    assert names == ["plain", "avx2", "avx512"][: len(names)]
     assert native.active() == (KERNELS[-1] if KERNELS else None)
 
 
