@@ -1,6 +1,7 @@
-/* The codecs' loops. module.c includes this file once for each instruction set: SET(name) names
- * that set's copy of a function, and TARGET tells the compiler which instructions it may use. This
- * is plain C that the compiler vectorises; without intrinsics, one source serves all processors.
+/* The loops of plain floats and of blocks. all.h, and so this file, is included once for each
+ * instruction set: SET(name) names that set's copy of a function, and TARGET tells the compiler
+ * which instructions it may use. This is plain C that the compiler vectorises, except for two masks
+ * (USE_AVX2), so one source serves all processors.
  * Every float operation is one that the torch version does too, rounded separately (the build
  * forbids contraction), and all others are on integers, so bytes and values agree to the bit.
  *

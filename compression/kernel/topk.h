@@ -95,7 +95,7 @@ TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, int32_t bound
 
 /* Gather at least k values, and not many more; return their number, less than k only if a value is
  * not finite. If the peaks of k columns reach a bound, at least k values do. `bound` is that of the
- * chunk before: where the next is like it, a slightly lower one will do, and no peaks are needed. */
+ * chunk before: where this one is like it, a slightly lower one does, and peaks are not needed. */
 TARGET static size_t SET(gather_largest)(const loose_f32 *x, size_t count, size_t k,
                                          int32_t *bound, struct kept kept)
 {
