@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.compression import rice
+from farflock.compression import native, rice
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import BF16_MAX_BITS, FLOAT_MAX, bf16_bits, from_bf16, within
@@ -84,7 +84,10 @@ class Ecsq:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the step, the counts, the signs and the three lists."""
-        before, cut = len(out), within(within(x), _LARGEST).contiguous().numpy()
+        before = len(out)
+        if native.encode("ecsq", x, out, self.rate):
+            return len(out) - before
+        cut = within(within(x), _LARGEST).contiguous().numpy()
         if not len(cut):
             return 0
         size = np.abs(cut)
@@ -100,6 +103,8 @@ class Ecsq:
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; refuse a step, place or code outside its limits."""
+        if native.decode("ecsq", payload, out, self.rate):
+            return
         count, min_length = out.numel(), _HEAD.size if out.numel() else 0
         require_length(
             payload, min_length, f"{self.name} for {count} values", max_length=self.max_bytes(count)

@@ -47,6 +47,7 @@ class Fp4(BlockCodec):
 
     kind: ClassVar[str] = "fp4"
     per_byte: ClassVar[int] = 2
+    kernel: ClassVar[bool] = True
     top: ClassVar[int] = TOP
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:

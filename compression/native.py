@@ -15,13 +15,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-INTERFACE = 1  # equal in module.c; a kernel built from another version's sources is not used
+INTERFACE = 4  # equal in module.c; a kernel built from another version's sources is not used
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The loops of compression/kernel/ for one instruction set. `codec` is fp32, fp16, bf16, int8,
-    int4 or topk; `block` and `chunk` are the codec's parameters, 0 where it has none."""
+    int4, fp4, sign, topk, topk2 or ecsq; `block` (ecsq: the rate) and `chunk` are its parameters, 0
+    where it has none."""
 
     module: ModuleType
     instructions: str
@@ -50,6 +51,40 @@ class Kernel:
     def peak(self, x: Tensor) -> float | None:
         """Return the largest magnitude: NaN if any is, 0 if empty, None unless flat float32."""
         return self.module.peak(self.instructions, x.data_ptr(), x.numel()) if _usual(x) else None
+
+    def nesterov(self, phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float) -> bool:
+        """Make an outer step in place (`elementwise.nesterov_`); False, and no change, unless all
+        tensors are float32, contiguous and on the CPU. The caller has checked that the shapes are
+        equal; the same holds for the three functions below."""
+        good = _plain(phi, delta, momentum)
+        if good:
+            at = (phi.data_ptr(), delta.data_ptr(), momentum.data_ptr())
+            self.module.nesterov(self.instructions, *at, phi.numel(), lr, mu)
+        return good
+
+    def scale(self, x: Tensor, factor: float, out: Tensor) -> bool:
+        """Do as `elementwise.scaled_into` does."""
+        good = _plain(x, out)
+        if good:
+            self.module.scale(self.instructions, x.data_ptr(), x.numel(), factor, out.data_ptr())
+        return good
+
+    def add_scaled(self, sum_: Tensor, x: Tensor, weight: float) -> bool:
+        """Do as `elementwise.add_scaled_` does."""
+        good = _plain(sum_, x)
+        if good:
+            self.module.add_scaled(
+                self.instructions, sum_.data_ptr(), x.data_ptr(), x.numel(), weight
+            )
+        return good
+
+    def subtract(self, a: Tensor, b: Tensor, out: Tensor) -> bool:
+        """Do as `elementwise.subtract_into` does."""
+        good = _plain(a, b, out)
+        if good:
+            at = (a.data_ptr(), b.data_ptr())
+            self.module.subtract(self.instructions, *at, a.numel(), out.data_ptr())
+        return good
 
 
 def kernels() -> tuple[Kernel, ...]:
@@ -103,4 +138,8 @@ def peak(x: Tensor) -> float | None:
 
 
 def _usual(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.dim() == 1 and x.is_cpu and x.is_contiguous()
+    return x.dim() == 1 and _plain(x)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)

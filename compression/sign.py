@@ -26,6 +26,7 @@ class Sign(BlockCodec):
 
     kind: ClassVar[str] = "sign"
     per_byte: ClassVar[int] = 8
+    kernel: ClassVar[bool] = True
     top: ClassVar[int] = 1
     biased: ClassVar[bool] = True
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.compression import rice
+from farflock.compression import native, rice
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16
@@ -41,6 +41,8 @@ class TopK2(ChunkedTopK):
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the levels, the codes and the gaps between positions."""
         before = len(out)
+        if native.encode(self.kind, x, out, self.k, self.chunk):
+            return len(out) - before
         places = self.places(x, self._kept(x.numel() % self.chunk))
         levels, codes = _quantised(x[places].numpy(), self.k)
         out += levels.tobytes() + rice.pack(codes, 2)
@@ -52,6 +54,8 @@ class TopK2(ChunkedTopK):
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter the values over zeros; refuse positions and levels outside their limits."""
+        if native.decode(self.kind, payload, out, self.k, self.chunk):
+            return
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
         require_length(
             payload, gaps_at, f"{self.name} for {count} values", max_length=self.max_bytes(count)

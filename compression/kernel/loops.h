@@ -1,6 +1,7 @@
-/* The codecs' loops. module.c includes this file once for each instruction set: SET(name) names
- * that set's copy of a function, and TARGET tells the compiler which instructions it may use. This
- * is plain C that the compiler vectorises; without intrinsics, one source serves all processors.
+/* The loops of plain floats and of blocks. all.h, and so this file, is included once for each
+ * instruction set: SET(name) names that set's copy of a function, and TARGET tells the compiler
+ * which instructions it may use. This is plain C that the compiler vectorises, except for two masks
+ * (USE_AVX2), so one source serves all processors.
  * Every float operation is one that the torch version does too, rounded separately (the build
  * forbids contraction), and all others are on integers, so bytes and values agree to the bit.
  *
@@ -132,6 +133,20 @@ TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor
         code[i] = (uint8_t)bits_of(x[i] / divisor + (ROUND + zero));
 }
 
+/* code = 1 + log2 of the nearest power of two to |x / divisor|, plus 8 if negative; 0 below a half.
+ * Half an octave, added to the bits, carries into the exponent. */
+TARGET static void SET(quantise_powers)(const loose_f32 *x, size_t count, float divisor,
+                                        uint8_t *code)
+{
+    for (size_t i = 0; i < count; i++) {
+        int32_t bits = bits_of(x[i] / divisor), size = bits & 0x7FFFFFFF;
+        int32_t octave = size - 0x3EC00000; /* 2^-2 · 1.5, which is one code below 0.75 */
+        octave = octave > 0x00800000 ? octave : 0x00800000;
+        uint32_t stored = (uint32_t)octave | ((uint32_t)bits >> 5 & 0x04000000);
+        code[i] = (uint8_t)((size < 0x3F000000 ? 0 : stored) >> 23);
+    }
+}
+
 /* True if every scale is 0 or within its limits. */
 TARGET static bool SET(scales_are_good)(const uint8_t *in, size_t blocks, struct levels levels)
 {
@@ -161,7 +176,10 @@ TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct
         if (most >= INFINITY_BITS)
             return false;
         *scale++ = scale_of(most, levels, &divisor);
-        SET(quantise)(x + at, some, divisor, levels.zero, code + at);
+        if (levels.powers)
+            SET(quantise_powers)(x + at, some, divisor, code + at);
+        else
+            SET(quantise)(x + at, some, divisor, levels.zero, code + at);
     }
     return true;
 }
@@ -189,19 +207,35 @@ TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
-/* Two codes per byte; an odd last code shares its byte with a filler. */
-TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
+/* Two codes per byte; an odd last code shares its byte with code 0. */
+TARGET static bool SET(encode_pairs)(const loose_f32 *x, struct shape s, struct levels levels,
+                                     uint8_t *out)
 {
-    size_t blocks = blocks_of(s.count, s.block), bytes = blocks_of(s.count, 2);
-    uint8_t *code = malloc(2 * bytes), *packed = out + 4 * blocks;
-    const loose_u16 *pair = (const loose_u16 *)code;
-    bool good = code && SET(encode_blocks)(x, s, LEVELS_INT4, (loose_f32 *)out, code);
-    if (good && s.count % 2)
-        code[s.count] = INT4_ZERO;
-    for (size_t i = 0; good && i < bytes; i++)
-        packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    size_t group = s.block < PIECE ? PIECE / s.block * s.block : s.block;
+    loose_f32 *scale = (loose_f32 *)out;
+    uint8_t *packed = out + 4 * blocks_of(s.count, s.block), *code = malloc(group);
+    bool good = code;
+    for (size_t at = 0; good && at < s.count; at += group, packed += group / 2) {
+        struct shape part = {least(group, s.count - at), s.block, 0, 0};
+        const loose_u16 *pair = (const loose_u16 *)code;
+        good = SET(encode_blocks)(x + at, part, levels, scale + at / s.block, code);
+        if (part.count % 2)
+            code[part.count] = (uint8_t)levels.zero;
+        for (size_t i = 0; i < blocks_of(part.count, 2); i++)
+            packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    }
     free(code);
     return good;
+}
+
+TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(encode_pairs)(x, s, LEVELS_INT4, out);
+}
+
+TARGET static bool SET(encode_fp4)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(encode_pairs)(x, s, LEVELS_FP4, out);
 }
 
 /* True if no half of a byte is 0, and the filler, if there is one, is code 0. */
@@ -235,170 +269,133 @@ TARGET static bool SET(decode_int4)(const uint8_t *in, struct shape s, loose_f32
     return true;
 }
 
-/* --- top-k: the largest magnitudes of each chunk; among equal ones, the first --- */
-
-TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_t least_bits)
+/* True if no half of a byte is a negative 0, and the filler, if there is one, is 0. */
+TARGET static bool SET(powers_are_good)(const uint8_t *packed, size_t count)
 {
-    int32_t found = 0; /* wide enough: a chunk holds at most 65536 values */
-    for (size_t i = 0; i < count; i++)
-        found += bits[i] >= least_bits;
-    return (size_t)found;
+    uint8_t wrong = 0;
+    for (size_t i = 0; i < blocks_of(count, 2); i++)
+        wrong |= ((packed[i] & 0x0F) == 0x08) | ((packed[i] & 0xF0) == 0x80);
+    return !wrong && (count % 2 == 0 || packed[count / 2] >> 4 == 0);
 }
 
-/* Find by bisection a bound that at least k of the numbers reach: either at most k + slack reach
- * it, or fewer than k reach any higher bound. */
-TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t k, size_t slack)
+TARGET static bool SET(decode_fp4)(const uint8_t *in, struct shape s, loose_f32 *out)
 {
-    int32_t low = 0, high = INFINITY_BITS;
-    while (high - low > 1) {
-        int32_t middle = low + (high - low) / 2;
-        size_t found = SET(count_from)(bits, count, middle);
-        if (found >= k)
-            low = middle;
-        else
-            high = middle;
-        if (found >= k && found <= k + slack)
-            break;
-    }
-    return low;
-}
-
-/* The largest magnitude of each column, where the chunk's values form rows of `columns` values. */
-TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t columns,
-                                     loose_i32 *peaks)
-{
-    const loose_i32 *bits = (const loose_i32 *)x;
-    memset(peaks, 0, columns * sizeof *peaks);
-    for (size_t start = 0; start < count; start += columns)
-        for (size_t i = 0; i < least(columns, count - start); i++) {
-            int32_t magnitude = bits[start + i] & 0x7FFFFFFF;
-            peaks[i] = magnitude > peaks[i] ? magnitude : peaks[i];
-        }
-}
-
-/* Ascending indices of the values that reach the bound. */
-TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t bound,
-                                   loose_i32 *found)
-{
-    size_t taken = 0;
-    for (size_t i = 0; i < count; i++) {
-        found[taken] = (int32_t)i;
-        taken += bits[i] >= bound;
-    }
-    return taken;
-}
-
-/* Places and magnitudes, in ascending order of place, of all values that reach the bound; they lie
- * in the columns kept.column. */
-TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t columns, size_t hit,
-                                 int32_t bound, struct kept kept)
-{
-    const loose_i32 *bits = (const loose_i32 *)x;
-    size_t found = 0;
-    for (size_t start = 0; start < count; start += columns) {
-        /* The last row may be short. */
-        while (hit && start + (size_t)kept.column[hit - 1] >= count)
-            hit--;
-        for (size_t i = 0; i < hit; i++) {
-            size_t place = start + (size_t)kept.column[i];
-            kept.place[found] = (int32_t)place;
-            found += (bits[place] & 0x7FFFFFFF) >= bound;
-        }
-    }
-    for (size_t i = 0; i < found; i++)
-        kept.bits[i] = bits[kept.place[i]] & 0x7FFFFFFF;
-    return found;
-}
-
-/* Put the places of the k largest of `count` values, in ascending order, into kept.place; return
- * false if a value is not finite. If the peaks of k columns reach a bound, at least k values do,
- * but not many more: only these are compared again. */
-TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struct kept kept)
-{
-    size_t columns = blocks_of(count, blocks_of(count, 4 * k));
-    SET(column_peaks)(x, count, columns, kept.bits);
-    if (SET(peak)((const loose_f32 *)kept.bits, columns) >= INFINITY_BITS)
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_f32 *scale = (const loose_f32 *)in;
+    const uint8_t *packed = in + 4 * blocks;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_FP4) || !SET(powers_are_good)(packed, s.count))
         return false;
-    int32_t bound = SET(bound_of)(kept.bits, columns, k, k / 8);
-    size_t hit = SET(reaching)(kept.bits, columns, bound, kept.column);
-    size_t found = SET(gather)(x, count, columns, hit, bound, kept);
-    if (found < k)
-        return false; /* another thread is changing the values */
-    bound = SET(bound_of)(kept.bits, found, k, 0);
-    size_t surplus = SET(count_from)(kept.bits, found, bound) - k, taken = 0;
-    for (size_t i = found; surplus; i--) /* of the values equal to the bound, leave out the last */
-        if (kept.bits[i - 1] == bound) {
-            kept.bits[i - 1] = -1;
-            surplus--;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        const uint8_t *pair = packed + at / 2;
+        loose_f32 *to = out + at;
+        float by = *scale++;
+        for (size_t i = 0; i < some / 2; i++) {
+            to[2 * i] = power_of(pair[i] & 15) * by;
+            to[2 * i + 1] = power_of((uint32_t)pair[i] >> 4) * by;
         }
-    for (size_t i = 0; i < found; i++) {
-        kept.place[taken] = kept.place[i];
-        taken += kept.bits[i] >= bound;
+        if (some % 2)
+            to[some - 1] = power_of(pair[some / 2] & 15) * by;
     }
     return true;
 }
 
-TARGET static bool SET(encode_topk)(const loose_f32 *x, struct shape s, uint8_t *out)
+/* --- sign: one bit per value, and the mean magnitude of each block --- */
+
+/* |x| / divisor in units of 2^-24, rounded to a whole number, ties to even. */
+TARGET static inline int32_t SET(unit_of)(float x, float divisor)
 {
-    struct kept kept = kept_for(s);
-    struct stream stream = {out, 0, 0};
-    loose_f32 *scale = (loose_f32 *)(out + position_bytes(s));
-    uint8_t *code = (uint8_t *)(scale + blocks_of(s.count, s.chunk));
-    bool good = kept.place;
-    for (size_t start = 0; good && start < s.count; start += s.chunk) {
-        size_t count = least(s.chunk, s.count - start), k = least(s.block, count);
-        float divisor;
-        if (!(good = SET(choose)(x + start, count, k, kept)))
-            break;
-        for (size_t i = 0; i < k; i++) {
-            put(&stream, (uint32_t)kept.place[i], s.bits);
-            kept.values[i] = x[start + (size_t)kept.place[i]];
-        }
-        *scale++ = scale_of(SET(peak)(kept.values, k), LEVELS_INT8, &divisor);
-        SET(quantise)(kept.values, k, divisor, LEVELS_INT8.zero, code);
-        code += k;
-    }
-    put_rest(&stream);
-    free(kept.place);
-    return good;
+    float unit = float_of(bits_of(x) & 0x7FFFFFFF) / divisor * 0x1p24f;
+    float rounded = unit + 0x1p23f - 0x1p23f;
+    return (int32_t)(unit < 0x1p23f ? rounded : unit); /* from there on, all floats are whole */
 }
 
-/* True if positions ascend and stay inside their chunk, and no bit after the last one is set. */
-TARGET static bool SET(positions_are_good)(const uint8_t *in, struct shape s)
+TARGET static uint64_t SET(units)(const loose_f32 *x, size_t count, float divisor)
 {
-    size_t kept = kept_of(s), i = 0;
-    uint32_t wrong = 0;
-    for (size_t start = 0; start < s.count; start += s.chunk) {
-        size_t count = least(s.chunk, s.count - start);
-        uint32_t next = 0;
-        for (size_t stop = i + least(s.block, count); i < stop; i++) {
-            uint32_t place = position(in, i, s.bits);
-            wrong |= (place < next) | (place >= count);
-            next = place + 1;
-        }
+    uint64_t units = 0;
+    size_t at = 0;
+    for (; count - at >= 64; at += 64) {
+        int32_t sum = 0; /* wide enough: no unit is above 2^24 */
+        for (size_t i = 0; i < 64; i++)
+            sum += SET(unit_of)(x[at + i], divisor);
+        units += (uint64_t)sum;
     }
-    unsigned rest = kept * s.bits % 8;
-    return !wrong && !(rest && in[position_bytes(s) - 1] >> rest);
+    for (; at < count; at++)
+        units += (uint64_t)SET(unit_of)(x[at], divisor);
+    return units;
 }
 
-TARGET static bool SET(decode_topk)(const uint8_t *in, struct shape s, loose_f32 *out)
+TARGET static float SET(mean_magnitude)(const loose_f32 *x, size_t count, float absmax)
 {
-    size_t blocks = blocks_of(s.count, s.chunk), i = 0;
-    const loose_f32 *scale = (const loose_f32 *)(in + position_bytes(s));
-    const uint8_t *code = (const uint8_t *)(scale + blocks);
-    if (!SET(scales_are_good)((const uint8_t *)scale, blocks, LEVELS_INT8) ||
-        SET(holds)(code, kept_of(s), 0x80))
+    uint64_t units = SET(units)(x, count, absmax == 0 ? 1.0f : absmax);
+    float mean = (float)((double)units / ((double)count * 0x1p24) * (double)absmax);
+    return bits_of(mean) < MIN_SCALE_BITS ? 0.0f : mean;
+}
+
+/* Which of 64 values are below 0. */
+TARGET static inline uint64_t SET(negative)(const loose_f32 *x)
+{
+    uint64_t word = 0;
+#ifdef USE_AVX2
+    for (size_t i = 0; i < 8; i++) {
+        __m256 eight = _mm256_loadu_ps((const float *)x + 8 * i);
+        eight = _mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ);
+        word |= (uint64_t)_mm256_movemask_ps(eight) << 8 * i;
+    }
+#else
+    uint8_t below[64];
+    for (size_t i = 0; i < 64; i++)
+        below[i] = x[i] < 0;
+    for (size_t i = 0; i < 8; i++)
+        word |= word_at(below + 8 * i) * GATHER >> 56 << 8 * i;
+#endif
+    return word;
+}
+
+TARGET static bool SET(encode_sign)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    loose_f32 *scale = (loose_f32 *)out;
+    uint8_t *packed = out + 4 * blocks_of(s.count, s.block);
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        int32_t most = SET(peak)(x + at, some);
+        if (most >= INFINITY_BITS)
+            return false;
+        *scale++ = SET(mean_magnitude)(x + at, some, float_of(most));
+    }
+    size_t whole = s.count / 64 * 64, rest = s.count - whole;
+    for (size_t at = 0; at < whole; at += 64) {
+        uint64_t word = SET(negative)(x + at);
+        memcpy(packed + at / 8, &word, sizeof word);
+    }
+    loose_f32 last[64] = {0};
+    memcpy(last, x + whole, rest * sizeof *last);
+    uint64_t word = SET(negative)(last);
+    memcpy(packed + whole / 8, &word, blocks_of(rest, 8));
+    return true;
+}
+
+TARGET static bool SET(decode_sign)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_u32 *scale = (const loose_u32 *)in;
+    const uint8_t *packed = in + 4 * blocks;
+    loose_u32 *to = (loose_u32 *)out;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_SIGN) ||
+        (s.count % 8 && packed[s.count / 8] >> s.count % 8))
         return false;
-    if (!SET(positions_are_good)(in, s))
-        return false;
-    for (size_t start = 0; start < s.count; start += s.chunk, scale++) {
-        size_t count = least(s.chunk, s.count - start);
-        memset(out + start, 0, count * sizeof *out);
-        for (size_t stop = i + least(s.block, count); i < stop; i++) {
-            size_t place = position(in, i, s.bits);
-            if (place < count) /* another thread may be changing the payload */
-                out[start + place] = (float)(int8_t)code[i] * *scale;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t stop = at + least(s.block, s.count - at), i = at;
+        uint32_t by = *scale++;
+        for (; i < stop && i % 8; i++)
+            to[i] = by ^ (uint32_t)(packed[i / 8] >> i % 8) << 31;
+        for (; stop - i >= 32; i += 32) {
+            uint32_t word = *(const loose_u32 *)(packed + i / 8);
+            for (unsigned j = 0; j < 32; j++)
+                to[i + j] = by ^ (word << (31 - j) & 0x80000000);
         }
+        for (; i < stop; i++)
+            to[i] = by ^ (uint32_t)(packed[i / 8] >> i % 8) << 31;
     }
     return true;
 }

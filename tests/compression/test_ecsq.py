@@ -16,6 +16,8 @@ from farflock.compression import rice
 from farflock.compression.codec import CorruptPayload
 from farflock.compression.ecsq import Ecsq
 
+pytestmark = pytest.mark.usefixtures("version")
+
 COUNT = 4096
 ONE = struct.pack("<H", 0x3F80)  # a step of 1
 

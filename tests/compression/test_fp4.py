@@ -10,6 +10,8 @@ from worlds.codecs import decoded, encoded, round_trip
 from farflock.compression.codec import CorruptPayload
 from farflock.compression.fp4 import Fp4
 
+pytestmark = pytest.mark.usefixtures("version")
+
 LEVELS = [0.0, *(2.0**e for e in range(-6, 1))]
 
 

@@ -2,6 +2,7 @@
 machine has."""
 
 import importlib
+import inspect
 import math
 import shutil
 import struct
@@ -46,6 +47,11 @@ NAMES += [
     "topk:2000/4096",
     "topk:1/65536",
 ]
+NAMES += ["fp4", "fp4:2", "fp4:6", "fp4:2048", "sign", "sign:1", "sign:7", "sign:12", "sign:65536"]
+NAMES += ["topk2:64/4096", "topk2:3/10", "topk2:1/2", "topk2:8/17", "topk2:65/4095"]
+NAMES += ["topk2:2000/4096", "topk2:1/65536"]
+NAMES += ["ecsq:100", "ecsq:98", "ecsq:1", "ecsq:31", "ecsq:250"]
+LISTS = [name for name in NAMES if name.startswith(("topk2", "ecsq"))]
 KINDS = (
     "usual",
     "any",
@@ -70,7 +76,7 @@ many = settings(
 def numbers(name):
     """The kernel's codec, block and chunk for a name of the catalogue."""
     kind, _, shape = name.partition(":")
-    usual = {"int8": (256, 0), "int4": (64, 0)}.get(kind, (0, 0))
+    usual = {"int4": (64, 0), **dict.fromkeys(("int8", "fp4", "sign"), (256, 0))}.get(kind, (0, 0))
     given = tuple(int(number) for number in shape.split("/") if number)
     return kind, *(given + usual[len(given) :])
 
@@ -156,6 +162,18 @@ def test_every_kind_of_values_has_the_bits_of_torch_at_several_blocks(values, ke
 
 
 @each_kernel
+@pytest.mark.parametrize("name", ["topk:64/4096", "topk:3/10", "topk2:64/4096", "topk2:8/17"])
+def test_the_largest_are_found_where_chunks_differ_in_size(values, kernel, name):
+    chunk = codec(name).granule((4096,))
+    for factors in ([1, 1.03, 0.97, 1], [1, 1e-3, 1e3, 1], [1, 0, 1, 0], [1e-38, 1, 1e30, 1e-38]):
+        scale = torch.tensor(factors).repeat_interleave(chunk)
+        for kind in ("usual", "ties", "rare"):
+            x = values(kind, 4 * chunk + 5, 7)
+            x[: 4 * chunk] *= scale
+            assert payload_by(kernel, name, x) == payload_by(None, name, x)
+
+
+@each_kernel
 @pytest.mark.parametrize("name", ["int8", "int4", "topk:64/4096"])
 def test_values_between_two_codes_round_as_torch_rounds_them(kernel, name):
     top = 7 if name == "int4" else 127
@@ -238,6 +256,20 @@ def test_what_torch_refuses_to_decode_the_kernel_refuses_and_nothing_else(
 
 @each_kernel
 @many
+@given(data=st.data(), name=st.sampled_from(LISTS), seed=st.integers(0, 2**32 - 1))
+def test_long_lists_with_wrong_bytes_are_refused_or_decoded_as_torch_does(
+    values, kernel, name, data, seed
+):
+    count = data.draw(st.sampled_from([1000, 4099, 8192]))
+    payload = payload_by(None, name, values(data.draw(st.sampled_from(KINDS)), count, seed))
+    places = st.integers(0, min(40, len(payload) - 1)) | st.integers(0, len(payload) - 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(places)] = data.draw(st.integers(0, 255))
+    assert bits_by(kernel, name, payload, count) == bits_by(None, name, payload, count)
+
+
+@each_kernel
+@many
 @given(name=st.sampled_from(NAMES), payload=st.binary(max_size=80), count=st.integers(0, 40))
 def test_any_bytes_are_decoded_as_torch_decodes_them(kernel, name, payload, count):
     fitting = payload[: codec(name).max_bytes(count)].ljust(codec(name).max_bytes(count), b"\x01")
@@ -314,8 +346,26 @@ def test_an_instruction_set_that_is_not_there_is_refused(kernel):
         native.Kernel(kernel.module, "mmx").encode("fp32", torch.zeros(4), bytearray())
 
 
+ZEROS = bytes(4 * 2**20)
+CALLS = {
+    "encode": lambda kernel, x: kernel.encode("topk", x, bytearray(), 64, 4096),
+    "decode": lambda kernel, x: kernel.decode("fp32", ZEROS, x),
+    "peak": lambda kernel, x: kernel.peak(x),
+    "nesterov": lambda kernel, x: kernel.nesterov(x, x, x, 0.0, 0.0),
+    "scale": lambda kernel, x: kernel.scale(x, 1.0, x),
+    "add_scaled": lambda kernel, x: kernel.add_scaled(x, x, 0.0),
+    "subtract": lambda kernel, x: kernel.subtract(x, x, x),
+}
+
+
+def test_every_call_of_the_kernel_on_a_tensor_is_watched_for_the_lock():
+    methods = {name for name, made in vars(native.Kernel).items() if inspect.isfunction(made)}
+    assert set(CALLS) == {name for name in methods if not name.startswith("_")}
+
+
 @each_kernel
-def test_other_threads_go_on_while_the_loops_run(values, kernel):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_other_threads_go_on_while_the_loops_run(values, kernel, call):
     """No thread is forced to hand over Python's lock here, so others go on only if the kernel
     releases it."""
     x, ticks, done = values("usual", 2**20), [], threading.Event()
@@ -331,7 +381,7 @@ def test_other_threads_go_on_while_the_loops_run(values, kernel):
         other.start()
         before, tries = len(ticks), 0
         while len(ticks) == before and tries < 200:
-            kernel.encode("topk", x, bytearray(), 64, 4096)
+            call(kernel, x)
             tries += 1
         after = len(ticks)
     finally:
@@ -371,7 +421,8 @@ def test_a_kernel_of_other_sources_is_not_used(monkeypatch):
 
 
 def test_the_plainest_instructions_come_first_and_the_fastest_are_used():
-    assert [kernel.instructions for kernel in KERNELS] in ([], ["plain"], ["plain", "avx2"])
+    names = [kernel.instructions for kernel in KERNELS]
+    assert names == ["plain", "avx2", "avx512"][: len(names)]
     assert native.active() == (KERNELS[-1] if KERNELS else None)
 
 

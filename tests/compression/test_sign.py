@@ -12,6 +12,8 @@ from farflock.compression.blocks import mean_magnitudes
 from farflock.compression.codec import CorruptPayload
 from farflock.compression.sign import Sign
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def test_bits_mark_the_values_below_zero_lowest_bit_first():
     payload = encoded(Sign(), torch.tensor([1.0, -2.0, 0.0, -0.0, -3.0]))

@@ -16,6 +16,8 @@ from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.sparse2 import TopK2
 from farflock.compression.topk import TopK
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def largest(numbers, k, chunk):
     """A slow twin: positions of the largest magnitudes of each chunk, the first among equals."""

@@ -1,6 +1,7 @@
 """Every codec is measured through the product's shards, next to a copy of the same buffer."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from farflock.compression.catalog import CODECS
 from farflock.experiments.bench import codec
 from farflock.node.errors import Usage
-from farflock.node.train.shards import SEGMENT_VALUES, ShardLayout
+from farflock.node.train.shards import SEGMENT_VALUES
 
 LEAST_BITS = {
     **{"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 4.5, "fp4": 4.125, "sign": 1.125},
@@ -46,6 +47,13 @@ def test_the_sparse_codec_is_held_against_the_entropy_of_positions_and_two_bits(
     assert line.ratio == pytest.approx(line.value / line.yardstick, abs=1e-4)
 
 
+def test_the_note_has_the_codec_alone_and_the_path_into_fresh_tensors(lines):
+    for name in CODECS:
+        assert re.search(
+            r"alone [\d.e+]+x, into fresh tensors [\d.e+]+x", lines[f"codec.{name}"].note
+        )
+
+
 def test_one_codec_can_be_asked_for_also_with_other_numbers(quick):
     assert [line.metric for line in codec.run(quick("codec.int8:128"))] == ["codec.int8:128"]
     assert [line.metric for line in codec.run(quick("codec.sparse_bits"))] == ["codec.sparse_bits"]
@@ -56,19 +64,19 @@ def test_a_codec_that_is_not_there_is_a_usage_error_with_the_nearest(quick):
         list(codec.run(quick("codec.int88")))
 
 
-def test_both_ways_through_a_codec_see_the_whole_buffer(monkeypatch):
+def test_all_ways_through_a_codec_see_the_whole_buffer(monkeypatch):
     values = torch.randn(2 * SEGMENT_VALUES, generator=torch.Generator().manual_seed(1))
-    raw = CODECS["fp32"]()
-    shards = codec.Shards(
-        raw, ShardLayout.of({"x": tuple(values.shape)}, raw), values, torch.zeros_like(values)
-    )
+    shards = codec.Shards.of(CODECS["fp32"](), values)
     assert shards.alone() == 4 * values.numel()
+    assert torch.equal(shards.out, values)
+    shards.out.zero_()
+    shards.exchange()
     assert torch.equal(shards.out, values)
     decoded = []
     monkeypatch.setattr(
         codec, "decode_all", lambda *arguments: decoded.append(codec_decode_all(*arguments))
     )
-    shards.whole()
+    shards.fresh()
     assert torch.equal(decoded[0]["x"], values)
 
 

@@ -1,0 +1,84 @@
+"""Arithmetic on whole tensors in place: outer steps, weighted means and pseudo-gradients, without
+a temporary of the tensor's size.
+
+Fresh memory costs several times the arithmetic, for the system zeroes each page of it. So results
+go into tensors that are there, and what lies between goes into one block that stays in the cache.
+
+Portable arithmetic: each + - * is rounded to float32 by itself, in the order of its docstring, by
+the compiled kernel as by torch. Tensors are float32, contiguous and of equal shape. Of NaN, only
+its place is certain, not its bits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from farflock.compression import native
+
+BLOCK = 65_536  # values: 256 KiB, which fits into a core's own cache
+
+
+def nesterov_(phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float) -> None:
+    """Set momentum to u = mu·momentum + delta, and phi to phi - lr·(delta + mu·u)."""
+    _require_alike(phi, delta, momentum)
+    kernel = native.active()
+    if kernel is not None and kernel.nesterov(phi, delta, momentum, lr, mu):
+        return
+    lr32, mu32 = _rounded(lr), _rounded(mu)
+    for (p, d, u), ahead in _blocks(phi, delta, momentum):
+        u.mul_(mu32).add_(d)
+        torch.mul(u, mu32, out=ahead)
+        p.sub_(ahead.add_(d).mul_(lr32))
+
+
+def scaled_into(x: Tensor, factor: float, out: Tensor) -> None:
+    """Set out to x·factor; out may be x. A weighted mean begins with it."""
+    _require_alike(x, out)
+    kernel = native.active()
+    if kernel is None or not kernel.scale(x, factor, out):
+        torch.mul(x, _rounded(factor), out=out)
+
+
+def add_scaled_(total: Tensor, x: Tensor, weight: float) -> None:
+    """Set total to total + x·weight, as a weighted mean adds a contribution. A negative weight
+    subtracts: total - x·|weight| has the same bits."""
+    _require_alike(total, x)
+    kernel = native.active()
+    if kernel is not None and kernel.add_scaled(total, x, weight):
+        return
+    weight32 = _rounded(weight)
+    for (into, values), scaled in _blocks(total, x):
+        into.add_(torch.mul(values, weight32, out=scaled))
+
+
+def subtract_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Set out to a - b; out may be either. A pseudo-gradient is phi - theta."""
+    _require_alike(a, b, out)
+    kernel = native.active()
+    if kernel is None or not kernel.subtract(a, b, out):
+        torch.sub(a, b, out=out)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Yield the same block of each flat tensor, with scratch memory of its length."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    count = flat[0].numel()
+    scratch = flat[0].new_empty(min(BLOCK, count))
+    for start in range(0, count, BLOCK):
+        blocks = tuple(x[start : start + BLOCK] for x in flat)
+        yield blocks, scratch[: blocks[0].numel()]
+
+
+def _rounded(factor: float) -> Tensor:
+    return torch.tensor(factor, dtype=torch.float32)
+
+
+def _require_alike(*tensors: Tensor) -> None:
+    first = tensors[0]
+    for x in tensors:
+        if x.dtype != torch.float32 or x.shape != first.shape or not x.is_contiguous():
+            raise ValueError(
+                f"an elementwise step takes contiguous float32 tensors of one shape, got {x.dtype} "
+                f"{tuple(x.shape)} with strides {x.stride()} beside {tuple(first.shape)}"
+            )
