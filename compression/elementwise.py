@@ -24,6 +24,7 @@ def nesterov_(phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float
     _require_alike(phi, delta, momentum)
     kernel = native.active()
     if kernel is not None and kernel.nesterov(phi, delta, momentum, lr, mu):
+        _changed(phi, momentum)
         return
     lr32, mu32 = _rounded(lr), _rounded(mu)
     for (p, d, u), ahead in _blocks(phi, delta, momentum):
@@ -36,7 +37,9 @@ def scaled_into(x: Tensor, factor: float, out: Tensor) -> None:
     """Set out to x·factor; out may be x. A weighted mean begins with it."""
     _require_alike(x, out)
     kernel = native.active()
-    if kernel is None or not kernel.scale(x, factor, out):
+    if kernel is not None and kernel.scale(x, factor, out):
+        _changed(out)
+    else:
         torch.mul(x, _rounded(factor), out=out)
 
 
@@ -46,6 +49,7 @@ def add_scaled_(total: Tensor, x: Tensor, weight: float) -> None:
     _require_alike(total, x)
     kernel = native.active()
     if kernel is not None and kernel.add_scaled(total, x, weight):
+        _changed(total)
         return
     weight32 = _rounded(weight)
     for (into, values), scaled in _blocks(total, x):
@@ -56,7 +60,9 @@ def subtract_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Set out to a - b; out may be either. A pseudo-gradient is phi - theta."""
     _require_alike(a, b, out)
     kernel = native.active()
-    if kernel is None or not kernel.subtract(a, b, out):
+    if kernel is not None and kernel.subtract(a, b, out):
+        _changed(out)
+    else:
         torch.sub(a, b, out=out)
 
 
@@ -68,6 +74,13 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
     for start in range(0, count, BLOCK):
         blocks = tuple(x[start : start + BLOCK] for x in flat)
         yield blocks, scratch[: blocks[0].numel()]
+
+
+def _changed(*tensors: Tensor) -> None:
+    """Let torch count a change that the kernel made: who has hashed a tensor asks for its count
+    (optimizers/parts/state.py)."""
+    for x in tensors:
+        x.view(-1)[:0].zero_()
 
 
 def _rounded(factor: float) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from farflock.node.reporting import Report
-from farflock.node.train.driver import Apply, Driver
+from farflock.node.train.driver import Apply, Driver, EncodedExchange
 from farflock.node.train.ending import Barrier, drop, end, is_over, start_over
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay
 from farflock.node.train.state_sync import StateSync
@@ -79,20 +79,21 @@ class Loop:
         self.step, self.last_loss = self.step + 1, loss
         self.driver.trained(self.training_task.tokens_per_step, self.client.members())
         self.report("step", {"step": self.step, "loss": loss})
-        self._start(self.driver.after_step(self.progress))
+        await self._start(self.driver.after_step(self.progress))
         await self.settle()
 
-    def _start(self, exchanges: list[Exchange]) -> None:
+    async def _start(self, exchanges: list[Exchange]) -> None:
+        """Encode exchanges before anything changes their tensors, and start them."""
         for each in exchanges:
-            self.under_way[each.key] = asyncio.create_task(self._exchange(each))
+            claim = self.driver.claim(each)  # not in the worker: a server changes its leases here
+            encode = partial(self.driver.encoded, each, claim, self.client.encode)
+            offer = await self.compute(encode)
+            self.under_way[each.key] = asyncio.create_task(self._exchange(offer))
 
-    async def _exchange(self, exchange: Exchange) -> Result:
-        """Encode an exchange, run it over the swarm, and decode its outcome."""
-        # not in the worker: a stage's server changes its leases here
-        claimed = partial(self.driver.hashed, exchange, self.driver.claim(exchange))
-        offer = await self.compute(lambda: self.client.encode(exchange, claimed()))
-        outcome = await self.client.exchange(offer)
-        return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
+    async def _exchange(self, offer: EncodedExchange) -> Result:
+        """Run an encoded exchange over the swarm, and decode its outcome."""
+        outcome, key = await self.client.exchange(offer), offer.exchange.key
+        return await self.compute(lambda: self.client.decode(key, outcome, offer.payloads))
 
     async def settle(self, *, last: bool = False) -> None:
         """Apply the results that are due; but for the `last` time, wait for those needed next."""
@@ -114,6 +115,6 @@ class Loop:
 
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
-        set_rate = self.training_task.set_rate
-        self._start(await self.compute(partial(self.driver.apply, action, self.progress, set_rate)))
+        apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
+        await self._start(await self.compute(apply))
         self.report("round", action.summary)

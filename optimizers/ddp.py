@@ -44,6 +44,7 @@ class DDP(ReplicaMethod):
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
+    keeps_gradients: ClassVar[bool] = True
     trial: ClassVar[TrialOptions] = TrialOptions(
         rest=6, disasters=(Disaster({"codec": "fp32", "return_codec": "fp32"}, 4, 3.0),)
     )

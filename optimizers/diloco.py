@@ -10,13 +10,12 @@ weights by steps, for unequal machines.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
-from farflock.optimizers.method import Exchange, Progress, Replica, Result, Tensors
+from farflock.optimizers.method import Exchange, Progress, Replica, Result
+from farflock.optimizers.parts.blocks import LazyTensors
 from farflock.optimizers.parts.feedback import SenderFeedback
 from farflock.optimizers.parts.options import require_feedback, require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
-from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.outer_state import Feedback, Merge, OuterState
 from farflock.optimizers.parts.state_fields import own, part
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.parts.sync_schedule import SyncSchedule
@@ -82,19 +81,28 @@ class DiLoCo(PeriodicMethod):
         """Request the mean pseudo-gradient when a round is over."""
         if self.pending or not self._sync_schedule.over(self._book.since, self._slot, progress):
             return []
-        self._book.leave()
         self._slot = self._sync_schedule.slot(progress)
-        message = self._message(dict(replica.read(replica.names, "param")))
+        message = self._message(replica)
+        self._book.leave(message)
         return [self._exchange(message, float(self._steps) if self.weights == "steps" else 1.0)]
 
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        return self._memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
+    def _message(self, replica: Replica) -> LazyTensors:
+        return self._state.pseudo_gradient(replica, replica.names, self._feedback)
+
+    @property
+    def _feedback(self) -> Feedback | None:
+        return None if self.feedback is None else Feedback(self._memory, self.feedback)
+
+    @property
+    def _recalls(self) -> bool:
+        return self.feedback is not None
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Make the outer step. Where this peer's work was taken, restart from phi plus the steps
         made since; elsewhere keep theta."""
-        mean = mean_of(exchange, result)
-        if self._state.advance(replica, replica.names, self.outer, mean, result, self._memory):
+        mean, merge = mean_of(exchange, result), Merge(self._feedback)
+        names, book = replica.names, self._book
+        if self._state.advance(replica, names, self.outer, mean, result, book, merge):
             self._steps = result.steps_since
 
     @property

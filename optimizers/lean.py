@@ -33,7 +33,17 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, Progress, Replica, Result, Tensors
+from farflock.optimizers.method import (
+    Exchange,
+    Progress,
+    Ranges,
+    Replica,
+    Result,
+    TensorBlock,
+    Tensors,
+    What,
+)
+from farflock.optimizers.parts.blocks import BLOCK_VALUES, LazyTensors, read
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
@@ -97,55 +107,74 @@ class Lean(PeriodicMethod):
         measured = (
             bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
         )
-        before = replica.read(replica.names, "param") if measured else {}
+        before = {n: x.clone() for n, x in _sample(replica, "param").items()} if measured else {}
         PeriodicMethod.local_step(self, replica, progress)
         if measured:
             after, first, second = (
-                replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq")
+                _sample(replica, what) for what in ("param", "exp_avg", "exp_avg_sq")
             )
             self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
 
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+    def _message(self, replica: Replica) -> LazyTensors:
         """Return theta - phi."""
-        return {name: x - self._state.phi[name] for name, x in theta.items()}
+
+        def compute(name: str, start: int, stop: int) -> Tensor:
+            theta = replica.block(name, "param", start, stop)
+            return theta - TensorBlock(name, start, stop).of(self._state.phi[name])
+
+        return LazyTensors(replica.shapes, compute)
+
+    @property
+    def _recalls(self) -> bool:
+        return True
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Move phi and replica by the mean; where work was taken, add only what was not sent."""
         mean = mean_of(exchange, result)
-        theta, moved = replica.read(replica.names, "param"), {}
-        for name, now in theta.items():
-            before = self._state.phi[name]
-            after = self._state.phi[name] = before + mean[name]
-            moved[name] = after + (now - before)
-            if taken := result.taken.get(name, ()):
-                assert result.sent is not None
-                work = exchange.tensors[name]
-                landed = after + scaled(work - result.sent[name], self.decay)
-                if result.steps_since:
-                    landed = landed + ((now - before) - work)
-                moved[name] = choose(taken, landed, moved[name])
-        replica.write(moved, "param")
-        if self.correction and result.taken:
-            self._correct(replica, mean, result)
 
-    def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
-        """Remove from exp_avg the noise that the exchange removed from theta, where work was
+        def change(block: TensorBlock, theta: Tensor, *inner: Tensor) -> tuple[Tensor | None, ...]:
+            step, phi = read(mean, block), block.of(self._state.phi[block.name])
+            taken = block.within(result.taken.get(block.name, ()))
+            before = phi.clone()
+            phi.add_(step)
+            moved = phi + (theta - before)
+            if taken:
+                assert result.sent is not None
+                sent, work = read(result.sent, block), self._book.started(block, theta) - before
+                landed = phi + scaled(work - sent, self.decay)
+                if result.steps_since:
+                    landed = landed + ((theta - before) - work)
+                moved = choose(taken, landed, moved)
+                if inner:
+                    return moved, self._corrected(block, step - sent, taken, *inner), None
+            return (moved, *(None for _ in inner))
+
+        for name in replica.names:
+            corrects = name in result.taken and float(self._rates.get(name, 0.0)) > SLOWEST
+            moments = ("exp_avg", "exp_avg_sq") if self.correction and corrects else ()
+            replica.update((name,), ("param", *moments), change)
+
+    def _corrected(
+        self, block: TensorBlock, shift: Tensor, taken: Ranges, first: Tensor, second: Tensor
+    ) -> Tensor:
+        """Return exp_avg without the noise that the exchange removed from theta, where work was
         taken."""
-        assert result.sent is not None
-        names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
-        first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))
-        for name in names:
-            shift = mean[name] - result.sent[name]
-            push = (shift * (self.correction / self._rates[name])).clamp(-self.cap, self.cap)
-            first[name] = choose(
-                result.taken[name], first[name] - second[name].sqrt() * push, first[name]
-            )
-        replica.write(first, "exp_avg")
+        push = (shift * (self.correction / self._rates[block.name])).clamp(-self.cap, self.cap)
+        return choose(taken, first - second.sqrt() * push, first)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         return replace(
             PeriodicMethod._exchange(self, tensors, weight), compensate=True, apply_after=self.delay
         )
+
+
+def _sample(replica: Replica, what: What) -> dict[str, Tensor]:
+    """Return the first block of each tensor: enough to measure a rate that all values share."""
+    counts = {name: torch.Size(shape).numel() for name, shape in replica.shapes.items()}
+    return {
+        name: replica.block(name, what, 0, min(count, BLOCK_VALUES))
+        for name, count in counts.items()
+    }
 
 
 def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ A method sees the model only as a `Replica`, and time only as `Progress`. The dr
 (node/train/driver.py) carries exchanges to the swarm and results back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,28 @@ Tensors = Mapping[str, Tensor]
 MemberId = str
 What = str  # "param", "grad", or a moment of the inner optimizer such as "exp_avg"
 Ranges = Sequence[tuple[int, int]]  # half-open ranges of flat indices
+
+
+class TensorBlock(NamedTuple):
+    """The flat range [start, stop) of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this range of a contiguous tensor, as a view."""
+        return x.view(-1)[self.start : self.stop]
+
+    def within(self, ranges: Ranges) -> Ranges:
+        """Return what these ranges of the tensor cover of the block, counted from its start."""
+        cut = [(max(low, self.start), min(high, self.stop)) for low, high in ranges]
+        return [(low - self.start, high - self.start) for low, high in cut if low < high]
+
+
+BlockChange = Callable[
+    ..., Sequence[Tensor | None]
+]  # (block, its values of each `what`) -> new values
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +74,12 @@ class ExchangeKey:
 class Exchange:
     """One request of a method to the swarm.
 
-    `tensors` are float32 snapshots that nothing changes afterwards. `weight` is this peer's weight
-    in the mean (1, or a token count). `apply_after` is the number of inner steps until the result
-    is wanted: 0 blocks, τ overlaps with τ steps, H delays by one round. At `deadline_s` the peer
-    stops waiting and trains on; the result still arrives, once, when it is known.
+    `tensors` are float32 values as they are when the exchange is requested. They may be computed
+    when they are read (`LazyTensors`): the caller encodes them before it calls the method again,
+    and may then drop them. `weight` is this peer's weight in the mean (1, or a token count).
+    `apply_after` is the number of inner steps until the result is wanted: 0 blocks, τ overlaps with
+    τ steps, H delays by one round. At `deadline_s` the peer stops waiting and trains on; the result
+    still arrives, once, when it is known.
 
     Rounds of all streams of a method are numbered on one axis, on which views begin. A stream has
     every `stride`-th round, counted from its template's, so that streams with different periods
@@ -94,11 +118,12 @@ class Result:
     `mean` is this peer's own decoded payload. `failed`: nothing was agreed or taken, and outer
     state must not change.
 
-    `participants` (sorted) is the only source of denominators. `mean` (kind mean) holds float32
-    tensors; `gathered` (kind gather) holds each participant's decoded tensors, in sorted order of
-    peers. `sent` is this peer's payload as the others decode it, None if it sent nothing (a round
-    replayed from the log). `taken` lists the flat ranges of each of this peer's tensors that the
-    mean contains: everything, nothing, or the shards that reached their reducers in time.
+    `participants` (sorted) is the only source of denominators. All tensors are decoded when they
+    are read (`LazyTensors`), best in blocks. `mean` (kind mean) holds float32 tensors; `gathered`
+    (kind gather) holds each participant's decoded tensors, in sorted order of peers. `sent` is this
+    peer's payload as the others decode it, None if it sent nothing (a round replayed from the log).
+    `taken` lists the flat ranges of each of this peer's tensors that the mean contains: everything,
+    nothing, or the shards that reached their reducers in time.
     """
 
     status: Literal["ok", "partial", "alone", "failed"]
@@ -142,6 +167,12 @@ class Replica(Protocol):
     `read` returns full float32 copies on the CPU that later steps do not change; `write(read(...))`
     changes nothing; `write` with `mix` m sets x <- (1-m)·x + m·new; `inner_step` leaves gradients
     zeroed; names and shapes are the same, in the same order, on all peers of a run.
+
+    `block` and `update` pass over tensors without a copy of the model (optimizers/parts/blocks.py).
+    `block` returns the flat range [start, stop) of one tensor, perhaps the stored memory itself:
+    use it before the next call, and do not change it. `update` calls `change` with each block of
+    each tensor and its values of all `whats`, and sets them to what it returns (None: as they are).
+    `allocate` returns float32 zeros for a method's state, wherever the machine keeps that.
     """
 
     @property
@@ -150,6 +181,9 @@ class Replica(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]: ...
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None: ...
+    def block(self, name: str, what: What, start: int, stop: int) -> Tensor: ...
+    def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None: ...
+    def allocate(self, shape: Sequence[int]) -> Tensor: ...
     def inner_step(self, lr: float | None = None) -> None:
         """Clip, step the inner optimizer at `lr` (None: the schedule's), zero the gradients."""
         ...
@@ -167,7 +201,8 @@ class Method(Protocol):
 
     1. With one participant it runs and gives the degenerate result that its module documents.
     2. `failed` leaves outer state untouched and keeps local work.
-    3. After `due` returns, later local steps do not change the exchange's tensors.
+    3. After `due` returns, later local steps do not change the exchange's tensors. They can be read
+       until its result is applied, unless the caller drops them before.
     4. A result is applied at most once; denominators come from `participants` alone.
     5. `exact` methods: equal state and equal results (except `sent` and `taken`) give equal
        `snapshot()` bits.
@@ -184,6 +219,12 @@ class Method(Protocol):
     def equality(self) -> Literal["exact", "close", "per-peer"]:
         """The comparison that holds after a round: equal state hashes, values within a tolerance,
         or only equal result hashes."""
+        ...
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if gradients stay in the replica after a local step, to be sent later: nothing else
+        may then zero them."""
         ...
 
     def streams(self, replica: Replica) -> list[Exchange]:
@@ -226,8 +267,9 @@ class Method(Protocol):
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Return the state that all members hold bit for bit when they begin a round of this stream
-        (exact methods; otherwise empty). Its hash goes into their offers, so that a member with a
-        different state learns that it must adopt a snapshot."""
+        (exact methods; otherwise empty): the tensors themselves, to be hashed at once and not
+        changed. Its hash goes into their offers, so that a member with a different state learns
+        that it must adopt a snapshot."""
         ...
 
     def eval_params(self, replica: Replica) -> Tensors:

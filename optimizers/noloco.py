@@ -13,17 +13,20 @@ from, so that a snapshot is all that a resumed peer needs.
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, RandomGroups, Replica, Result, Tensors
+from farflock.optimizers.method import Exchange, RandomGroups, Replica, Result, TensorBlock, Tensors
+from farflock.optimizers.parts.blocks import LazyTensors, read
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.state import tables, zeros
+from farflock.optimizers.parts.state import zeros
 from farflock.optimizers.parts.state_fields import part
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -75,14 +78,21 @@ class NoLoCo(PeriodicMethod):
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template: theta, or pseudo-gradient and phi if gamma differs from beta."""
-        none = zeros(replica.shapes)
-        return [self._exchange(none if self._one_vector else tables({"delta": none, "phi": none}))]
+        shapes = replica.shapes
+        return [self._exchange(zeros(shapes if self._one_vector else _both(shapes)))]
 
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+    def _message(self, replica: Replica) -> LazyTensors:
         """Return theta, or pseudo-gradient and phi if gamma differs from beta."""
         if self._one_vector:
-            return theta
-        return tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi})
+            return LazyTensors(replica.shapes, partial(_parameters, replica))
+        delta, phi = self._state.pseudo_gradient(replica, replica.names), self._state.phi
+
+        def compute(name: str, start: int, stop: int) -> Tensor:
+            what, _, tensor = name.partition(".")
+            block = TensorBlock(tensor, start, stop)
+            return delta.read(*block) if what == "delta" else block.of(phi[tensor])
+
+        return LazyTensors(_both(replica.shapes), compute)
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Make the outer step with the peers that took part; without any, make a heavy-ball step on
@@ -90,31 +100,33 @@ class NoLoCo(PeriodicMethod):
         """
         if result.sent is None:
             return
-        mean = mean_of(exchange, result)
-        theta = replica.read(replica.names, "param")
-        phi, delta = self._state.phi, self._state.momentum
-        moved = {}
-        for name in replica.names:
-            before = phi[name]
-            delta[name] = self._outer_step(name, before, mean, alone=result.status == "alone")
-            after = phi[name] = before + delta[name]
-            if result.steps_since:
-                then = (
-                    result.sent[name] if self._one_vector else before - result.sent[f"delta.{name}"]
-                )
-                after = after + (theta[name] - then)
-            taken = result.taken.get(name if self._one_vector else f"delta.{name}", ())
-            moved[name] = choose(taken, after, theta[name])
-        replica.write(moved, "param")
+        mean, sent = mean_of(exchange, result), result.sent
+        alone, late = result.status == "alone", result.steps_since > 0
 
-    def _outer_step(self, name: str, phi: Tensor, mean: Tensors, *, alone: bool) -> Tensor:
-        kept = scaled(self._state.momentum[name], self.alpha)
+        def change(block: TensorBlock, theta: Tensor) -> tuple[Tensor]:
+            message = block if self._one_vector else _named("delta", block)
+            phi, delta = (block.of(x[block.name]) for x in (self._state.phi, self._state.momentum))
+            delta.copy_(self._outer_step(delta, phi, mean, block, alone=alone))
+            before = phi.clone()
+            phi.add_(delta)
+            after = phi
+            if late:
+                told = read(sent, message)
+                after = after + (theta - (told if self._one_vector else before - told))
+            return (choose(message.within(result.taken.get(message.name, ())), after, theta),)
+
+        replica.update(replica.names, ("param",), change)
+
+    def _outer_step(
+        self, delta: Tensor, phi: Tensor, mean: Tensors, block: TensorBlock, *, alone: bool
+    ) -> Tensor:
+        kept = scaled(delta, self.alpha)
         if self._one_vector:
-            return kept + scaled(mean[name] - phi, self.beta)
-        moved = kept - scaled(mean[f"delta.{name}"], self.beta)
+            return kept + scaled(read(mean, block) - phi, self.beta)
+        moved = kept - scaled(read(mean, _named("delta", block)), self.beta)
         if alone:  # the mean of phi is this peer's own phi, except for codec loss
             return moved
-        return moved - scaled(phi - mean[f"phi.{name}"], self.gamma)
+        return moved - scaled(phi - read(mean, _named("phi", block)), self.gamma)
 
     @property
     def _one_vector(self) -> bool:
@@ -122,3 +134,16 @@ class NoLoCo(PeriodicMethod):
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         return replace(PeriodicMethod._exchange(self, tensors, weight), group=RandomGroups(2))
+
+
+def _parameters(replica: Replica, name: str, start: int, stop: int) -> Tensor:
+    return replica.block(name, "param", start, stop)
+
+
+def _named(what: str, block: TensorBlock) -> TensorBlock:
+    return block._replace(name=f"{what}.{block.name}")
+
+
+def _both(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a message of two vectors."""
+    return {f"{what}.{name}": shape for what in ("delta", "phi") for name, shape in shapes.items()}

@@ -19,11 +19,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, Replica, Result, Tensors
+from farflock.optimizers.method import Exchange, Replica, Result, TensorBlock, Tensors
+from farflock.optimizers.parts.blocks import LazyTensors, read
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import OuterSGD
-from farflock.optimizers.parts.outer_state import Anchor
+from farflock.optimizers.parts.outer_state import Anchor, Feedback
 from farflock.optimizers.parts.sparse_mean import mean_of_senders
 from farflock.optimizers.parts.state_fields import part
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
@@ -71,42 +72,40 @@ class SparseLoCo(PeriodicMethod):
                 f"denominator {self.denominator!r} is not known; choose participants or selectors"
             )
 
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+    def _message(self, replica: Replica) -> LazyTensors:
         """Return pseudo-gradient plus decayed residual."""
-        return self._memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
+        return self._state.pseudo_gradient(replica, replica.names, self._feedback)
 
-    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """Make the outer step, and drop the message now that its result is known."""
-        PeriodicMethod.apply(self, replica, exchange, result)
-        if exchange.tensors:
-            self._memory.message, self._memory.start = {}, {}
-        return []
+    @property
+    def _feedback(self) -> Feedback:
+        return Feedback(self._memory, self.feedback)
+
+    @property
+    def _recalls(self) -> bool:
+        return True
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Move the replica to the new phi, keeping work that was not taken or was done since."""
+        self._memory.begin(replica, replica.names)
         mean = (
             mean_of(exchange, result)
             if self.denominator == "participants"
             else _mean_of_selectors(result)
         )
-        theta = replica.read(replica.names, "param")
-        replica.write(
-            {name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param"
-        )
+        outer = OuterSGD(self.outer_lr)
 
-    def _follow(self, name: str, theta: Tensor, mean: Tensor, result: Result) -> Tensor:
-        """Make one tensor's outer step, settle its residual, and return its new replica value."""
-        before = self._state.phi[name]
-        after, _ = OuterSGD(self.outer_lr).step(before, mean, before)
-        self._state.phi[name] = after
-        taken = result.taken.get(name, ())
-        left = after + (theta - before)
-        if not taken:
-            return left
-        assert result.sent is not None
-        self._memory.settle(name, result.sent[name], taken)
-        done = after if result.steps_since == 0 else after + (theta - self._memory.start[name])
-        return choose(taken, done, left)
+        def change(block: TensorBlock, theta: Tensor) -> tuple[Tensor]:
+            phi, then = block.of(self._state.phi[block.name]), self._book.started(block, theta)
+            if taken := block.within(result.taken.get(block.name, ())):
+                assert result.sent is not None
+                message = self._state.work(block, then, self._feedback)
+                self._memory.settle(block, message, read(result.sent, block), taken)
+            before = phi.clone()
+            outer.step_(phi, read(mean, block), phi)
+            done = phi if result.steps_since == 0 else phi + (theta - then)
+            return (choose(taken, done, phi + (theta - before)),)
+
+        replica.update(replica.names, ("param",), change)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         return replace(PeriodicMethod._exchange(self, tensors, weight), kind="gather")

@@ -32,7 +32,7 @@ from farflock.optimizers.parts.feedback import SenderFeedback
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.options import require_feedback, require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
-from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.outer_state import Feedback, Merge, OuterState
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import Shapes, WrongState, tables, zeros
 from farflock.optimizers.parts.state_fields import Whose, own, part
@@ -152,9 +152,10 @@ class Streaming(OuterMethod):
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update; the first one records where the run began."""
         self.begin(replica)
-        replica.inner_step()
         for fragment in self._fragments:
+            fragment.book.hold(replica, fragment.names if self.feedback is not None else ())
             fragment.book.since += 1
+        replica.inner_step()
         self._quiet += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
@@ -173,10 +174,10 @@ class Streaming(OuterMethod):
             number - 1
         ):
             return []
-        fragment.book.leave()
+        feedback = self._feedback(fragment)
+        message = self._state.pseudo_gradient(replica, fragment.names, feedback)
+        fragment.book.leave(message)
         self._quiet = 0
-        theta = replica.read(fragment.names, "param")
-        message = fragment.memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
         return [self._exchange(self._fragments.index(fragment), number, message)]
 
     def _slot(self, number: int) -> int:
@@ -188,12 +189,16 @@ class Streaming(OuterMethod):
         self.begin(replica)
         fragment = self._fragments[int(exchange.key.stream.removeprefix(STREAM))]
         fragment.book.close(exchange, result)
-        if result.status == "failed":
-            return []
-        mean = mean_of(exchange, result)
-        terms = (fragment.memory, self.overlap, self.mix)
-        self._state.advance(replica, fragment.names, self.outer, mean, result, *terms)
+        if result.status != "failed":
+            mean = mean_of(exchange, result)
+            merge = Merge(self._feedback(fragment), self.overlap, self.mix)
+            terms = (fragment.names, self.outer, mean, result, fragment.book, merge)
+            self._state.advance(replica, *terms)
+        fragment.book.settled()
         return []
+
+    def _feedback(self, fragment: Fragment) -> Feedback | None:
+        return None if self.feedback is None else Feedback(fragment.memory, self.feedback)
 
     def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
         """Load phi, momentum and each fragment's round; a joiner replays rounds in flight."""

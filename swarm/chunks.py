@@ -1,4 +1,4 @@
-"""The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from any holder.
+"""The one bulk primitive: chunks of bytes, named by their BLAKE3 hash, fetched from any holder.
 
 The receiver asks for ranges that it has room for (`Want`), so no peer can fill its memory;
 unrequested pieces are dropped and counted. A chunk is verified before it is used. A holder
@@ -8,12 +8,12 @@ silent for `STALL_S` is given up for the next, which is asked only for what is m
 import asyncio
 import collections
 import contextlib
-import hashlib
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from blake3 import blake3
 
 from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.links import Liveness, PeerId
@@ -54,8 +54,8 @@ class ChunkCarrier(Protocol):
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the name of a chunk: the SHA-256 of its bytes."""
-    return hashlib.sha256(data).digest()
+    """Return the name of a chunk: the BLAKE3 hash of its bytes."""
+    return blake3(data).digest()
 
 
 def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
@@ -110,6 +110,10 @@ class Store:
     def pinned(self, pin: Hashable) -> tuple[bytes, ...]:
         """Return the digests of the chunks that this user keeps, in the order of pinning."""
         return tuple(self._pinned_by.get(pin, ()))
+
+    def pinned_bytes(self, pin: Hashable) -> int:
+        """Return the size of the chunks here that this user keeps."""
+        return sum(len(self._chunks.get(digest, b"")) for digest in self.pinned(pin))
 
     @property
     def pinned_chunks(self) -> int:

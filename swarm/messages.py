@@ -1,6 +1,6 @@
 """Every message between peers, with its limits; decoding refuses wrong types and sizes.
 
-Digests are SHA-256. A member is named by its index in the view that the message names: a message of
+Digests are BLAKE3. A member is named by its index in the view that the message names: a message of
 another view cannot be misread; it is answered with the views that its sender is missing.
 """
 

@@ -27,9 +27,11 @@ BENCHMARKS = {
     "overlap": "farflock.experiments.bench.overlap",
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
+    "round": "farflock.experiments.bench.round",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
+MIN_PARAMETERS, MAX_PARAMETERS = 1_000_000, 1_000_000_000_000
 SHOWN = COLUMNS[:-1]  # in the table; notes are long
 
 
@@ -49,6 +51,17 @@ def _rate(ctx: click.Context, option: click.Parameter, text: str | None) -> floa
         return None if text is None else rate_bits(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _count(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([mb]?)", (text or "").strip().lower())
+    count = int(float(match[1]) * {"": 1, "m": 1e6, "b": 1e9}[match[2]]) if match else 0
+    if text is not None and not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
+        raise click.BadParameter(
+            f"{text!r} is not a size from {MIN_PARAMETERS:,} to {MAX_PARAMETERS:,} parameters; "
+            "write a number, perhaps with m or b, such as 100m"
+        )
+    return None if text is None else count
 
 
 def _known(
@@ -101,6 +114,17 @@ class _Scoreboard(click.Command):
     help="Bandwidth of each link in sync and overlap, such as 100mbit.",
 )
 @click.option(
+    "--parameters",
+    callback=_count,
+    metavar="N",
+    help="Size of the model in round, such as 100m or 1.2b.",
+)
+@click.option(
+    "--method",
+    metavar="METHOD",
+    help="The only method to measure in round: diloco, sparseloco or lean.",
+)
+@click.option(
     "--quick",
     is_flag=True,
     help="Use small sizes, to check that the benchmarks run; the numbers mean little.",
@@ -112,11 +136,17 @@ class _Scoreboard(click.Command):
     help="Leave out the table at the end; the JSON lines are always printed.",
 )
 def command(
-    names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool
+    names: tuple[str, ...],
+    repeats: int,
+    rate: float | None,
+    parameters: int | None,
+    method: str | None,
+    quick: bool,
+    as_json: bool,
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as
+    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, round, or one metric such as
     codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
@@ -131,7 +161,8 @@ def command(
         only = name if "." in name else None
         out.line(f"measuring {name}")
         try:
-            for metric in measured(_benchmark(name), Options(repeats, rate, quick, only)):
+            options = Options(repeats, rate, quick, only, parameters, method)
+            for metric in measured(_benchmark(name), options):
                 out.result(asdict(metric), "")
                 rows.append([_short(getattr(metric, name)) for name in SHOWN])
         except NotMeasured as reason:

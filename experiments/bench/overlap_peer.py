@@ -80,10 +80,14 @@ class Pieces:
 
 
 async def node_of(
-    owner: Owner, settings: Settings, arm: Arm, works: tuple[Worker, Worker], left: AsyncExitStack
+    owner: Owner,
+    settings: Settings,
+    arm: Arm,
+    works: tuple[Worker, Worker, Worker],
+    left: AsyncExitStack,
 ) -> Pieces:
     """Join the run of this arm's nodes, one per worker; closing `left` ends the membership."""
-    codecs, steps = works
+    codecs, state, steps = works
     plan = plan_of("demo", settings.batch, settings.seq, arm.method, **arm.options)
     plan = dataclasses.replace(plan, model=settings.model)
     tokens = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
@@ -94,7 +98,7 @@ async def node_of(
             results.append(fields)
 
     peer = await left.enter_async_context(member(owner, settings, codecs))
-    node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
+    node = replica_node(plan, peer, tokens, compute=state, train=steps, report=report)
     view = await meet(owner, peer, settings, peer.found, peer.join)
     pieces = Pieces(owner, node, results)
     pieces.begin(view.first_round)
@@ -105,7 +109,8 @@ async def node_of(
 async def main(settings: Settings) -> None:
     """Work until the owner disconnects or kills this process."""
     torch.set_num_threads(1)
-    owner, works = await Owner.open(), (Worker("codec"), Worker("train"))
+    owner = await Owner.open()
+    works = Worker("codec"), Worker("state"), Worker("train")
     async with AsyncExitStack() as left:
         arms = {arm.name: await node_of(owner, settings, arm, works, left) for arm in settings.arms}
         while True:

@@ -36,12 +36,14 @@ COLUMNS = tuple(field.name for field in fields(Metric))  # of a line, in order
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The number of runs (`repeats`), the rate of links, and the requested metric (None: all)."""
+    """The number of runs (`repeats`), the rate of links, and what is requested (None: all)."""
 
     repeats: int = 5
     rate_bits: float | None = None
     quick: bool = False  # small sizes, to check that a benchmark runs; its numbers mean little
     only: str | None = None
+    parameters: int | None = None  # the size of what is measured, where that can be chosen
+    method: str | None = None  # the only method to measure
 
     def wants(self, metric: str) -> bool:
         """Return whether to measure this metric."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from farflock.experiments.reproduce.job import Noise, Outcome, Point
 from farflock.optimizers.method import Exchange, Progress, Result, Tensors, What
 from farflock.optimizers.noloco import NoLoCo, stability_bound
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 
 WEIGHTS = 256
 NAME = "weights"
@@ -21,7 +22,7 @@ GONE = 1e-10  # of the initial distance: below it only float32 rounding is left
 SETTLING = 10  # rounds left out of the growth: momentum starts at rest
 
 
-class Still:
+class Still(BlocksOfWhole):
     """A replica that no gradient ever moves."""
 
     names = (NAME,)

@@ -12,7 +12,7 @@ from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build
-from farflock.node.model.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
@@ -116,10 +116,13 @@ def replica_node(
     compute: Compute,
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
+    storage: Storage = in_memory,
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text."""
+    """Assemble a node over this peer; `tokens` is the run's training text, and `storage` where the
+    method's state is kept."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(
         model, replica, batches, plan.schedule, plan.accumulate, plan.autocast

@@ -19,6 +19,7 @@ from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Driver, Pending, RunPosition
 from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
+from farflock.optimizers.parts.blocks import LazyTensors, shapes_of
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.state import WrongState, unnamed
 
@@ -216,7 +217,9 @@ def _open(pending: Pending, step: int) -> _Open:
 
 def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
     result = pending.result
-    groups: dict[str, Mapping[str, Tensor] | None] = {"out": pending.exchange.tensors}
+    out = pending.exchange.tensors
+    spent = isinstance(out, LazyTensors) and out.dropped
+    groups: dict[str, Mapping[str, Tensor] | None] = {"out": None if spent else out}
     if result is not None:
         groups |= {"mean": result.mean, "sent": result.sent}
         for index, peer in enumerate(result.participants):
@@ -238,7 +241,8 @@ def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]
         exchange = replace(
             templates[opened.stream],
             key=ExchangeKey(opened.stream, opened.round, opened.attempt),
-            tensors=_group(f"{number}.out.", tensors) or {},
+            tensors=_group(f"{number}.out.", tensors)
+            or LazyTensors.spent(shapes_of(templates[opened.stream].tensors)),
             weight=opened.weight,
             apply_after=opened.apply_after,
             deadline_s=opened.deadline_s,

@@ -84,8 +84,10 @@ class NetworkEntryPoint:
                 RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode
             )
             identity = identity_of(machine.folder)
-            codecs = Worker("codec")
+            # A step waits for the state's thread, and not for what others need reduced.
+            codecs, state = Worker("codec"), Worker("state")
             kept.callback(codecs.close)
+            kept.callback(state.close)
             raw = b"" if terms is None else terms.canonical()
             run = invite.run if invite is not None else run_id(raw, identity.peer)
             async with network(machine, identity, run, invite.addresses if invite else ()) as (
@@ -105,7 +107,7 @@ class NetworkEntryPoint:
                     join_request,
                     terms,
                     peer,
-                    codecs,
+                    state,
                     lambda: _mint(run, founder, doors),
                     founder=invite is None,
                 )

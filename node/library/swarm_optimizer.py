@@ -135,9 +135,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         finally:
             self._training_task.closure = None
         life.call(partial(loop.end_step, loss), through=True)
-        self._held = (
-            dict(self._replica.read(self._replica.names, "grad")) if loop.driver.pending else {}
-        )
+        keeps = loop.driver.method.keeps_gradients and loop.driver.pending
+        self._held = self._replica.read(self._replica.names, "grad") if keeps else {}
         return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:

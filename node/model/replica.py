@@ -4,15 +4,17 @@ Methods must not know where a parameter or a moment is stored. `Slots` knows thi
 replica and for the sharded one (node/model/replica_fsdp.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.method import BlockChange, Tensors, What
+from farflock.optimizers.parts.blocks import blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 
+Storage = Callable[[Sequence[int]], Tensor]  # a shape -> float32 zeros
 SCALARS = ("step", "mu_product")  # moments of one number per parameter
 
 
@@ -74,7 +76,7 @@ class Slots:
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self._clip_norm)
         self._inner.step()
-        self._inner.zero_grad(set_to_none=False)
+        self._inner.zero_grad()  # their memory is free for the exchange that may follow
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return all moments that the optimizer starts with, as it would not create one that is
@@ -100,13 +102,15 @@ class Slots:
 
 
 class PlainReplica:
-    """One process, one module, one inner optimizer. The loop sets `lr` before each step."""
+    """One process, one module, one inner optimizer. The loop sets `lr` before each step, and
+    whoever made the replica may set where a method's state is kept."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0
     ) -> None:
         self._slots = Slots(module, inner, clip_norm)
         self.lr: float | None = None
+        self.storage: Storage = in_memory
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,9 +137,42 @@ class PlainReplica:
             if target is not None:
                 blend(target, new.to(target.device, target.dtype), mix)
 
+    def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
+        """Return float32 values on the CPU: the stored ones themselves if they are that."""
+        return float_block(self._slots.find(name, what).reshape(-1)[start:stop])
+
+    def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
+        """BlockChange the stored tensors block by block."""
+        for name in names:
+            stored = [self._slots.find(name, what) for what in whats]
+            flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous
+            for block in blocks(name, stored[0].shape):
+                places = [block.of(x) for x in flat]
+                new = change(block, *(float_block(x) for x in places))
+                for place, values in zip(places, new, strict=True):
+                    if values is not None:
+                        place.copy_(values)
+            for x, changed in zip(stored, flat, strict=True):
+                if not x.is_contiguous():
+                    x.copy_(changed.view_as(x))
+
+    def allocate(self, shape: Sequence[int]) -> Tensor:
+        """Return zeros in `storage`."""
+        return self.storage(shape)
+
     def inner_step(self, lr: float | None = None) -> None:
         """Clip the gradient norm, step at `lr` (None: at `self.lr`), and zero the gradients."""
         self._slots.step(self.lr if lr is None else lr)
+
+
+def in_memory(shape: Sequence[int]) -> Tensor:
+    """Return float32 zeros in memory."""
+    return torch.zeros(tuple(shape))
+
+
+def float_block(stored: Tensor) -> Tensor:
+    """Return values in float32 on the CPU, without a copy if they are that already."""
+    return stored.to("cpu", torch.float32)
 
 
 def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> None:

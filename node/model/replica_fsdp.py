@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from farflock.node.model.replica import Slots, blend, require_place
 from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 
 LEADER = 0
 
@@ -33,7 +34,7 @@ class _Order:
     number: float | None = None
 
 
-class FsdpReplica:
+class FsdpReplica(BlocksOfWhole):
     """One shard of a module under `fully_shard`, and its inner optimizer (built after sharding).
 
     The group is the default process group; its timeout bounds every wait. On the leader this is a
@@ -52,6 +53,7 @@ class FsdpReplica:
             )
         self._device = next(iter(self._slots.parameters.values())).device
         self.lr: float | None = None
+        self._read_last: tuple[tuple[str, What], Tensor] | None = None
 
     @property
     def leads(self) -> bool:
@@ -72,6 +74,15 @@ class FsdpReplica:
         """Return full float32 copies on the leader's CPU (zeros for missing tensors), and
         nothing on followers."""
         return dict(self._take_part(_Order("read", tuple(names), what), {}))
+
+    def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
+        """Return a range of a copy on the leader's CPU. The blocks of one tensor, read in turn, are
+        gathered once; a gradient changes without a call, and is gathered each time."""
+        last = self._read_last
+        if last is None or last[0] != (name, what) or what == "grad":
+            last = (name, what), self.read((name,), what)[name]
+            self._read_last = last
+        return last[1].reshape(-1)[start:stop]
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
         """Set x <- (1 - mix)·x + mix·new per shard; raise `ValueError` for a wrong shape or
@@ -95,6 +106,7 @@ class FsdpReplica:
         return self._obey(self._heard(), {}) is not None
 
     def _take_part(self, order: _Order, tensors: Tensors) -> Tensors:
+        self._read_last = None
         if self.leads:
             self._announce(order)
             return self._obey(order, tensors) or {}

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeReplica:
+class ShapeReplica(BlocksOfWhole):
     """A replica with shapes but no values, which is enough to list a method's streams."""
 
     shapes: Mapping[str, tuple[int, ...]]

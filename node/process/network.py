@@ -19,6 +19,7 @@ import msgspec
 from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
+from farflock.node.run.memory import OuterPlace
 from farflock.node.run.sections import require_same_protocol
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.dht.kademlia import DhtDirectory
@@ -46,6 +47,7 @@ class MachineOptions:
     client_mode: bool = False  # cannot be dialled
     checkpoint_s: float = 600.0  # between checkpoints
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
+    outer: OuterPlace = "auto"  # where the method's state is kept
 
 
 def identity_of(folder: RunFolder) -> Identity:

@@ -23,6 +23,7 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
@@ -40,12 +41,13 @@ from farflock.node.process.pipeline_role import founders, joiners, last_of_part,
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import require_memory
+from farflock.node.run.memory import kept_outer, require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
+from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
-from farflock.node.train.run_size import require_carried
+from farflock.node.train.run_size import require_carried, state_bytes
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -248,7 +250,7 @@ async def found(
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
-    _require_room(manifest, Failure)
+    _require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
@@ -351,7 +353,7 @@ async def _join(
     ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        _require_room(manifest, RefusedByRun)
+        _require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
@@ -378,11 +380,12 @@ async def _join(
             return await _train(node, head, on_start)
 
 
-def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
+def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
     """Raise `error` unless a whole model fits the memory. A pipeline's node checks that once it
     knows its stage."""
     if manifest.pipeline is None:
-        require_memory(manifest.plan(), error)
+        plan = manifest.plan()
+        require_memory(plan, error, machine.outer, state_bytes(plan))
 
 
 def require_corpus(manifest: Manifest) -> None:
@@ -504,13 +507,16 @@ def _node(
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
+        plan = manifest.plan()
+        on_disk = kept_outer(machine.outer, plan) == "disk"
         part = replica = replica_node(
-            manifest.plan(),
+            plan,
             peer,
             tokens,
-            compute=peer.context.compute,
+            compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
             report=journal.report,
+            storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
         )
         keepers = [
             CheckpointManager(

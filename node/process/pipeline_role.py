@@ -11,6 +11,7 @@ import psutil
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.errors import Usage
+from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.state import living
@@ -27,6 +28,7 @@ from farflock.node.run.memory import (
 )
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import Worker
 from farflock.swarm.links import PeerId
@@ -135,7 +137,10 @@ def part_of(
     needs = tuple(
         needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages))
     )
-    means = NodeServices(worker, lambda work, cost: worker(work), worker, report, free, needs)
+    storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
+    means = NodeServices(
+        worker, lambda work, cost: worker(work), worker, report, free, needs, storage
+    )
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
     text, keepers = manifest.canonical().decode(), []
     for serving in node.servings:

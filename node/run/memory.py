@@ -4,6 +4,8 @@ manifest, so they come before any memory is taken.
 A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
 
+from typing import Literal
+
 import psutil
 
 from farflock.compression.activation import ActivationContext
@@ -14,6 +16,8 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
+
+OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES_ALONE, VALUES = 21, 31
@@ -43,10 +47,24 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
-    """Raise `error`, with the numbers, if the run takes more memory than this machine has free."""
-    needed, free = needed_bytes(plan), int(psutil.virtual_memory().available)
+def kept_outer(outer: OuterPlace, plan: RunPlan) -> Literal["host", "disk"]:
+    """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
+    fit this machine's free memory otherwise."""
+    if outer != "auto":
+        return outer
+    return "host" if needed_bytes(plan) <= int(psutil.virtual_memory().available) else "disk"
+
+
+def require_memory(
+    plan: RunPlan, error: type[FarflockError], outer: OuterPlace = "host", outer_bytes: int = 0
+) -> None:
+    """Raise `error`, with the numbers, if the run takes more memory than this machine has free;
+    `outer_bytes` of it can be on the disk."""
+    on_disk = outer_bytes if kept_outer(outer, plan) == "disk" else 0
+    needed, free = needed_bytes(plan) - on_disk, int(psutil.virtual_memory().available)
     if needed > free:
+        disk = "keep the outer state on the disk (--outer disk), "
+        remedy = disk if outer == "host" and outer_bytes else ""
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"
             f" {needed / 1e6:,.0f} MB of memory, and {free / 1e6:,.0f} MB are free here"
@@ -54,7 +72,7 @@ def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
         raise error(
             "the run's model is too large for this machine",
             why,
-            "close programs, or use a larger machine",
+            f"{remedy}close programs, or use a larger machine",
         )
 
 

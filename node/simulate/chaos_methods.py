@@ -16,6 +16,7 @@ from farflock.node.errors import Usage
 from farflock.node.simulate.invariants import DEADLINE_S, TOKENS_PER_STEP
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Tensors, What
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 from farflock.optimizers.trial_options import disasters_of
 
 SIZES: Mapping[str, int] = {"a": 12, "b": 5}  # values of each tensor
@@ -99,7 +100,7 @@ def case_of(seed: int, name: str | None = None) -> ChaosCase:
     return arms[seed % len(arms)]
 
 
-class CountingReplica:
+class CountingReplica(BlocksOfWhole):
     """A few tensors in which each local step adds a value at its peer's place. The inner optimizer
     is gradient descent at a rate of 1; `moments` adds unused means of the gradient and its
     square."""

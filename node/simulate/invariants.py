@@ -20,8 +20,8 @@ from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
 from farflock.node.loop import Loop
 from farflock.node.simulate.memory_audit import longest
-from farflock.node.train.driver import Claim, Driver
-from farflock.node.train.exchange_client import EncodedExchange, ExchangeClient
+from farflock.node.train.driver import Claim, Driver, EncodedExchange
+from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Exchange, ExchangeKey, Result, State, Tensors
 from farflock.optimizers.parts.state import state_hash

@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "identity.key"
 
     @property
+    def outer(self) -> Path:
+        """The folder of outer state that does not fit into memory."""
+        return self.path / "outer"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

@@ -20,6 +20,7 @@ from farflock.optimizers.method import (
     Replica,
     Result,
 )
+from farflock.optimizers.parts.blocks import LazyTensors
 from farflock.optimizers.parts.state import state_hash
 
 
@@ -81,6 +82,15 @@ class Claim:
     tokens: int
     state: bytes = b""
     notes: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExchange:
+    """An exchange that is encoded for the swarm."""
+
+    exchange: Exchange
+    payloads: tuple[bytes, ...]
+    claim: Claim
 
 
 class ContributionLog(Protocol):
@@ -164,6 +174,15 @@ class Driver:
     def after_step(self, progress: Progress) -> list[Exchange]:
         """Return the exchanges to start after a local step."""
         return self._note(self.method.due(self.replica, progress), progress)
+
+    def encoded(
+        self, exchange: Exchange, claim: Claim, encode: Callable[[Exchange, Claim], EncodedExchange]
+    ) -> EncodedExchange:
+        """Hash, encode, and forget the tensors if they were only computed for that; in a worker."""
+        offer = encode(exchange, self.hashed(exchange, claim))
+        if isinstance(exchange.tensors, LazyTensors):
+            exchange.tensors.drop()
+        return offer
 
     def claim(self, exchange: Exchange) -> Claim:
         """Return an exchange's claim, without the hash, which `hashed` adds. Only the first

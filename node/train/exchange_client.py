@@ -5,7 +5,7 @@ between them only waits.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,8 +14,14 @@ from torch import Tensor
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
 from farflock.node.train import microbatch_ids
-from farflock.node.train.driver import Claim
-from farflock.node.train.shards import Inputs, Reducer, ShardLayout, decode_all, weighted_mean
+from farflock.node.train.driver import Claim, EncodedExchange
+from farflock.node.train.shards import (
+    DecodedTensors,
+    Inputs,
+    Reducer,
+    ShardLayout,
+    weighted_mean,
+)
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -24,8 +30,10 @@ from farflock.optimizers.method import (
     RandomGroups,
     Ranges,
     Result,
+    TensorBlock,
     Tensors,
 )
+from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
@@ -41,15 +49,6 @@ UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 class OutOfStep(Exception):
     """This peer's state differs from the group's or is too far behind it; the peer must adopt a
     snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedExchange:
-    """An exchange that is encoded for the swarm."""
-
-    exchange: Exchange
-    payloads: tuple[bytes, ...]
-    claim: Claim
 
 
 class ExchangePeer(Protocol):
@@ -87,26 +86,6 @@ class ExchangePeer(Protocol):
         ...
 
 
-class Decoded(Mapping[str, Tensor]):
-    """Tensors that are decoded on first access, because most results' `sent` and most means of
-    gathered tensors are never used."""
-
-    def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
-        self._names, self._decode = tuple(names), decode
-        self._tensors: Tensors | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._tensors is None:
-            self._tensors = self._decode()
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 @dataclass(frozen=True, slots=True)
 class _Coding:
     """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer, and
@@ -118,6 +97,14 @@ class _Coding:
     back: ShardLayout
     reducer: Reducer
     noted: bool
+
+    def decoded(
+        self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes]
+    ) -> DecodedTensors:
+        """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed."""
+        for index, payload in enumerate(payloads):
+            layout.require_valid(index, round_number, payload)
+        return DecodedTensors(layout, round_number, payloads, self.shapes)
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
         """Reduce a shard of the tensors, or the notes."""
@@ -211,7 +198,11 @@ class ExchangeClient:
             outcome.weights,
             mean=mean,
             gathered=gathered,
-            sent=self._sent(coding, outcome.key.round, payloads, gathered),
+            sent=(
+                DecodedTensors(coding.out, outcome.key.round, payloads, coding.shapes)
+                if payloads
+                else None
+            ),
             taken=_taken_ranges(coding.out, outcome.taken) if payloads else {},
             tokens=outcome.tokens,
             notes=notes,
@@ -263,7 +254,7 @@ class ExchangeClient:
             coding.reducer.load_state(mine)
 
     def _stream(self, template: Exchange, noted: bool) -> Stream:
-        shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
+        shapes = shapes_of(template.tensors)
         out = layout_of(template, self._run_seed)
         back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
@@ -291,21 +282,6 @@ class ExchangeClient:
             check=coding.check,
             cadence=Cadence(template.key.round, template.stride),
             stage=self.stage,
-        )
-
-    def _sent(
-        self,
-        coding: _Coding,
-        number: int,
-        payloads: Sequence[bytes],
-        gathered: Mapping[MemberId, Tensors] | None,
-    ) -> Tensors | None:
-        """Return this peer's contribution as the others decode it, or None if it made none."""
-        if not payloads:
-            return None
-        own = gathered.get(self.peer.context.me) if gathered is not None else None
-        return own or Decoded(
-            tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes)
         )
 
 
@@ -345,7 +321,7 @@ def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
     """Return the cut of a stream's tensors into shards.
 
     The codec back counts only where something comes back: the mean of a whole group."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
+    shapes = shapes_of(template.tensors)
     comes_back = template.kind == "mean" and not _group_size(template)
     back = codec(template.return_codec) if comes_back else None
     return ShardLayout.of(shapes, codec(template.codec), run_seed, back)
@@ -354,17 +330,19 @@ def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
 def _tensors_of(
     coding: _Coding, outcome: RoundOutcome
 ) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
-    """Return the agreed mean, and all members' tensors if they were gathered."""
-    number, shapes = outcome.key.round, coding.shapes
+    """Return the agreed mean, and all members' tensors if they were gathered.
+
+    All payloads are decoded once here, for a method must not find half of a result malformed; their
+    values are decoded again when it reads them, because no model's worth of them is kept."""
     if outcome.reduced is not None:
-        return decode_all(coding.back, number, outcome.reduced, shapes), None
+        return coding.decoded(coding.back, outcome.key.round, outcome.reduced), None
     if outcome.gathered is None:
         return None, None
     gathered: dict[MemberId, Tensors] = {
-        peer: decode_all(coding.out, number, shards, shapes)
+        peer: coding.decoded(coding.out, outcome.key.round, shards)
         for peer, shards in outcome.gathered.items()
     }
-    return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
+    return _mean_of(gathered, outcome.weights, coding.shapes), gathered
 
 
 def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
@@ -389,14 +367,20 @@ def _group_size(exchange: Exchange) -> int:
     raise ValueError(f"{exchange.group} is not supported yet; use All() or RandomGroups(2)")
 
 
-def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
+def _mean_of(
+    gathered: Mapping[str, Tensors], weights: Sequence[float], shapes: Shapes
+) -> LazyTensors:
     """Return the weighted mean in sorted order of peers: the same bits on both sides of a pair."""
-    names = list(next(iter(gathered.values())))
-    inputs = [
-        (weight, [tensors[name] for name in names])
-        for weight, tensors in zip(weights, gathered.values(), strict=True)
-    ]
-    return dict(zip(names, weighted_mean(inputs), strict=True))
+
+    def compute(name: str, start: int, stop: int) -> Tensor:
+        block = TensorBlock(name, start, stop)
+        inputs = [
+            (weight, (read(tensors, block),))
+            for weight, tensors in zip(weights, gathered.values(), strict=True)
+        ]
+        return weighted_mean(inputs)[0]
+
+    return LazyTensors(shapes, compute)
 
 
 def _taken_ranges(layout: ShardLayout, taken: Sequence[bool]) -> dict[str, Ranges]:

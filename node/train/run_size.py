@@ -21,11 +21,15 @@ from farflock.node.train.exchange_client import layout_of
 from farflock.node.train.shards import SHARD_BYTES, ShardLayout
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Result
+from farflock.optimizers.parts.blocks import shapes_of
 from farflock.optimizers.parts.state import Shapes
+from farflock.optimizers.parts.state_fields import saved
+from farflock.optimizers.parts.stateful import StatefulMethod
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 from farflock.swarm.protocol.exchange.bundles import max_shards
 from farflock.swarm.protocol.exchange.content import SOFT
 
+VALUE_BYTES = 4
 MAX_LOOKED_STEPS = 4096  # for two rounds of each stream
 
 
@@ -95,6 +99,22 @@ def require_carried(plan: RunPlan, pipeline: PipelinePlan | None = None) -> None
             _layout(template, f"{template.key.stream}{suffix}", plan.run_seed)
 
 
+def state_bytes(plan: RunPlan) -> int:
+    """Return the bytes of the state that the method keeps beside the model, in float32."""
+    with torch.device("meta"):
+        shapes = {name: tuple(x.shape) for name, x in Llama(plan.model).named_parameters()}
+    made, small = method(plan.method, **plan.options), _small(shapes)
+    _steps_between(made, shapes, [one.key.stream for one in made.streams(ShapeReplica(small))])
+    assert isinstance(made, StatefulMethod), f"{plan.method} is not of the catalog"
+    kept = saved(made, "shared") | saved(made, "own")
+    owners = [(key.partition(".")[2], tuple(x.shape)) for key, x in kept.items()]
+    return sum(
+        VALUE_BYTES * math.prod(shapes[name])
+        for name, shape in owners
+        if name in shapes and shape == small[name]
+    )
+
+
 def _opened(
     plan: RunPlan, pipeline: PipelinePlan | None
 ) -> Iterator[tuple[str, Shapes, list[Exchange]]]:
@@ -152,7 +172,7 @@ def _steps_between(made: Method, shapes: Shapes, streams: Sequence[str]) -> dict
 
     The method itself says so, in steps on small tensors of the same names in which every exchange
     is answered at once with its own contribution."""
-    replica = ShapeReplica({name: tuple(min(side, 8) for side in x) for name, x in shapes.items()})
+    replica = ShapeReplica(_small(shapes))
     driver = Driver(made, replica)
     seen: dict[str, list[int]] = {stream: [] for stream in streams}
     for step in range(1, MAX_LOOKED_STEPS + 1):
@@ -174,6 +194,10 @@ def _steps_between(made: Method, shapes: Shapes, streams: Sequence[str]) -> dict
     }
 
 
+def _small(shapes: Shapes) -> Shapes:
+    return {name: tuple(min(side, 8) for side in shape) for name, shape in shapes.items()}
+
+
 def _answer(exchange: Exchange) -> Result:
     """Return the result of a round with two contributions like this peer's."""
     tensors, peers = exchange.tensors, ("one", "other")
@@ -185,5 +209,5 @@ def _answer(exchange: Exchange) -> Result:
         mean=tensors,
         gathered=dict.fromkeys(peers, tensors) if exchange.kind == "gather" else None,
         sent=tensors,
-        taken={name: ((0, x.numel()),) for name, x in tensors.items()},
+        taken={name: ((0, math.prod(x)),) for name, x in shapes_of(tensors).items()},
     )

@@ -6,17 +6,22 @@ one without communication. A shard's payload: for each segment its length (4 byt
 and the codec's bytes (docs/wire-format.md).
 """
 
+import bisect
 import contextlib
+import functools
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from farflock.compression.codec import Codec, Context, CorruptPayload
+from farflock.compression.elementwise import add_scaled_, scaled_into
 from farflock.compression.payload import largest
+from farflock.optimizers.method import TensorBlock
+from farflock.optimizers.parts.blocks import LazyTensors, read
 from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.protocol.exchange.streams import Reduction
 
@@ -51,7 +56,7 @@ Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload
 Values = list[Tensor]  # one flat tensor per segment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardLayout:
     """The cut of a stream's tensors into shards, and their codec."""
 
@@ -81,6 +86,17 @@ class ShardLayout:
             room -= size
         return cls(tuple(tuple(shard) for shard in shards), codec, run_seed)
 
+    @functools.cached_property
+    def places(self) -> Mapping[str, tuple[list[int], list[tuple[int, int]]]]:
+        """For each tensor the starts of its segments, and their places: shard, and part of it."""
+        found: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+        for index, shard in enumerate(self.shards):
+            for part, segment in enumerate(shard):
+                starts, places = found.setdefault(segment.tensor, ([], []))
+                starts.append(segment.start)
+                places.append((index, part))
+        return found
+
     @property
     def max_shard_bytes(self) -> int:
         """The size of the largest correct payload of any shard; longer ones are refused unread."""
@@ -96,13 +112,13 @@ class ShardLayout:
         )
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
-        """Encode one shard of these float32 tensors; raise `UnencodableTensor` if they are not
-        finite."""
+        """Encode one shard of these float32 tensors, of which it reads one segment at a time;
+        raise `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
-        flat = [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
-        return self.pack(index, round_number, flat)
+        values = (read(tensors, TensorBlock(part.tensor, part.start, part.stop)) for part in shard)
+        return self.pack(index, round_number, values)
 
-    def pack(self, index: int, round_number: int, values: Sequence[Tensor]) -> bytes:
+    def pack(self, index: int, round_number: int, values: Iterable[Tensor]) -> bytes:
         """Encode one shard, given one flat tensor per segment."""
         out = bytearray()
         for segment, flat in zip(self.shards[index], values, strict=True):
@@ -154,14 +170,18 @@ class ShardLayout:
 
     def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
         """Return whether a correct peer could have sent this payload of a shard."""
-        shard = self.shards[index]
-        scratch = torch.empty(max(segment.count for segment in shard))
         try:
-            for segment, raw in zip(shard, self.split(index, payload), strict=True):
-                self.decode_segment(segment, round_number, raw, scratch[: segment.count])
+            self.require_valid(index, round_number, payload)
         except CorruptPayload:
             return False
         return True
+
+    def require_valid(self, index: int, round_number: int, payload: bytes) -> None:
+        """Raise `CorruptPayload` unless a correct peer could have sent this payload of a shard."""
+        shard = self.shards[index]
+        scratch = torch.empty(max(segment.count for segment in shard))
+        for segment, raw in zip(shard, self.split(index, payload), strict=True):
+            self.decode_segment(segment, round_number, raw, scratch[: segment.count])
 
     def _context(self, round_number: int, segment: Segment) -> Context:
         return Context(self.run_seed, round_number, segment.tensor, segment.number, segment.columns)
@@ -177,6 +197,52 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
             yield Segment(name, start, min(start + step, count), columns, number)
 
 
+class DecodedTensors(LazyTensors):
+    """The tensors in a round's payloads, decoded segment by segment when they are read.
+
+    The segment that was decoded last is kept, so that blocks in order decode each segment once."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        round_number: int,
+        payloads: Sequence[bytes],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__(shapes, self._range)
+        self._layout, self._round, self._payloads = layout, round_number, payloads
+        self._split: tuple[int, list[memoryview]] = -1, []  # the shard that was split last
+        self._here: Segment | None = None  # the segment in `_values`
+        self._values = torch.empty(0)
+
+    def _range(self, name: str, start: int, stop: int) -> Tensor:
+        starts, places = self._layout.places[name]
+        number = bisect.bisect_right(starts, start) - 1
+        values = self._part(places[number], start, stop)
+        if len(values) == stop - start:
+            return values
+        parts = [values.clone()]
+        while (start := start + len(parts[-1])) < stop:
+            number += 1
+            parts.append(self._part(places[number], start, stop).clone())
+        return torch.cat(parts)
+
+    def _part(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
+        """Return what the segment at `place` (shard, part) holds of a range."""
+        index, part = place
+        segment = self._layout.shards[index][part]
+        if segment is not self._here:
+            if len(self._values) < segment.count:
+                self._values = torch.empty(segment.count)
+            if self._split[0] != index:
+                self._split = index, self._layout.split(index, self._payloads[index])
+            raw, out = self._split[1][part], self._values[: segment.count]
+            self._here = None  # until the values are whole
+            self._layout.decode_segment(segment, self._round, raw, out)
+            self._here = segment
+        return self._values[start - segment.start : min(stop, segment.stop) - segment.start]
+
+
 def decode_all(
     layout: ShardLayout,
     round_number: int,
@@ -184,26 +250,34 @@ def decode_all(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
     """Return whole tensors from the payloads of all shards."""
-    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-    flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
-    for index, payload in enumerate(payloads):
-        places = [flat[part.tensor][part.start : part.stop] for part in layout.shards[index]]
-        layout.decode_into(index, round_number, payload, places)
-    return tensors
+    return dict(DecodedTensors(layout, round_number, payloads, shapes))
 
 
 def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
     """Return sum(w_i / W · x_i), added in the order given and with each float32 operation
     rounded (portable arithmetic)."""
-    total = torch.zeros(())
-    for weight, _ in inputs:
-        total = total + torch.tensor(weight, dtype=torch.float32)
-    mean: list[Tensor] = []
-    for weight, values in inputs:
-        share = torch.tensor(weight, dtype=torch.float32) / total
-        scaled = [x * share for x in values]
-        mean = [a.add_(b) for a, b in zip(mean, scaled, strict=True)] if mean else scaled
+    mean = [torch.empty_like(x) for x in inputs[0][1]]
+    by_share = shares([weight for weight, _ in inputs])
+    for number, (share, (_, values)) in enumerate(zip(by_share, inputs, strict=True)):
+        for x, into in zip(values, mean, strict=True):
+            add_share(into, x, share, first=number == 0)
     return mean
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return each weight over their sum, as float32 values."""
+    total = torch.zeros(())
+    for weight in weights:
+        total = total + torch.tensor(weight, dtype=torch.float32)
+    return [float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights]
+
+
+def add_share(mean: Tensor, x: Tensor, share: float, *, first: bool) -> None:
+    """Add a contribution's share to a mean, which the first one begins."""
+    if first:
+        scaled_into(x, share, mean)
+    else:
+        add_scaled_(mean, x, share)
 
 
 class _CorruptInput(Exception):
@@ -224,11 +298,13 @@ class _CorruptInput(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Undecided:
-    """An undecided reduction: the residual in its mean, its payload, and the payload's error."""
+    """An undecided reduction: its inputs, its payload, and the payload's error, in which the
+    earlier residual is contained if there was one."""
 
-    added: Values | None
+    inputs: Inputs
     payload: bytes
     left_out: Values
+    compensated: bool
 
 
 class Reducer:
@@ -242,15 +318,16 @@ class Reducer:
     error; deviations: the reducer of a shard may change, and a round may fail).
 
     Only the reduction that the group agreed on counts. If that is this peer's, its error is the new
-    residual. If the round fails, the residual stays. If the group takes another peer's reduction,
-    the residual is dropped: other peers reduce this shard now, and the error of their mean is
-    unknown here.
+    residual. If the round fails, the earlier residual is computed back from the error, up to its
+    rounding, so that no second copy waits for the decision. If the group takes another peer's
+    reduction, the residual is dropped: other peers reduce this shard now, and the error of their
+    mean is unknown here.
     """
 
     def __init__(self, layout: ShardLayout, back: Codec, *, compensate: bool) -> None:
         self._layout, self._back = layout, ShardLayout(layout.shards, back, layout.run_seed)
         self._compensate = compensate
-        self._lock = threading.Lock()  # never held while tensors are coded
+        self._lock = threading.Lock()  # held while tensors are coded only after a failed round
         self._residuals: dict[int, Values] = {}  # by shard
         self._undecided: dict[tuple[int, int], _Undecided] = {}  # by round and shard
 
@@ -266,8 +343,11 @@ class Reducer:
                 rejected.add(error.peer)
                 usable = [entry for entry in usable if entry[0] != error.peer]
             else:
-                encode = self._encode_compensated if self._compensate else self._encode
-                return Reduction(encode(round_number, index, mean), tuple(sorted(rejected)))
+                if self._compensate:
+                    payload = self._encode_compensated(round_number, index, mean, usable)
+                else:
+                    payload = self._encode(round_number, index, mean)
+                return Reduction(payload, tuple(sorted(rejected)))
         return Reduction(None, tuple(peer for peer, _, _ in inputs))
 
     def _mean(self, round_number: int, index: int, inputs: Inputs) -> Values:
@@ -277,15 +357,14 @@ class Reducer:
         for peer, _, payload in inputs:
             with _CorruptInput.of(peer):
                 raws[peer] = self._layout.split(index, payload)
-        mean = []
+        mean, by_share = [], shares([weight for _, weight, _ in inputs])
         for number, segment in enumerate(self._layout.shards[index]):
-            decoded = []
-            for peer, weight, _ in inputs:
-                values = torch.empty(segment.count)
+            values, total = torch.empty(segment.count), torch.empty(segment.count)
+            for share, (peer, _, _) in zip(by_share, inputs, strict=True):
                 with _CorruptInput.of(peer):
                     self._layout.decode_segment(segment, round_number, raws[peer][number], values)
-                decoded.append((weight, (values,)))
-            mean += weighted_mean(decoded)
+                add_share(total, values, share, first=peer == inputs[0][0])
+            mean.append(total)
         return mean
 
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
@@ -298,7 +377,7 @@ class Reducer:
             for number, index in [key for key in self._undecided if key[0] <= round_number]:
                 mine = self._undecided.pop((number, index))
                 if decided is None or number < round_number:
-                    self._keep(index, mine.added)
+                    self._keep(index, self._added(number, index, mine))
                 elif decided[index] == mine.payload:
                     self._keep(index, mine.left_out)
 
@@ -306,8 +385,9 @@ class Reducer:
         """Return the residuals for a checkpoint, as if every undecided round had failed."""
         with self._lock:
             residuals = {index: list(values) for index, values in self._residuals.items()}
-            for (_, index), mine in self._undecided.items():
-                residuals[index] = _sum(residuals.get(index), mine.added) or []
+            for (number, index), mine in self._undecided.items():
+                added = self._added(number, index, mine)
+                residuals[index] = _sum(residuals.get(index), added) or []
         return {
             f"{index}.{part}": x.clone()
             for index, values in residuals.items()
@@ -336,19 +416,45 @@ class Reducer:
                 raise WrongState(f"a reducer's residual of shard {index} lacks {missing} segments")
             self._keep(index, values)
 
-    def _encode_compensated(self, round_number: int, index: int, mean: Values) -> bytes:
-        """Encode the sum of a mean and the residual, and store the error."""
+    def _encode_compensated(
+        self, round_number: int, index: int, mean: Values, inputs: Inputs
+    ) -> bytes:
+        """Encode the sum of a mean and the residual, and store the error, all in the residual's
+        memory."""
         with self._lock:
             if (earlier := self._undecided.pop((round_number, index), None)) is not None:
-                self._keep(index, earlier.added)  # this reduction replaces it
+                # this reduction replaces it
+                self._keep(index, self._added(round_number, index, earlier))
             added = self._residuals.pop(index, None)
-        total = _sum(mean, added) or mean
+        total = mean if added is None else added
+        for x, y in zip(total, mean, strict=True) if added is not None else ():
+            x.add_(y)
         payload = self._encode(round_number, index, total)
-        decoded = self._back.decode(index, round_number, payload)
-        left_out = [x - y for x, y in zip(total, decoded, strict=True)]
+        for x, decoded in zip(total, self._decoded(round_number, index, payload), strict=True):
+            x.sub_(decoded)
         with self._lock:
-            self._undecided[round_number, index] = _Undecided(added, payload, left_out)
+            self._undecided[round_number, index] = _Undecided(
+                inputs, payload, total, added is not None
+            )
         return payload
+
+    def _added(self, round_number: int, index: int, mine: _Undecided) -> Values | None:
+        """Return the residual that an undecided reduction contains."""
+        if not mine.compensated:
+            return None
+        added = self._mean(round_number, index, mine.inputs)
+        decoded = self._decoded(round_number, index, mine.payload)
+        for x, left_out, taken in zip(added, mine.left_out, decoded, strict=True):
+            torch.sub(left_out + taken, x, out=x)
+        return added
+
+    def _decoded(self, round_number: int, index: int, payload: bytes) -> Iterator[Tensor]:
+        """Yield this payload's values, each segment in the same memory."""
+        segments = self._layout.shards[index]
+        scratch = torch.empty(max(segment.count for segment in segments))
+        for segment, raw in zip(segments, self._back.split(index, payload), strict=True):
+            self._back.decode_segment(segment, round_number, raw, scratch[: segment.count])
+            yield scratch[: segment.count]
 
     def _encode(self, round_number: int, index: int, mean: Values) -> bytes:
         return self._back.pack(index, round_number, [x.clamp_(-MAX_MEAN, MAX_MEAN) for x in mean])

@@ -78,7 +78,7 @@ class CO2(LateMethod):
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"a clip of {self.clip} is out of range; choose one above 0, or None")
 
-    def _message(self, work: dict[str, Tensor]) -> Tensors:
+    def _message_of(self, work: dict[str, Tensor]) -> Tensors:
         """Return phi - x, where x is where the round ended."""
         if not self.delay:
             return work

@@ -246,9 +246,10 @@ class EDiT(OuterMethod):
             return []
         self._slot = sync_schedule.slot(progress)
         self._start, self._since = dict(replica.read(replica.names, "param")), 0
-        work = self._state.pseudo_gradient(self._start)
+        phi, start = self._state.phi, self._start
         norms = [
-            norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()
+            norm_of([phi[name] - start[name] for name in names])
+            for names in layers_of(replica.names).values()
         ]
         return [self._norms_exchange(norms, self._steps)]
 

@@ -8,14 +8,21 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, Progress, Ranges, Replica, Result, State, Tensors
-from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.method import (
+    Exchange,
+    Ranges,
+    Replica,
+    Result,
+    State,
+    TensorBlock,
+    Tensors,
+)
+from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
-from farflock.optimizers.parts.outer_state import follow
+from farflock.optimizers.parts.outer_state import Merge, Positions
 from farflock.optimizers.parts.stateful import Mode, PeriodicMethod, mean_of
 
 Delay = Literal[0, 1]
-NO_FEEDBACK = SenderFeedback()
 
 
 class LateMethod(PeriodicMethod):
@@ -57,22 +64,19 @@ class LateMethod(PeriodicMethod):
         """Start the next local steps at phi."""
         self._start = dict(self._state.phi)
 
-    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Request the exchange `period` local steps after the last, once phi has its result."""
-        if not self._book.is_due(self.period):
-            return []
-        self._book.leave()
+    def _message(self, replica: Replica) -> Tensors:
+        """Return the message of all work that is not in phi, and start the next round."""
         work = self.untold(replica.read(replica.names, "param"))
         self._work = dict(work) if self.delay else {}
-        message = self._message(work)
+        message = self._message_of(work)
         if self.delay:
             self._start = dict(self._next_start(work))
             replica.write(self._start, "param")
-        return [self._exchange(message)]
+        return message
 
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+    def _message_of(self, work: dict[str, Tensor]) -> Tensors:
         """Return the work itself."""
-        return theta
+        return work
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Make the outer step, and drop the work that was taken."""
@@ -87,12 +91,12 @@ class LateMethod(PeriodicMethod):
         self._outer_step(mean_of(exchange, result), result)
         if not self.delay:
             after = self._start = dict(self._state.phi)
-            theta = replica.read(tuple(result.taken), "param")
-            moved = {
-                name: follow(name, x, before[name], after[name], result, NO_FEEDBACK)
-                for name, x in theta.items()
-            }
-            replica.write(moved, "param")
+
+            def change(block: TensorBlock, theta: Tensor) -> tuple[Tensor | None]:
+                phi = block.of(before[block.name]), block.of(after[block.name])
+                return (Merge().landed(block, result, Positions(theta, theta, *phi), None),)
+
+            replica.update(tuple(result.taken), ("param",), change)
 
     def untold(self, theta: Tensors) -> dict[str, Tensor]:
         """Return all work that is not in phi: start minus end of this round, plus older work."""

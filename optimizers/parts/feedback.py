@@ -7,11 +7,12 @@ would count x twice. Settling happens when the result is known, never when the p
 payload that was not taken must not count.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from farflock.optimizers.method import Ranges, Tensors
+from farflock.optimizers.method import Ranges, Replica, TensorBlock
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.state_fields import own
 
@@ -46,25 +47,22 @@ def choose(ranges: Ranges, inside: Tensor, outside: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class SenderFeedback:
-    """One sender's feedback by tensor: the residual, what the pending message encodes, and the
-    replica's parameters then. In a state: `residual.NAME`, `message.NAME`, `start.NAME`."""
+    """One sender's feedback by tensor, `residual.NAME` in a state: what its messages did not bring
+    to the others."""
 
     residual: dict[str, Tensor] = own(dict, stays=True)
-    message: dict[str, Tensor] = own(dict)
-    start: dict[str, Tensor] = own(dict)
 
-    def compose(
-        self, work: dict[str, Tensor], theta: Tensors, beta: float | None
-    ) -> dict[str, Tensor]:
-        """Return the message for the work of a replica at `theta`, kept until its result is known.
-        If `beta` (the decay) is None, the message is the work, and nothing is kept."""
-        if beta is None:
-            return work
-        tensors = {name: message(x, self.residual.get(name), beta) for name, x in work.items()}
-        self.message.update(tensors)
-        self.start.update(theta)
-        return tensors
+    def message(self, block: TensorBlock, work: Tensor, beta: float) -> Tensor:
+        """Return one block of the message for this work; `beta` is the residual's decay."""
+        residual = self.residual.get(block.name)
+        return message(work, None if residual is None else block.of(residual), beta)
 
-    def settle(self, name: str, sent: Tensor, taken: Ranges) -> None:
-        """Keep as residual what the message held beyond `sent` in one tensor's taken ranges."""
-        self.residual[name] = settle(self.message[name], sent, taken, self.residual.get(name))
+    def begin(self, replica: Replica, names: Sequence[str]) -> None:
+        """Begin with residuals of zero for these parameters, unless there are some."""
+        if not self.residual:
+            self.residual = {name: replica.allocate(replica.shapes[name]) for name in names}
+
+    def settle(self, block: TensorBlock, sent_from: Tensor, sent: Tensor, taken: Ranges) -> None:
+        """Keep what a message held beyond `sent` in the ranges `taken` of one block."""
+        residual = block.of(self.residual[block.name])
+        residual.copy_(settle(sent_from, sent, taken, residual))

@@ -11,14 +11,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from farflock.compression.elementwise import nesterov_
+
 
 class Outer(Protocol):
-    """Law: pure; zero pseudo-gradient and zero momentum leave the parameters as they are. It takes
-    one tensor at a time, so that a model's step needs memory for one more tensor only."""
+    """Law: each value depends on its own place alone; zero pseudo-gradient and zero momentum leave
+    the parameters as they are. It takes one block at a time, so that a model's step needs no memory
+    of the model's size."""
+
+    def step_(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> None:
+        """BlockChange parameters and momentum in place."""
+        ...
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """Return new parameters and new momentum of one tensor."""
-        ...
+        """Return new parameters and new momentum."""
+        after, u = phi.clone(), momentum.clone()
+        self.step_(after, pseudo_grad, u)
+        return after, u
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -27,7 +36,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterSGD:
+class OuterSGD(Outer):
     """phi <- phi - lr · D. With lr 1 this is parameter averaging (FedAvg)."""
 
     lr: float = 1.0
@@ -35,13 +44,13 @@ class OuterSGD:
     def __post_init__(self) -> None:
         _require_positive(self.lr)
 
-    def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+    def step_(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> None:
         """Step as in the class's equation."""
-        return phi - scaled(pseudo_grad, self.lr), momentum
+        phi.sub_(scaled(pseudo_grad, self.lr))
 
 
 @dataclass(frozen=True, slots=True)
-class OuterHeavyBall:
+class OuterHeavyBall(Outer):
     """u <- mu·u + D;  phi <- phi - lr·u. NoLoCo's released code calls this Nesterov."""
 
     lr: float = 0.7
@@ -54,10 +63,10 @@ class OuterHeavyBall:
                 f"a momentum of {self.momentum} is out of range; choose one in [0, 1), usually 0.9"
             )
 
-    def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+    def step_(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> None:
         """Step as in the class's equations."""
-        u = scaled(momentum, self.momentum) + pseudo_grad
-        return phi - scaled(u, self.lr), u
+        momentum.mul_(self.momentum).add_(pseudo_grad)
+        phi.sub_(scaled(momentum, self.lr))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +74,9 @@ class OuterNesterov(OuterHeavyBall):
     """u <- mu·u + D;  phi <- phi - lr·(D + mu·u): torch's form of Nesterov momentum, dampening 0
     (DiLoCo, arXiv:2311.08105; torch.optim.SGD(nesterov=True))."""
 
-    def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+    def step_(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> None:
         """Step as in the class's equations."""
-        u = scaled(momentum, self.momentum) + pseudo_grad
-        ahead = pseudo_grad + scaled(u, self.momentum)
-        return phi - scaled(ahead, self.lr), u
+        nesterov_(phi, pseudo_grad, momentum, self.lr, self.momentum)
 
 
 def _require_positive(lr: float) -> None:

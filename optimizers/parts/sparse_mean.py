@@ -6,10 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import MemberId, Tensors
+from farflock.optimizers.method import MemberId, TensorBlock, Tensors
+from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
 
 
-def mean_of_senders(gathered: Mapping[MemberId, Tensors]) -> dict[str, Tensor]:
+def mean_of_senders(gathered: Mapping[MemberId, Tensors]) -> LazyTensors:
     """Return at each coordinate the sum, in sorted order of peers, divided by the number of nonzero
     values; zero if none.
 
@@ -19,7 +20,12 @@ def mean_of_senders(gathered: Mapping[MemberId, Tensors]) -> dict[str, Tensor]:
     code, arXiv:2508.15706).
     """
     peers = sorted(gathered)
-    return {name: _mean([gathered[peer][name] for peer in peers]) for name in gathered[peers[0]]}
+
+    def compute(name: str, start: int, stop: int) -> Tensor:
+        block = TensorBlock(name, start, stop)
+        return _mean([read(gathered[peer], block) for peer in peers])
+
+    return LazyTensors(shapes_of(gathered[peers[0]]), compute)
 
 
 def _mean(values: list[Tensor]) -> Tensor:

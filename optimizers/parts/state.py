@@ -5,15 +5,19 @@ A state may come from a stranger's snapshot, so `restore` checks all of it befor
 anything.
 """
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
+from blake3 import blake3
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from farflock.optimizers.method import State, Tensors
+from farflock.optimizers.parts.blocks import blocks
 
 Shapes = Mapping[str, tuple[int, ...]]
+# The digests of each tensor's blocks and its version then.
+_KNOWN: MutableMapping[Tensor, tuple[int, bytes]] = WeakTensorKeyDictionary()
 
 
 class WrongState(ValueError):
@@ -21,18 +25,43 @@ class WrongState(ValueError):
 
 
 def state_hash(state: State) -> bytes:
-    """Return SHA-256 over names, types, shapes and raw bytes, in sorted order of names."""
-    digest = hashlib.sha256()
+    """Return BLAKE3 over names, types, shapes and the digests of all blocks, in sorted order of
+    names."""
+    root = blake3()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}\x00{tensor.dtype}\x00{tuple(tensor.shape)}\x00".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.digest()
+        tensor = state[name].detach()
+        root.update(f"{name}\x00{tensor.dtype}\x00{tuple(tensor.shape)}\x00".encode())
+        root.update(_digests(state[name]))
+    return root.digest()
+
+
+def _digests(tensor: Tensor) -> bytes:
+    """Return the digests of a tensor's blocks, which are known until the tensor changes.
+
+    torch counts the changes in place of a tensor and all its views."""
+    known = None if tensor.is_inference() else _KNOWN.get(tensor)
+    if known is not None and known[0] == tensor._version:
+        return known[1]
+    version = 0 if tensor.is_inference() else tensor._version
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digests = b"".join(_digest(flat[block.start : block.stop]) for block in blocks("", flat.shape))
+    if not tensor.is_inference():
+        _KNOWN[tensor] = version, digests
+    return digests
+
+
+def _digest(values: Tensor) -> bytes:
+    return blake3(values.view(torch.uint8).numpy().data).digest()
+
+
+def copies(state: State) -> State:
+    """Return copies of all tensors."""
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def named(prefix: str, tensors: Tensors) -> State:
-    """Return copies of the tensors as `prefix.name`."""
-    return {f"{prefix}.{name}": tensor.clone() for name, tensor in tensors.items()}
+    """Return the tensors as `prefix.name`."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
@@ -68,7 +97,7 @@ def numbers(values: Mapping[str, int]) -> State:
 
 
 def tables(held: Mapping[str, Tensors]) -> State:
-    """Return copies of several sets of tensors, each under its prefix (see `named`)."""
+    """Return several sets of tensors, each under its prefix (see `named`)."""
     return {
         name: tensor
         for prefix, tensors in held.items()

@@ -12,9 +12,11 @@ tensors to these parameters.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from torch import Tensor
 
 from farflock.optimizers.method import State
 from farflock.optimizers.parts.state import Shapes, counter, kept, named, numbers, unnamed
@@ -75,7 +77,8 @@ def part(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
 
 
 def saved(owner: "DataclassInstance", whose: Whose) -> State:
-    """Return copies of the shared fields, or of this peer's own, as named tensors."""
+    """Return the shared fields, or this peer's own, as named tensors: the fields themselves, not
+    copies."""
     state: State = {}
     for name, place in _places(owner):
         if place.whose is None:
@@ -97,6 +100,19 @@ def loaded(owner: Owner, state: State, shapes: Shapes, *whose: Whose) -> Owner:
         elif place.whose in whose:
             setattr(new, name, place.kind.read(place.key.format(owner), state, shapes))
     return new
+
+
+def relocated(owner: Owner, allocate: Callable[[Sequence[int]], Tensor]) -> Owner:
+    """Move the tensors of all parameters to allocated memory, one at a time; return the owner."""
+    for name, place in _places(owner):
+        if place.whose is None:
+            for one in _parts(owner, name):
+                relocated(one, allocate)
+        elif place.kind in (TENSORS, SOME_TENSORS):
+            tensors: dict[str, Tensor] = getattr(owner, name)
+            for key, x in tensors.items():
+                tensors[key] = allocate(x.shape).copy_(x)
+    return owner
 
 
 def forget(owner: "DataclassInstance", *, carried: bool) -> None:

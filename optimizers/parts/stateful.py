@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from torch import Tensor
-
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -19,8 +17,16 @@ from farflock.optimizers.method import (
 )
 from farflock.optimizers.parts.outer_state import Anchor
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.state import kept, named, unnamed, zeros
-from farflock.optimizers.parts.state_fields import PART, Whose, become, forget, loaded, saved
+from farflock.optimizers.parts.state import copies, kept, named, unnamed, zeros
+from farflock.optimizers.parts.state_fields import (
+    PART,
+    Whose,
+    become,
+    forget,
+    loaded,
+    relocated,
+    saved,
+)
 
 Mode = Literal["adopt", "carry"]
 
@@ -31,6 +37,7 @@ class StatefulMethod(ABC):
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
     equality: ClassVar[Literal["exact", "close", "per-peer"]]
+    keeps_gradients: ClassVar[bool] = False
 
     def begin(self, replica: Replica) -> None:  # noqa: B027 - most have nothing to do here
         """Fix where the run begins, at the first call; called before any state is read."""
@@ -48,29 +55,33 @@ class StatefulMethod(ABC):
         whether this peer's own work is carried over."""
 
     def snapshot(self, replica: Replica) -> State:
-        """Return the shared fields."""
+        """Return copies of the shared fields."""
+        return copies(self._shared(replica))
+
+    def _shared(self, replica: Replica) -> State:
         self.begin(replica)
         return saved(self, "shared")
 
     def restore(self, replica: Replica, state: State, mode: Mode) -> None:
         """Take over the shared fields; of this peer's own, keep only those of carried work."""
-        new = self.load(replica, state, "shared")
+        new = relocated(self.load(replica, state, "shared"), replica.allocate)
         forget(new, carried=self.move(replica, state, new, mode))
         become(self, new)
         self.begun(replica)
 
     def personal(self, replica: Replica) -> State:
-        """Return the fields that are this peer's own."""
+        """Return copies of the fields that are this peer's own."""
         self.begin(replica)
-        return saved(self, "own")
+        return copies(saved(self, "own"))
 
     def resume(self, replica: Replica, state: State) -> None:
         """Continue where this peer stopped."""
-        become(self, self.load(replica, state, "shared", "own"))
+        new = self.load(replica, state, "shared", "own")
+        become(self, relocated(new, replica.allocate))
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Return the whole snapshot of an exact method; otherwise nothing."""
-        return self.snapshot(replica) if self.equality == "exact" else {}
+        """Return all shared state of an exact method; otherwise nothing."""
+        return self._shared(replica) if self.equality == "exact" else {}
 
 
 class ReplicaMethod(StatefulMethod):
@@ -81,7 +92,7 @@ class ReplicaMethod(StatefulMethod):
     moments: ClassVar[tuple[str, ...]] = ()
     rare_moments: ClassVar[tuple[str, ...]] = ()
 
-    def snapshot(self, replica: Replica) -> State:
+    def _shared(self, replica: Replica) -> State:
         """Return parameters, moments and the shared fields."""
         state: State = {}
         for what in ("param", *self.moments, *self.rare_moments):
@@ -149,8 +160,13 @@ class PeriodicMethod(OuterMethod):
         )
 
     @abstractmethod
-    def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """Return this round's tensors for a replica at `theta`."""
+    def _message(self, replica: Replica) -> Tensors:
+        """Return this round's tensors."""
+
+    @property
+    def _recalls(self) -> bool:
+        """True if a result is applied to where the replica stood at its message."""
+        return False
 
     @abstractmethod
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
@@ -163,6 +179,7 @@ class PeriodicMethod(OuterMethod):
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Make the inner update; the first one records where the run began."""
         self.begin(replica)
+        self._book.hold(replica, replica.names if self._recalls else ())
         replica.inner_step()
         self._book.since += 1
 
@@ -171,8 +188,9 @@ class PeriodicMethod(OuterMethod):
         pending."""
         if not self._book.is_due(self.period):
             return []
-        self._book.leave()
-        return [self._exchange(self._message(dict(replica.read(replica.names, "param"))))]
+        message = self._message(replica)
+        self._book.leave(message)
+        return [self._exchange(message)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Make the outer step, unless the round failed."""
@@ -180,6 +198,7 @@ class PeriodicMethod(OuterMethod):
         if result.status != "failed":
             self.begin(replica)
             self._take(replica, exchange, result)
+        self._book.settled()
         return []
 
 

@@ -30,7 +30,9 @@ from farflock.optimizers.method import (
     State,
     Tensors,
 )
+from farflock.optimizers.parts.blocks import LazyTensors
 from farflock.optimizers.parts.inner import InnerConfig, InnerName
+from farflock.optimizers.parts.state import copies
 
 Gradient = Callable[[str, int, str, Tensor], Tensor]  # (peer, step, name, theta) -> the gradient
 TakenRanges = np.ndarray[Any, np.dtype[np.float32]]
@@ -274,6 +276,7 @@ class Loopback:
         self.rests: Callable[[str, int], bool] = lambda peer, tick: False
         self.between: Callable[[LoopbackPeer], None] = lambda peer: None
         self.timeout_ticks, self.tick = 10, 0
+        self.drops = True  # lazy tensors are dropped once they are copied, as in a node
         self.log: dict[ExchangeKey, Result] = {}  # results as a peer outside of the round sees them
         self._board: dict[ExchangeKey, dict[str, LoopbackOffer]] = {}
         self._agreed: dict[ExchangeKey, State] = {}
@@ -413,9 +416,10 @@ class Loopback:
                 f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, "
                 "... of its stream"
             )
+            exchange = self._encoded(exchange)
             peer.offered.append((peer.step, exchange))
             agreed = (
-                peer.method.agreed(peer.replica, key.stream)
+                copies(peer.method.agreed(peer.replica, key.stream))
                 if peer.method.equality == "exact"
                 else {}
             )
@@ -425,6 +429,13 @@ class Loopback:
                 self._answer(peer.name, offer, self.log[key], {})
             else:
                 self._board.setdefault(key, {})[peer.name] = offer
+
+    def _encoded(self, exchange: Exchange) -> Exchange:
+        """Return an exchange with its tensors copied, as a node encodes them at once."""
+        encoded = replace(exchange, tensors=dict(exchange.tensors))
+        if self.drops and isinstance(exchange.tensors, LazyTensors):
+            exchange.tensors.drop()
+        return encoded
 
     def _require_agreement(self, name: str, key: ExchangeKey, offer: LoopbackOffer) -> None:
         first = self._agreed.setdefault(key, offer.agreed)

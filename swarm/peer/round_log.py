@@ -21,6 +21,7 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, 
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
 LOG_ROUNDS = 8  # with all content, for members that were away
+MAX_LOG_BYTES = 128 * 1024 * 1024  # per stream, of that content; the newest round always stays
 OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
@@ -38,6 +39,7 @@ class LoggedRound:
     decided: Decided
     taken: tuple[bool, ...]
     complete: bool = False
+    content_bytes: int = 0  # once it is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,17 @@ class RoundLog:
             self._context.bundles.pin(state.stream, bundle, item.digest, key)
         self._context.store.release(work_pin(key))
         entry.complete = True
+        entry.content_bytes = self._context.store.pinned_bytes(key)
         state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
+        self._fit(state)
+
+    def _fit(self, state: StreamState) -> None:
+        """Drop the oldest complete rounds until the content of the others fits."""
+        while sum(entry.content_bytes for entry in state.log.values()) > MAX_LOG_BYTES:
+            oldest, entry = next(iter(state.log.items()))
+            if oldest == state.newest or not entry.complete:
+                return
+            self._retire(state, oldest)
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Resolve waiting exchanges as lost: no peer can tell their outcome any more."""

@@ -27,8 +27,8 @@ def farflock(capfd):
 def quick():
     """A function that makes the options of a quick run of two repeats."""
 
-    def options(only=None):
-        return Options(repeats=2, quick=True, only=only)
+    def options(only=None, **chosen):
+        return Options(repeats=2, quick=True, only=only, **chosen)
 
     return options
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.parts.blocks import BlocksOfWhole, LazyTensors
+from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.trial_options import quick_options
 
 
-class Vectors:
+class Vectors(BlocksOfWhole):
     """Law of `Replica`, without torch modules and optimizers; steps are counted."""
 
     def __init__(self, lr=1.0, **values):
@@ -50,6 +52,22 @@ class Vectors:
         self.write(
             {name: now[name] + torch.as_tensor(value) for name, value in values.items()}, "grad"
         )
+
+
+@pytest.fixture(autouse=True)
+def held_messages(request, monkeypatch):
+    """Copy each message as it is made: these tests use it as its own answer, and compare it later.
+    In a loopback swarm messages are encoded at once, as in a node."""
+    if request.path.parent.name == "swarm":
+        return
+    leave = RoundBook.leave
+
+    def held(book, message=None):
+        leave(book, message)
+        if isinstance(message, LazyTensors):
+            message.hold()
+
+    monkeypatch.setattr(RoundBook, "leave", held)
 
 
 @pytest.fixture(scope="session")

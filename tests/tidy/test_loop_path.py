@@ -14,9 +14,10 @@ from tests.tidy.trace import ROOT, Trace
 
 ROUND, PERIOD = 2, 2
 MAX_LINES, TRIES = 120, 5
-MAX_FILES = (
-    8  # of node/ and swarm/peer; the protocol, the method and the codec are read for themselves
-)
+# of node/ and swarm/peer; the protocol, the method with its replica, and the codec are read for
+# themselves
+MAX_FILES = 8
+APART = ("node/model/",)
 
 
 def traced_update(monkeypatch):
@@ -78,7 +79,8 @@ def test_one_update_enters_the_files_that_the_page_lists(monkeypatch):
     # a peer that is late catches up by another way, and a busy machine makes peers late
     for _ in range(TRIES):
         with monkeypatch.context() as patch:
-            entered = traced_update(patch).entered
+            found = traced_update(patch).entered
+            entered = {name: found[name] for name in found if not name.startswith(APART)}
         if len(entered) <= MAX_FILES:
             break
     for name, functions in entered.items():

@@ -286,6 +286,51 @@ def moments_move_from_one_replica_to_another(world):
     world.close(world.all(), parameters_of(bare(1, 2, 3, 4)[0]))
 
 
+def blocks_are_ranges_of_what_is_read_now(world):
+    for seed in (1, 2):
+        world.train(seed)
+        world.backward(seed + 10)
+        for what in ("param", "grad", "exp_avg"):
+            for name, x in world.all(what).items():
+                half = x.numel() // 2
+                for start, stop in ((0, half), (half, x.numel())):
+                    block = world.replica.block(name, what, start, stop)
+                    assert block.dtype == torch.float32
+                    assert torch.equal(block, x.reshape(-1)[start:stop])
+        world.replica.inner_step()
+
+
+def an_update_sets_what_it_returns_and_leaves_the_rest(world):
+    before, seen = world.all(), []
+
+    def change(block, x):
+        seen.append((block.name, block.start, block.stop))
+        return (x * 2 if block.name != "inside.bias" else None,)
+
+    names = ("gain", "inside.weight", "inside.bias")
+    world.replica.update(names, ("param",), change)
+    assert seen == [("gain", 0, 1), ("inside.weight", 0, 20), ("inside.bias", 0, 5)]
+    doubled = {name: x * 2 if name in names[:2] else x for name, x in before.items()}
+    assert same(world.all(), doubled)
+
+
+def an_update_sees_several_kinds_of_a_block_at_once(world):
+    world.train(1)
+    before, mean = world.all(), world.all("exp_avg")
+    world.replica.update(world.replica.names, ("param", "exp_avg"), lambda block, x, m: (m, None))
+    assert same(world.all(), mean)
+    world.replica.update(world.replica.names, ("exp_avg", "param"), lambda block, m, x: (-m, None))
+    assert same(world.all("exp_avg"), {name: -m for name, m in mean.items()})
+    world.replica.write(before, "param")
+
+
+def a_methods_state_is_allocated_as_zeros(world):
+    x = world.replica.allocate((2, 3))
+    assert x.shape == (2, 3)
+    assert x.dtype == torch.float32
+    assert not x.any()
+
+
 LAW = (
     names_and_shapes_are_the_modules_and_a_tied_parameter_is_there_once,
     what_was_never_there_yet_reads_as_zeros,
@@ -303,6 +348,10 @@ LAW = (
     the_model_computes_with_what_was_written_also_after_an_evaluation,
     another_shape_is_refused_and_nothing_is_written,
     moments_move_from_one_replica_to_another,
+    blocks_are_ranges_of_what_is_read_now,
+    an_update_sets_what_it_returns_and_leaves_the_rest,
+    an_update_sees_several_kinds_of_a_block_at_once,
+    a_methods_state_is_allocated_as_zeros,
 )
 
 

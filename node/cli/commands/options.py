@@ -68,6 +68,14 @@ def machine_options(command: Command) -> Command:
             " stage (the one with the fewest servers), stage:N, or auto.",
         ),
         click.option(
+            "--outer",
+            type=click.Choice(["auto", "host", "disk"]),
+            default="auto",
+            show_default=True,
+            help="Where the method keeps its own copies of the model: in memory (host), in files of"
+            " the folder that are mapped into memory (disk), or in memory if they fit (auto).",
+        ),
+        click.option(
             "--no-listen",
             is_flag=True,
             help="Accept no incoming connections (behind NAT or a firewall).",
@@ -92,4 +100,5 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
         role=options["role"],
+        outer=options["outer"],
     )

@@ -9,7 +9,7 @@ import torch
 
 from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama, build
-from farflock.node.model.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -46,6 +46,7 @@ class NodeServices:
     report: Report = lambda kind, fields: None
     memory_bytes: int = 1 << 62  # free for a stage, in case of a move
     needs_bytes: tuple[int, ...] = ()  # to serve each stage; empty: not checked
+    storage: Storage = in_memory  # of methods' states
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,11 @@ class Assembly:
             constraint.begin(model)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
         if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
-            return Stage(model), PlainReplica(model, inner, clip), inner
+            plain = PlainReplica(model, inner, clip)
+            plain.storage = self.means.storage
+            return Stage(model), plain, inner
         replica = ConstrainedReplica(model, inner, clip, constraint)
+        replica.storage = self.means.storage
         return ConstrainedStage(model, constraint), replica, inner
 
 

@@ -28,7 +28,7 @@ from farflock.compression.subspace import Basis, project
 from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Gradients, Stage
-from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.method import BlockChange, Tensors, What
 
 EMBEDDING = "model.embed_tokens.weight"
 _WRITER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)\.weight")
@@ -138,6 +138,12 @@ class ConstrainedReplica(PlainReplica):
         super().write(tensors, what, mix)
         if what == "param":
             self._keep(tensors)
+
+    def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
+        """As `PlainReplica.update`; weights are then projected."""
+        super().update(names, whats, change)
+        if "param" in whats:
+            self._keep(names)
 
     def inner_step(self, lr: float | None = None) -> None:
         """As `PlainReplica.inner_step`; all weights are then projected."""

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from farflock.optimizers.contrib.asynchronous import FASTEST, HEARD_ROUNDS, STREAM, Async
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 from farflock.optimizers.parts.outer import OuterNesterov
 from farflock.optimizers.parts.state import WrongState, state_hash
 
 SIZE = 5
 
 
-class Still:
+class Still(BlocksOfWhole):
     """A replica of one vector; each step subtracts a given amount."""
 
     def __init__(self, size=SIZE, step=1.0):

@@ -11,6 +11,7 @@ import torch
 from farflock.optimizers.contrib.anomaly import HUGE, UNIT
 from farflock.optimizers.contrib.edit import DELTA, FAINTEST, NORMS, ONLOOKER, EDiT
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
+from farflock.optimizers.parts.blocks import BlocksOfWhole
 from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.parts.state import WrongState, state_hash
 
@@ -426,7 +427,7 @@ def test_a_timed_round_goes_on_after_a_restart_in_its_interval(replica):
 # portable bits
 
 
-class Still:
+class Still(BlocksOfWhole):
     """A replica that only holds parameters."""
 
     def __init__(self):

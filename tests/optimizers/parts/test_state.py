@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.optimizers.parts import state
+from farflock.optimizers.parts.blocks import BLOCK_VALUES
 from farflock.optimizers.parts.state import WrongState, counter, named, state_hash, unnamed
 
 STATE = {"phi.a": torch.tensor([1.0, 2.0]), "phi.b": torch.tensor(3.0), "round": torch.tensor(4)}
@@ -76,3 +79,41 @@ def test_a_counter_that_counts_nothing_is_refused(found):
     with pytest.raises(WrongState, match="round must be an int64 scalar"):
         counter("round", {} if found is None else {"round": found})
     assert counter("round", STATE) == 4
+
+
+def test_a_change_of_any_view_changes_the_hash_of_a_tensor_that_was_hashed_before():
+    x = torch.zeros(3 * BLOCK_VALUES + 5)
+    before = state_hash({"a": x})
+    x.view(-1)[BLOCK_VALUES : BLOCK_VALUES + 1].copy_(torch.ones(1))
+    changed = state_hash({"a": x})
+    assert changed != before
+    assert changed == state_hash({"a": x.clone()})
+    x.detach()[BLOCK_VALUES] = 0.0
+    assert state_hash({"a": x}) == before
+
+
+def test_a_tensor_that_did_not_change_is_hashed_once(monkeypatch):
+    hashed = []
+
+    def counted(*data):
+        hashed.extend(data)
+        return blake3(*data)
+
+    monkeypatch.setattr(state, "blake3", counted)
+    x, y = torch.zeros(BLOCK_VALUES + 1), torch.zeros(2)
+    first = state_hash({"a": x, "b": y})
+    assert len(hashed) == 3
+    assert state_hash({"a": x, "b": y}) == first
+    assert len(hashed) == 3
+    x[0] = 1.0
+    state_hash({"a": x, "b": y})
+    assert len(hashed) == 5
+
+
+def test_the_hash_is_that_of_the_blocks_of_all_tensors():
+    x, y = torch.arange(BLOCK_VALUES + 3.0), torch.tensor(7)
+    header = f"a\0torch.float32\0({BLOCK_VALUES + 3},)\0".encode()
+    blocks = (x[:BLOCK_VALUES].numpy().tobytes(), x[BLOCK_VALUES:].numpy().tobytes())
+    root = blake3(header + b"".join(blake3(block).digest() for block in blocks))
+    root.update(b"b\0torch.int64\0()\0" + blake3(y.numpy().tobytes()).digest())
+    assert state_hash({"b": y, "a": x}) == root.digest()

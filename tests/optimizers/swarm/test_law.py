@@ -138,6 +138,11 @@ def test_no_global_random_number_is_drawn(name, more):
     check.check_no_global_chance(subject(name, more))
 
 
+@each_method
+def test_gradients_stay_only_where_the_method_says_so(name, more):
+    check.check_gradients(subject(name, more))
+
+
 # Laws 1 to 5
 
 
@@ -264,15 +269,11 @@ class Moving(DiLoCo):
 
 @dataclass(slots=True)
 class Sharing(DiLoCo):
-    """A method that hands out its message and changes it afterwards."""
+    """A method whose message changes with the replica that it is computed from."""
 
-    def due(self, replica, progress):
-        asked = DiLoCo.due(self, replica, progress)
-        for exchange in asked:
-            self._memory.message = dict(exchange.tensors)
-        for x in () if asked else self._memory.message.values():
-            x += 1
-        return asked
+    def local_step(self, replica, progress):
+        self._book.message = None
+        DiLoCo.local_step(self, replica, progress)
 
 
 @pytest.mark.parametrize(

@@ -586,7 +586,7 @@ async def test_a_wrong_clock_is_explained_at_joining(stack, folder):
     a = await opened(stack, folder, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dht, "wall_s", lambda: time.time() + 100)
-        with pytest.raises(ClockSkew, match=r"100\.0 s ahead of the swarm's.*NTP"):
+        with pytest.raises(ClockSkew, match=r"(100\.0|99\.\d) s ahead of the swarm's.*NTP"):
             await DhtDirectory.open(key_file(folder, 2), run=RUN, initial_peers=a.addresses)
     assert len(daemons()) == 1
 

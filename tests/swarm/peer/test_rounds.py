@@ -24,6 +24,7 @@ from farflock.swarm.messages import (
     Views,
     Want,
 )
+from farflock.swarm.peer import round_log
 from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, DECISIONS_PER_ANSWER
 from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
@@ -384,6 +385,23 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
     await asyncio.sleep(2)
     assert node.peer.context.counters["dropped: item too large"] == 1
     assert not wants
+
+
+@in_virtual_time(4)
+async def test_a_log_over_its_bytes_keeps_fewer_rounds_and_a_member_that_was_away_adopts(herd):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_log, "MAX_LOG_BYTES", 1)
+        away, lead = herd.nodes[3], herd.nodes[0]
+        before, away.quiet = away.applied, True
+        await until(lambda: lead.applied > before + 3, 60, "a lead of less than the log's rounds")
+        away.quiet = False
+        await until(
+            lambda: min(node.applied for node in herd.nodes.values()) > before + 6, 60, "all go on"
+        )
+        await calm(herd, 0, 1, 2, 3)
+        for node in herd.nodes.values():
+            (state,) = node.peer.rounds.streams.values()
+            assert list(state.log) == [node.applied], "the newest stays, whatever its size"
 
 
 # Questions about the log.

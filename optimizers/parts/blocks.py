@@ -1,0 +1,143 @@
+"""Large tensors, read and changed block by block, so that no step needs memory for a whole model.
+
+A block of 256 KiB stays in a core's cache while several operations pass over it. In fresh memory of
+a model's size each of them would cost ten times as much, because the kernel clears every page.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.method import BlockChange, Replica, TensorBlock, Tensors, What
+
+BLOCK_VALUES = 65_536  # 256 KiB of float32
+
+Read = Callable[[str, int, int], Tensor]  # (name, start, stop) -> these flat values
+
+
+def blocks(name: str, shape: Sequence[int]) -> Iterator[TensorBlock]:
+    """Yield the blocks of a tensor, in order."""
+    count = math.prod(shape)
+    for start in range(0, count, BLOCK_VALUES):
+        yield TensorBlock(name, start, min(start + BLOCK_VALUES, count))
+
+
+def read(tensors: Tensors, block: TensorBlock) -> Tensor:
+    """Return one block: a view of a stored tensor, or computed values, valid until the next
+    read."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.read(*block)
+    return tensors[block.name].reshape(-1)[block.start : block.stop]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Float32 tensors that are computed or decoded when they are read.
+
+    `read` returns a range, valid until the next read; `lazy[name]` is a whole tensor in fresh
+    memory. Before the values that they are computed from change, `hold` copies all of them, or
+    `drop` forgets them if nobody reads them again.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], compute: Read) -> None:
+        self._shapes, self._compute = dict(shapes), compute
+        self._held: dict[str, Tensor] | None = None
+        self.dropped = False
+
+    @classmethod
+    def spent(cls, shapes: Mapping[str, tuple[int, ...]]) -> "LazyTensors":
+        """Return tensors that were dropped already."""
+        none = cls(shapes, lambda name, start, stop: torch.empty(0))
+        none.drop()
+        return none
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the flat values [start, stop) of a tensor."""
+        assert not self.dropped, f"{name} is read after it was dropped"
+        if self._held is not None:
+            return self._held[name].view(-1)[start:stop]
+        return self._compute(name, start, stop)
+
+    def hold(self) -> None:
+        """Copy all values now, if that was not done before; dropped tensors stay dropped."""
+        if self._held is None and not self.dropped:
+            self._held = {name: self[name] for name in self}
+
+    def drop(self) -> None:
+        """Forget the values: reading them is an error from now on."""
+        self.dropped, self._held = True, None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without computing it."""
+        return self._shapes[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._held is not None:
+            return self._held[name]
+        whole = torch.empty(self._shapes[name])
+        for block in blocks(name, self._shapes[name]):
+            block.of(whole).copy_(self.read(*block))
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def shapes_of(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, computing none."""
+    if isinstance(tensors, LazyTensors):
+        return {name: tensors.shape(name) for name in tensors}
+    return {name: tuple(x.shape) for name, x in tensors.items()}
+
+
+def parameters(replica: Replica, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return copies of these parameters, kept where a method's state is kept."""
+    copies: dict[str, Tensor] = {}
+    for name in names:
+        shape = replica.shapes[name]
+        copies[name] = replica.allocate(shape)
+        for block in blocks(name, shape):
+            block.of(copies[name]).copy_(replica.block(name, "param", block.start, block.stop))
+    return copies
+
+
+class WholeTensors(Protocol):
+    """A replica that reads and writes whole tensors only."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]: ...
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None: ...
+
+
+class BlocksOfWhole:
+    """`Replica.block` and `Replica.update` by whole tensors, one at a time; state in memory."""
+
+    def block(self: WholeTensors, name: str, what: What, start: int, stop: int) -> Tensor:
+        """Return a range of a copy."""
+        return self.read((name,), what)[name].reshape(-1)[start:stop]
+
+    def allocate(self, shape: Sequence[int]) -> Tensor:
+        """Return zeros in memory."""
+        return torch.zeros(tuple(shape))
+
+    def update(
+        self: WholeTensors, names: Sequence[str], whats: Sequence[What], change: BlockChange
+    ) -> None:
+        """BlockChange copies block by block, and write back those that changed."""
+        for name in names:
+            whole = [self.read((name,), what)[name].contiguous() for what in whats]
+            changed: dict[What, Tensor] = {}
+            for block in blocks(name, self.shapes[name]):
+                new = change(block, *(block.of(x) for x in whole))
+                for what, x, values in zip(whats, whole, new, strict=True):
+                    if values is not None:
+                        block.of(x).copy_(values)
+                        changed[what] = x
+            for what, x in changed.items():
+                self.write({name: x}, what)
