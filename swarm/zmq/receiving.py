@@ -14,9 +14,10 @@ from farflock.swarm.zmq.message import (
     PING,
     PONG,
     RECORD,
+    TAKEN,
     TOKEN_BYTES,
 )
-from farflock.swarm.zmq.outbox import CONTROL, Inbox
+from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
@@ -33,6 +34,7 @@ class Receiver:
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
+        self._unconfirmed: set[Route] = set()  # bulk frames were read, which had no room to be said
         self._stopped = [False, False]  # lanes not read until the inbox is half empty
 
     def paused(self, lane: int) -> bool:
@@ -67,6 +69,8 @@ class Receiver:
     def on_room(self, port: ZmqSocket) -> None:
         """Write greetings and queued frames: this socket may have room."""
         self._handshakes.introduce_again(port)
+        for route in [route for route in self._unconfirmed if route.port is port]:
+            self._confirm(route)
         self._sender.flush_all(port)
 
     def on_frame(self, port: ZmqSocket, route: bytes | None, frame: zmq.Frame) -> None:
@@ -93,6 +97,12 @@ class Receiver:
         elif kind == FRAME:
             partner.count("direct", received=len(FRAME) + len(body))
             self.inbox.put(route.port.lane, partner.peer, bytes(body))
+            if route.port.lane == BULK:
+                route.window.received += len(body)
+                self._confirm(route)
+        elif kind == TAKEN and len(body) == TOKEN_BYTES:
+            route.window.heard(int.from_bytes(body, "big"), self._loop.time())
+            self._sender.flush(partner)
         elif kind == PING and len(body) == TOKEN_BYTES:
             route.write(PONG + bytes(body))
         elif kind == PONG and len(body) == TOKEN_BYTES:
@@ -104,6 +114,13 @@ class Receiver:
             self._take_forwarded(partner, body)
         else:
             self._table.counters["not a message"] += 1
+
+    def _confirm(self, route: Route) -> None:
+        # A connection that ended needs no confirmation, and its descriptor is no longer known.
+        if route.confirm() or route.descriptor not in route.port.connections:
+            self._unconfirmed.discard(route)
+        else:
+            self._unconfirmed.add(route)
 
     def _take_forwarded(self, relay: Partner, body: memoryview) -> None:
         taken = self._detours.take(relay, body, self._loop.time())

@@ -4,7 +4,7 @@ import asyncio
 
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FRAME
-from farflock.swarm.zmq.outbox import CONTROL, LANES
+from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
 from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.socket import ZmqSocket
@@ -60,8 +60,15 @@ class Sender:
         route = partner.best(lane)
         if route is None:
             return self._write_forwarded(partner, lane, frame, only)
-        if only not in (None, route.port) or not route.write(FRAME + frame):
+        if only not in (None, route.port):
             return False
+        now_s = self._loop.time()
+        if lane == BULK and not route.window.room(now_s):
+            return False  # until the partner says what it has read
+        if not route.write(FRAME + frame):
+            return False
+        if lane == BULK:
+            route.window.send(len(frame), now_s)
         partner.count("direct", sent=len(FRAME) + len(frame))
         return True
 
