@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
+from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, joined
 
 SUSPECT_S = 0.9  # after a silent cut, as measured on ZMTP heartbeats
 NOTICE_S = 0.1  # after a closed connection
@@ -211,16 +211,16 @@ class SimLinks:
         now_s = _now()
         return self._transmit(peer, frame, now_s + len(frame) / self._model.up_bytes_per_s)
 
-    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
+    async def send_bulk(self, peer: PeerId, frame: Sendable, timeout_s: float) -> bool:
         """Queue a frame behind my other bulk; wait while more than `OUTBOX_BYTES` are queued."""
-        rate = self._model.up_bytes_per_s
+        whole, rate = joined(frame), self._model.up_bytes_per_s
         wait_s = self._up_free_s - _now() - OUTBOX_BYTES / rate
         if wait_s > timeout_s:
             return False
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        self._up_free_s = max(self._up_free_s, _now()) + len(frame) / rate
-        return self._transmit(peer, frame, self._up_free_s)
+        self._up_free_s = max(self._up_free_s, _now()) + len(whole) / rate
+        return self._transmit(peer, whole, self._up_free_s)
 
     async def receive(self) -> tuple[PeerId, bytes]:
         """Return the next sender and frame."""

@@ -23,6 +23,8 @@ from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import ZmqSocket
 
+COPIED_BYTES = 16 * 1024  # a view of a short frame would keep libzmq's whole buffer
+
 
 class Receiver:
     """The `Events` of all sockets: passes them on, and takes frames from proven connections."""
@@ -81,7 +83,9 @@ class Receiver:
         if proven is not None:
             if kind != RECORD:
                 self._take(proven, kind, body[1:])
-        elif kind == RECORD and len(body) <= len(RECORD) + MAX_RECORD_BYTES:
+            return
+        port.watch()
+        if kind == RECORD and len(body) <= len(RECORD) + MAX_RECORD_BYTES:
             partner = self._handshakes.prove(port, route, frame)
             if partner is not None:
                 self._sender.flush(partner)
@@ -96,7 +100,8 @@ class Receiver:
             self._table.counters["frame too long"] += 1
         elif kind == FRAME:
             partner.count("direct", received=len(FRAME) + len(body))
-            self.inbox.put(route.port.lane, partner.peer, bytes(body))
+            frame = bytes(body) if len(body) <= COPIED_BYTES else body
+            self.inbox.put(route.port.lane, partner.peer, frame)
             if route.port.lane == BULK:
                 route.window.received += len(body)
                 self._confirm(route)

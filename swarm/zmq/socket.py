@@ -134,8 +134,8 @@ class ZmqSocket:
         self._pumping = False
         self.socket = context.socket(zmq.ROUTER if owner is None else zmq.DEALER)
         self._monitor = self.socket.get_monitor_socket(_EVENTS)
-        for watched in (self.socket, self._monitor):
-            self._loop.add_reader(watched, self.pump)
+        self._loop.add_reader(self.socket, self.pump)
+        self._loop.add_reader(self._monitor, self.pump)
 
     def write(self, route: bytes | None, payload: bytes) -> bool:
         """Hand one message to libzmq; return False if it has no room or the connection is gone."""
@@ -165,7 +165,8 @@ class ZmqSocket:
             self._again = None
         self._pumping = True
         try:
-            self.watch()
+            if not self.socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                self.watch()
             for _ in range(BATCH):
                 if not self._readable():
                     break
@@ -183,17 +184,21 @@ class ZmqSocket:
         return bool(events & zmq.POLLIN) and not self._events.paused(self.lane)
 
     def _read(self) -> None:
-        """Read one message; events come first, so that a reused descriptor is not mistaken."""
+        """Read one message.
+
+        Whoever acts on its descriptor calls `watch` first: the descriptor may be in use again."""
         try:
             route = None if self.owner else self.socket.recv(zmq.NOBLOCK)
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
-        self.watch()
         if frame.more:
             self._refuse_parts(frame)
             return
-        connection = self.connections.get(frame.get(zmq.SRCFD))
+        descriptor = frame.get(zmq.SRCFD)
+        if descriptor not in self.connections:
+            self.watch()
+        connection = self.connections.get(descriptor)
         if connection:
             connection.read(len(frame.buffer), self._loop.time())
         self._events.on_frame(self, route, frame)
@@ -203,6 +208,7 @@ class ZmqSocket:
         descriptor = frame.get(zmq.SRCFD)
         while frame.more:
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        self.watch()
         self.kick(descriptor, "several parts")
 
     def kick(self, descriptor: int, reason: str) -> None:
