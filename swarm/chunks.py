@@ -146,7 +146,7 @@ class Store:
 
 @dataclass(slots=True)
 class _Pace:
-    """How fast a holder delivers; measured from a request until nothing more is due."""
+    """The speed of a holder, measured from a request until nothing more is due."""
 
     heard_s: float = -math.inf
     bytes_per_s: float = 0.0

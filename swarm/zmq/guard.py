@@ -18,7 +18,7 @@ class Guard:
     """Watches connections of one peer's links until closed; `tick` shows that the loop runs."""
 
     def __init__(self) -> None:
-        self.watched: set[Connection] = set()  # the open connections
+        self.watched: dict[Connection, None] = {}  # the open connections
         self._lock = threading.Lock()  # a descriptor that is looked at must not be closed
         self._ticked_s = time.monotonic()
         self._ended = threading.Event()
@@ -28,12 +28,12 @@ class Guard:
     def watch(self, connection: Connection) -> None:
         """Bound this connection's unread bytes."""
         with self._lock:
-            self.watched.add(connection)
+            self.watched[connection] = None
 
     def forget(self, connection: Connection) -> None:
         """Close a connection, which has ended."""
         with self._lock:
-            self.watched.discard(connection)
+            self.watched.pop(connection, None)
             connection.close()
 
     def tick(self) -> None:

@@ -36,7 +36,7 @@ class Receiver:
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
-        self._unconfirmed: set[Route] = set()  # bulk frames were read, which had no room to be said
+        self._unconfirmed: dict[Route, None] = {}  # whose confirmation has found no room
         self._stopped = [False, False]  # lanes not read until the inbox is half empty
 
     def paused(self, lane: int) -> bool:
@@ -71,8 +71,9 @@ class Receiver:
     def on_room(self, port: ZmqSocket) -> None:
         """Write greetings and queued frames: this socket may have room."""
         self._handshakes.introduce_again(port)
-        for route in [route for route in self._unconfirmed if route.port is port]:
-            self._confirm(route)
+        for route in list(self._unconfirmed):
+            if route.port is port or route.port.socket.closed:
+                self._confirm(route)
         self._sender.flush_all(port)
 
     def on_frame(self, port: ZmqSocket, route: bytes | None, frame: zmq.Frame) -> None:
@@ -121,11 +122,11 @@ class Receiver:
             self._table.counters["not a message"] += 1
 
     def _confirm(self, route: Route) -> None:
-        # A connection that ended needs no confirmation, and its descriptor is no longer known.
-        if route.confirm() or route.descriptor not in route.port.connections:
-            self._unconfirmed.discard(route)
+        is_open = route.descriptor in route.port.connections
+        if is_open and not route.confirm():
+            self._unconfirmed[route] = None
         else:
-            self._unconfirmed.add(route)
+            self._unconfirmed.pop(route, None)
 
     def _take_forwarded(self, relay: Partner, body: memoryview) -> None:
         taken = self._detours.take(relay, body, self._loop.time())
