@@ -61,6 +61,8 @@ class SimNetwork:
         self._stopped: dict[PeerId, float] = {}
         self.faults = Faults()
         self.tap: Tap | None = None
+        # Bytes that a frame of bulk takes on the lines: more, if its content stands for more.
+        self.line_bytes: Callable[[bytes], int] = len
         self.fired: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()  # see `missing_bytes`
         self.flying_bytes = 0
@@ -219,8 +221,9 @@ class SimLinks:
             return False
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        self._up_free_s = max(self._up_free_s, _now()) + len(frame) / rate
-        return self._transmit(peer, frame, self._up_free_s)
+        line_bytes = self._network.line_bytes(frame)
+        self._up_free_s = max(self._up_free_s, _now()) + line_bytes / rate
+        return self._transmit(peer, frame, self._up_free_s, line_bytes)
 
     async def receive(self) -> tuple[PeerId, bytes]:
         """Return the next sender and frame."""
@@ -249,8 +252,12 @@ class SimLinks:
     def _model(self) -> LinkModel:
         return self._network.model(self._me)
 
-    def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
-        """Send a frame that leaves this peer's line at `leaves_s`, subject to faults."""
+    def _transmit(
+        self, peer: PeerId, frame: bytes, leaves_s: float, line_bytes: int | None = None
+    ) -> bool:
+        """Send a frame that leaves this peer's line at `leaves_s`, subject to faults.
+
+        It takes `line_bytes` of the receiver's line; None: as many as it has."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(
                 f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
@@ -270,7 +277,8 @@ class SimLinks:
         there, loop = network.line(peer), asyncio.get_running_loop()
         for copy, late_s in self._fates(peer, frame):
             network.flying_bytes += len(copy)
-            loop.call_at(leaves_s + late_s, self._arrive, there, copy)
+            taken = len(copy) if line_bytes is None else line_bytes
+            loop.call_at(leaves_s + late_s, self._arrive, there, copy, taken)
         return True
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
@@ -304,7 +312,7 @@ class SimLinks:
             return [(frame, late_s), (frame, late_s + draw.uniform(0, faults.delay_s))]
         return [(frame, late_s)]
 
-    def _arrive(self, there: "SimLinks", frame: bytes) -> None:
+    def _arrive(self, there: "SimLinks", frame: bytes, line_bytes: int) -> None:
         """Pass a frame on to the receiver's downlink, if both ends are still in the same life."""
         network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
@@ -314,7 +322,7 @@ class SimLinks:
             network.bytes["cut"] += len(frame)
             return
         there._down_free_s = (
-            max(there._down_free_s, now_s) + len(frame) / there._model.down_bytes_per_s
+            max(there._down_free_s, now_s) + line_bytes / there._model.down_bytes_per_s
         )
         if there._down_free_s - now_s < GRAIN_S:
             there._land(self._me, frame)
