@@ -91,7 +91,7 @@ class PeerContext:
 
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""
-        return peer in self.leaving or peer not in self.views.newest.peers
+        return peer in self.leaving or not self.views.newest.lists(peer)
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""

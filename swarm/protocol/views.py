@@ -91,6 +91,10 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         index, life = self._places.get(peer, (None, None))
         return index if life == incarnation else None
 
+    def lists(self, peer: PeerId) -> bool:
+        """True if a peer is a member, in whichever life."""
+        return peer in self._places
+
     def serving(self, stage: int | None) -> tuple[int, ...]:
         """Return the indices of the members that serve a stage (None: the whole model, all)."""
         wanted = {stage, EVERY}

@@ -54,7 +54,7 @@ class SimNetwork:
         self._lines: dict[PeerId, SimLinks] = {}
         self._randoms: dict[tuple[PeerId, PeerId], random.Random] = {}
         # Since when, and whether the connection closed (else it is silent).
-        self._unreachable_s: dict[tuple[PeerId, PeerId], tuple[float, bool]] = {}
+        self._unreachable_s: dict[PeerId, dict[PeerId, tuple[float, bool]]] = {}
         self._islands: tuple[frozenset[PeerId], ...] = ()
         self._cuts: set[tuple[PeerId, PeerId]] = set()
         self._killed: dict[PeerId, float] = {}
@@ -73,10 +73,10 @@ class SimNetwork:
         """Return a live endpoint; for a killed peer, its next life with empty queues."""
         self._killed.pop(peer, None)
         self._stopped.pop(peer, None)
-        self._touch()
         for line in self._lines.values():
             line.forget(peer)
         self._lines[peer] = SimLinks(self, peer)
+        self._touch([peer])
         return self._lines[peer]
 
     def set_link(self, peer: PeerId, model: LinkModel) -> None:
@@ -102,35 +102,35 @@ class SimNetwork:
     def kill(self, peer: PeerId) -> None:
         """End a peer as SIGKILL does: its frames stop, and partners see the connection close."""
         self._killed[peer] = _now()
-        self._touch()
+        self._touch([peer])
 
     def stop(self, peer: PeerId) -> None:
         """Freeze a peer as SIGSTOP does: frames in and out are held until `cont`."""
         self._stopped[peer] = _now()
-        self._touch()
+        self._touch([peer])
 
     def cont(self, peer: PeerId) -> None:
         """Resume a stopped peer and release its held frames."""
         if self._stopped.pop(peer, None) is not None:
-            self._touch()
+            self._touch([peer])
             for line in self._lines.values():
                 line.release(peer)
 
     def partition(self, *islands: Collection[PeerId]) -> None:
         """Let only peers of one island hear each other; a peer in none is isolated."""
         self._islands = tuple(frozenset(island) for island in islands)
-        self._touch()
+        self._touch(list(self._lines))
 
     def heal(self) -> None:
         """End the partition and every cut."""
         self._islands = ()
         self._cuts.clear()
-        self._touch()
+        self._touch(list(self._lines))
 
     def cut(self, one: PeerId, other: PeerId) -> None:
         """Silently drop everything between two peers, both ways."""
         self._cuts |= {(one, other), (other, one)}
-        self._touch()
+        self._touch([one])
 
     def missing_bytes(self) -> int:
         """Return bytes neither arrived, nor on their way, nor known to be lost: always 0."""
@@ -160,10 +160,10 @@ class SimNetwork:
         """Return what ZMTP heartbeats would have told `me` by now."""
         if peer not in self._lines:
             return "unknown"
-        entry = self._unreachable_s.get((me, peer))
-        if entry is None:
+        unreachable_s = self._unreachable_s.get(me)
+        if not unreachable_s or peer not in unreachable_s:
             return "alive"
-        since_s, closed = entry
+        since_s, closed = unreachable_s[peer]
         silent_s = _now() - since_s
         if silent_s >= DEAD_S:
             return "dead"
@@ -180,15 +180,19 @@ class SimNetwork:
         """Return a peer's current endpoint."""
         return self._lines[peer]
 
-    def _touch(self) -> None:
-        """Record since when each pair is cut off; heartbeats need both directions."""
-        for one in self._lines:
-            for other in self._lines:
+    def _touch(self, changed: Collection[PeerId]) -> None:
+        """Record since when each pair with a changed peer is cut off; heartbeats need both
+        directions."""
+        for one in changed:
+            for other in self._lines if one in self._lines else ():
                 both = self.reachable(one, other) and self.reachable(other, one)
-                if both and one not in self._stopped and other not in self._stopped:
-                    self._unreachable_s.pop((one, other), None)
-                elif (one, other) not in self._unreachable_s:
-                    self._unreachable_s[one, other] = (_now(), other in self._killed)
+                is_cut = not both or one in self._stopped or other in self._stopped
+                for me, peer in ((one, other), (other, one)):
+                    entries = self._unreachable_s.setdefault(me, {})
+                    if not is_cut:
+                        entries.pop(peer, None)
+                    elif peer not in entries:
+                        entries[peer] = (_now(), peer in self._killed)
 
 
 class SimLinks:
