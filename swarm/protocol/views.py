@@ -355,6 +355,8 @@ class Candidates:
 
     def live(self, now_s: float) -> dict[PeerId, Member]:
         """Return the peers that still want to join."""
+        if not self.joining:
+            return {}
         self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
         return {peer: member for peer, (member, _) in self.joining.items()}
 
