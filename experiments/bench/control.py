@@ -52,7 +52,7 @@ QUICK = Size((2, 4), 20)
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """What one round took: bytes of control and of content that all members sent together,
+    """The cost of one round: bytes of control and of content that all members sent together,
     virtual seconds, and processor seconds."""
 
     members: int

@@ -104,8 +104,9 @@ def test_good_signatures_are_remembered_up_to_a_limit_and_bad_ones_never(monkeyp
     for number in range(5):
         text = bytes([number])
         assert verify(key.peer, b"one", text, key.sign(b"one", text))
-    assert len(identity._good) == 3
+    assert len(checked) == 1 + 5 + 5
     assert verify(key.peer, b"one", b"text", signature)
+    assert len(checked) == 1 + 5 + 5 + 1, "the first was forgotten"
     assert not verify(Identity.from_seed(bytes([1]) * 32).peer, b"one", b"text", signature)
     assert not verify(key.peer, b"one", b"text", signature + bytes(1))
 
