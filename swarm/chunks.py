@@ -3,11 +3,14 @@
 The receiver asks for ranges that it has room for (`Want`), so no peer can fill its memory;
 unrequested pieces are dropped and counted. A chunk is verified before it is used. A holder
 silent for `STALL_S` is given up for the next, which is asked only for what is missing.
+
+The receiver also says how long the pieces may be: about what the holder has lately sent in
+`PIECE_S`. Long pieces cost little work a byte; on a slow line they would look like silence.
 """
 
 import asyncio
 import collections
-import contextlib
+import math
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,8 +22,10 @@ from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 
-PIECE_BYTES = 64 * 1024
-WINDOW_BYTES = 2 * 1024 * 1024  # requested and not yet received, per holder
+PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
+MAX_PIECE_BYTES = 256 * 1024
+PIECE_S = 0.15  # to send a piece of more than one unit
+WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
 # least request, if so much is missing: a whole shard, so that chunks arrive one by one
 ASK_BYTES = 20 * PIECE_BYTES
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
@@ -68,7 +73,8 @@ class Store:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._chunks: collections.OrderedDict[bytes, bytes] = collections.OrderedDict()
+        self._chunks: dict[bytes, bytes] = {}
+        self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
         self._pins: dict[bytes, set[Hashable]] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
         self.size_bytes = 0
@@ -96,6 +102,7 @@ class Store:
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk for one more user."""
         self._pins.setdefault(digest, set()).add(pin)
+        self._loose.pop(digest, None)
         self._pinned_by.setdefault(pin, {})[digest] = None
 
     def release(self, pin: Hashable) -> None:
@@ -131,20 +138,44 @@ class Store:
             if not pins:
                 del self._pins[digest]
                 if digest in self._chunks:
-                    self._chunks.move_to_end(digest)
+                    self._loose[digest] = None
         self._trim()
 
     def _trim(self) -> None:
-        loose = (
-            [digest for digest in self._chunks if digest not in self._pins] if self._over() else []
-        )
-        for digest in loose:
-            if not self._over():
-                break
+        while self._loose and self.size_bytes > self.budget_bytes:
+            digest = next(iter(self._loose))
+            del self._loose[digest]
             self.size_bytes -= len(self._chunks.pop(digest))
 
-    def _over(self) -> bool:
-        return self.size_bytes > self.budget_bytes
+
+@dataclass(slots=True)
+class _Pace:
+    """The speed of a holder, measured from a request until nothing more is due."""
+
+    heard_s: float = -math.inf
+    bytes_per_s: float = 0.0
+    _busy_s: float | None = None
+    _got_bytes: int = 0
+
+    def asked(self, now_s: float) -> None:
+        """Note a request."""
+        if self._busy_s is None:
+            self._busy_s, self._got_bytes = now_s, 0
+
+    def heard(self, size: int, now_s: float, more: bool) -> None:
+        """Note a piece; `more` are due."""
+        self.heard_s = now_s
+        if self._busy_s is not None and now_s > self._busy_s:
+            self._got_bytes += size
+            self.bytes_per_s = self._got_bytes / (now_s - self._busy_s)
+        if not more or self._got_bytes > WINDOW_BYTES:
+            self._busy_s, self._got_bytes = now_s if more else None, 0
+
+    @property
+    def piece_bytes(self) -> int:
+        """The length of the pieces to ask for."""
+        units = int(self.bytes_per_s * PIECE_S) // PIECE_BYTES
+        return PIECE_BYTES * max(1, min(units, MAX_PIECE_BYTES // PIECE_BYTES))
 
 
 @dataclass(slots=True)
@@ -152,11 +183,14 @@ class _Fetching:
     """A chunk being fetched."""
 
     digest: bytes
-    data: bytearray
-    missing: set[int]  # indices of missing pieces
+    size: int  # 0 until there is room for it
+    missing: set[int]  # indices of missing units
     # whether several holders may serve one copy: faster, but then a false copy has no known source
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
+    due: set[int] = field(default_factory=set)  # the missing units asked for now
+    # pieces received, by the index of their first unit
+    parts: dict[int, bytes | memoryview] = field(default_factory=dict)
     asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
     refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
     served: set[PeerId] = field(default_factory=set)
@@ -167,8 +201,31 @@ class _Fetching:
 
     def begin_again(self) -> None:
         """Discard all pieces received so far."""
-        self.missing = set(range(_pieces(len(self.data))))
+        self.missing = set(range(_pieces(self.size)))
+        self.parts.clear()
         self.served.clear()
+
+    def whole(self) -> bytes:
+        """Return the chunk, of which nothing is missing; the parts are dropped."""
+        data = b"".join(self.parts[index] for index in sorted(self.parts))
+        self.parts.clear()
+        return data
+
+    def fill(self, start: int, body: memoryview | bytes) -> int:
+        """Keep the missing units of a piece; return their bytes."""
+        first = start // PIECE_BYTES
+        units = set(range(first, first + _pieces(len(body))))
+        if units <= self.missing:
+            self.parts[first], filled = body, len(body)
+        else:
+            new = units & self.missing
+            ends = {index: (index - first + 1) * PIECE_BYTES for index in new}
+            kept = {index: body[end - PIECE_BYTES : end] for index, end in ends.items()}
+            self.parts |= kept
+            filled = sum(map(len, kept.values()))
+        self.missing -= units
+        self.due -= units
+        return filled
 
     def give(self, size: int) -> None:
         """Return `size` received bytes to the holder's window, for other fetches to use."""
@@ -188,7 +245,7 @@ class Chunks:
         self._wants: dict[PeerId, collections.deque[Want]] = {}
         self._inbound = ByteBudget(INBOUND_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
-        self._heard_s: dict[PeerId, float] = {}
+        self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
 
     async def fetch(
@@ -247,7 +304,7 @@ class Chunks:
     @property
     def fetching_bytes(self) -> int:
         """The room that the fetches in progress take."""
-        return sum(len(fetching.data) for fetching in self._incoming.values())
+        return sum(fetching.size for fetching in self._incoming.values())
 
     @property
     def wants(self) -> dict[PeerId, int]:
@@ -277,8 +334,9 @@ class Chunks:
             else:
                 fetching = await self._fetch_once(digest, size, mixing, asked, without)
                 if not fetching.missing:
-                    if is_intact(fetching.data, digest):
-                        return bytes(fetching.data)
+                    data = fetching.whole()
+                    if is_intact(data, digest):
+                        return data
                     self.dropped["content differs from its digest"] += 1
                     mixing = False
                     if len(fetching.served) == 1:
@@ -297,11 +355,12 @@ class Chunks:
         """Fetch one copy, unverified; pieces are missing if no holder is left alive.
 
         Peers that do not have the chunk are added to `without`."""
-        fetching = self._incoming[digest] = _Fetching(digest, bytearray(), set(), mixing, without)
+        fetching = _Fetching(digest, 0, set(), mixing, without)
+        self._incoming[digest] = fetching
         taken = 0
         try:
             taken = await self._inbound.take(size, size)
-            fetching.data = bytearray(size)
+            fetching.size = size
             fetching.begin_again()
             while fetching.missing and await self._ask_somebody(fetching, holders()):
                 pass
@@ -341,47 +400,55 @@ class Chunks:
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
         """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
-        least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
-        return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))
+        least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
+        return least, max(least, min(WINDOW_BYTES, fetching.size - first))
 
     async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
         """Request the first run of missing pieces that fits."""
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
         first = stop = min(fetching.missing, default=0)
+        limit = first * PIECE_BYTES + room_bytes
+        # Asked for later, the short last unit of a long chunk would queue behind other chunks.
+        all_fits = fetching.size <= limit and room_bytes >= MAX_PIECE_BYTES
         while stop in fetching.missing and (
-            stop == first or (stop + 1 - first) * PIECE_BYTES <= room_bytes
+            stop == first or all_fits or (stop + 1) * PIECE_BYTES <= limit
         ):
             stop += 1
         if stop == first:
             return  # everything arrived while this request waited for the window
         fetching.asked.add(holder)
-        end = min(stop * PIECE_BYTES, len(fetching.data))
-        if self._carrier.send(holder, Want(fetching.digest, first * PIECE_BYTES, end)):
-            await self._until_delivered(fetching, holder, set(range(first, stop)))
+        end, pace = min(stop * PIECE_BYTES, fetching.size), self._pace(holder)
+        want = Want(fetching.digest, first * PIECE_BYTES, end, pace.piece_bytes)
+        if self._carrier.send(holder, want):
+            pace.asked(asyncio.get_running_loop().time())
+            fetching.due = set(range(first, stop))
+            await self._until_delivered(fetching, holder, len(fetching.due))
         else:
             fetching.refused.add(holder)
 
-    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
+    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: int) -> None:
         """Wait for the requested pieces.
 
         A holder that sends nothing is given up for another. If it fell silent after a start, pieces
         were lost on the way, and it is asked again."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        while fetching.missing & asked and holder not in fetching.refused:
+        while fetching.due and holder not in fetching.refused:
             fetching.changed.clear()
-            began = not asked <= fetching.missing
-            heard_s = max(asked_s, self._heard_s.get(holder, asked_s))
+            began = len(fetching.due) < asked
+            heard_s = max(asked_s, self._pace(holder).heard_s)
             left_s = heard_s + (GAP_S if began else STALL_S) - loop.time()
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
                     fetching.refused.add(holder)  # skipped until all have been asked
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, STALL_S / 4)):
-                    await fetching.changed.wait()
+            look = loop.call_later(min(left_s, STALL_S / 4), fetching.changed.set)
+            try:
+                await fetching.changed.wait()
+            finally:
+                look.cancel()
 
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
@@ -401,19 +468,31 @@ class Chunks:
         ):
             self.dropped["piece not asked for"] += 1
             return
-        expected = min(PIECE_BYTES, len(fetching.data) - piece.start)
-        if piece.size != len(fetching.data) or len(body) != expected:
+        stop = piece.start + len(body)
+        if (
+            piece.size != fetching.size
+            or not 0 < len(body) <= MAX_PIECE_BYTES
+            or not (stop == fetching.size or (stop < fetching.size and stop % PIECE_BYTES == 0))
+        ):
             self.dropped["piece of the wrong size"] += 1
             return
-        fetching.data[piece.start : piece.start + expected] = body
-        fetching.missing.discard(index)
+        filled_bytes = fetching.fill(piece.start, body)
         fetching.served.add(sender)
         if sender == fetching.holder:
-            fetching.give(expected)
-        self._heard_s[sender] = asyncio.get_running_loop().time()
-        if len(self._heard_s) > MAX_ASKERS:
-            del self._heard_s[next(iter(self._heard_s))]
-        fetching.changed.set()
+            fetching.give(filled_bytes)
+        window = self._windows.get(sender)
+        more = window is not None and not window.idle
+        self._pace(sender).heard(len(body), asyncio.get_running_loop().time(), more)
+        if not fetching.due:
+            fetching.changed.set()
+
+    def _pace(self, holder: PeerId) -> _Pace:
+        """Return what is known of a holder's speed; what was used longest ago is forgotten."""
+        pace = self._paces.pop(holder, None) or _Pace()
+        self._paces[holder] = pace
+        if len(self._paces) > MAX_ASKERS:
+            del self._paces[next(iter(self._paces))]
+        return pace
 
     def _enqueue(self, sender: PeerId, want: Want) -> None:
         if want.start >= want.stop or want.start % PIECE_BYTES:
@@ -449,7 +528,8 @@ class Chunks:
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(
                     asker, want, data
                 ):
-                    queue[0] = msgspec.structs.replace(want, start=want.start + PIECE_BYTES)
+                    start = want.start + _piece_bytes(want)
+                    queue[0] = msgspec.structs.replace(want, start=start)
                     continue
                 queue.popleft()
         finally:
@@ -457,12 +537,18 @@ class Chunks:
 
     async def _serve_piece(self, asker: PeerId, want: Want, data: bytes) -> bool:
         piece = Piece(want.digest, want.start, len(data))
-        body = memoryview(data)[want.start : want.start + PIECE_BYTES]
+        stop = min(want.start + _piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
+        body = memoryview(data)[want.start : stop]
         return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
 
 
 def _covers(queued: Want, want: Want) -> bool:
     return queued.digest == want.digest and queued.start <= want.start and want.stop <= queued.stop
+
+
+def _piece_bytes(want: Want) -> int:
+    """Return the length of the pieces that answer a request: whole units."""
+    return max(PIECE_BYTES, min(want.piece, MAX_PIECE_BYTES) // PIECE_BYTES * PIECE_BYTES)
 
 
 def _pieces(size: int) -> int:

@@ -1,8 +1,9 @@
 """One frame on the wire: a fixed head, one typed message, and the bytes of a chunk piece, if any.
 
 Head, little endian, 24 bytes: magic `FF`, version, flags (0), sender's incarnation (8), message
-length (4), body length (4), CRC-32 of all the rest (4). The links authenticate the sender; the
-checksum only catches faults, and content is verified by its digest.
+length (4), body length (4), CRC-32 of the head so far and the message (4). The links authenticate
+the sender; the checksum only catches faults. It leaves out the body, which is verified by the
+chunk's digest.
 """
 
 import math
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farflock.swarm.links import MAX_FRAME_BYTES
+from farflock.swarm.links import MAX_FRAME_BYTES, joined, size_of
 from farflock.swarm.messages import Message, Offer, PairAccept, PairPropose, Piece, Ping, Pong
 
-VERSION = 5
+VERSION = 6
 _HEAD = struct.Struct("<2sBBQII")
 _CHECKSUM = struct.Struct("<I")
 _FIXED_BYTES = _HEAD.size + _CHECKSUM.size
@@ -40,17 +41,22 @@ class Frame:
 
 def pack(frame: Frame) -> bytes:
     """Encode a frame; assert that it is within our own limits."""
+    return joined(pack_parts(frame))
+
+
+def pack_parts(frame: Frame) -> tuple[bytes, memoryview]:
+    """Encode a frame without a copy of its body, which comes second."""
     message = _encoder.encode(frame.message)
     head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body))
-    checksum = zlib.crc32(frame.body, zlib.crc32(message, zlib.crc32(head)))
-    packed = b"".join((head, _CHECKSUM.pack(checksum), message, frame.body))
-    assert len(packed) <= MAX_FRAME_BYTES, (
-        f"a frame of {len(packed)} bytes is over the limit of {MAX_FRAME_BYTES}"
+    checksum = zlib.crc32(message, zlib.crc32(head))
+    parts = b"".join((head, _CHECKSUM.pack(checksum), message)), memoryview(frame.body)
+    assert size_of(parts) <= MAX_FRAME_BYTES, (
+        f"a frame of {size_of(parts)} bytes is over the limit of {MAX_FRAME_BYTES}"
     )
-    return packed
+    return parts
 
 
-def unpack(packed: bytes) -> Frame:
+def unpack(packed: bytes | memoryview) -> Frame:
     """Decode arbitrary bytes, or raise `ProtocolViolation`; allocates no more than it was given."""
     if not _FIXED_BYTES <= len(packed) <= MAX_FRAME_BYTES:
         raise ProtocolViolation(
@@ -58,18 +64,17 @@ def unpack(packed: bytes) -> Frame:
         )
     magic, version, flags, incarnation, message_bytes, body_bytes = _HEAD.unpack_from(packed)
     if magic != _MAGIC or flags != 0:
-        raise ProtocolViolation(f"not one of our frames: begins with {packed[:4].hex()}")
+        raise ProtocolViolation(f"not one of our frames: begins with {bytes(packed[:4]).hex()}")
     if version != VERSION:
         raise ProtocolViolation(f"frame version {version}; this build speaks {VERSION}")
     if _FIXED_BYTES + message_bytes + body_bytes != len(packed):
         raise ProtocolViolation(
             f"lengths {message_bytes} + {body_bytes} do not fit a frame of {len(packed)} bytes"
         )
-    whole = memoryview(packed)
-    checksum = zlib.crc32(whole[_FIXED_BYTES:], zlib.crc32(whole[: _HEAD.size]))
+    whole, middle = memoryview(packed), _FIXED_BYTES + message_bytes
+    checksum = zlib.crc32(whole[_FIXED_BYTES:middle], zlib.crc32(whole[: _HEAD.size]))
     if _CHECKSUM.unpack_from(packed, _HEAD.size) != (checksum,):
         raise ProtocolViolation("checksum differs")
-    middle = _FIXED_BYTES + message_bytes
     try:
         message = _decoder.decode(whole[_FIXED_BYTES:middle])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -10,9 +10,21 @@ PeerId = str  # base58 libp2p id of an Ed25519 key, `12D3Koo…`
 
 Liveness = Literal["alive", "suspect", "dead", "unknown"]
 Transport = Literal["direct", "forwarded", "libp2p", "none"]
+# A frame to be sent: whole, or its head and the long body after it, to be copied once.
+Sendable = bytes | tuple[bytes, memoryview]
 
 # one chunk piece and its header: nothing larger is ever sent or accepted
 MAX_FRAME_BYTES = 256 * 1024 + 4096
+
+
+def size_of(frame: Sendable) -> int:
+    """Return the bytes of a frame."""
+    return len(frame) if isinstance(frame, bytes) else len(frame[0]) + len(frame[1])
+
+
+def joined(frame: Sendable, before: bytes = b"") -> bytes:
+    """Return a frame in one piece, after `before`."""
+    return b"".join((before, frame) if isinstance(frame, bytes) else (before, *frame))
 
 
 class Links(Protocol):
@@ -32,12 +44,14 @@ class Links(Protocol):
         """Queue a control frame; return False if it was refused (no route, or a full queue)."""
         ...
 
-    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
-        """Queue a bulk frame when there is room; False if the peer is gone or time is up."""
+    async def send_bulk(self, peer: PeerId, frame: Sendable, timeout_s: float) -> bool:
+        """Queue a bulk frame when there is room; False if the peer is gone or time is up.
+
+        A body that is a view must not change: it is copied when the frame leaves."""
         ...
 
-    async def receive(self) -> tuple[PeerId, bytes]:
-        """Return the next frame from any peer, with its authenticated sender."""
+    async def receive(self) -> tuple[PeerId, bytes | memoryview]:
+        """Return the next frame of any peer and its authenticated sender; long ones are views."""
         ...
 
     def life(self, peer: PeerId) -> Liveness: ...

@@ -63,11 +63,12 @@ class _Vote(_InView, frozen=True):
 
 
 class Want(_Message, frozen=True, tag="want"):
-    """A request for bytes [start, stop) of a chunk."""
+    """A request for bytes [start, stop) of a chunk, in pieces of at most `piece` bytes."""
 
     digest: Digest
     start: Size
     stop: Size
+    piece: Size = 0
 
 
 class Piece(_Message, frozen=True, tag="piece"):

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "memory": "farflock.experiments.bench.memory",
     "sync": "farflock.experiments.bench.sync",
     "overlap": "farflock.experiments.bench.overlap",
+    "control": "farflock.experiments.bench.control",
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
     "round": "farflock.experiments.bench.round",
@@ -111,7 +112,7 @@ class _Scoreboard(click.Command):
     "rate",
     callback=_rate,
     metavar="RATE",
-    help="Bandwidth of each link in sync and overlap, such as 100mbit.",
+    help="Bandwidth of each link in sync, overlap and control, such as 100mbit.",
 )
 @click.option(
     "--parameters",
@@ -146,8 +147,8 @@ def command(
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, round, or one metric such as
-    codec.int8. `farflock bench quality` takes hours and has its own options: see
+    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, or one metric
+    such as codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with

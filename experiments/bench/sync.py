@@ -15,6 +15,9 @@ direction, encryption, hashing, encoding, agreement and idle links all show as a
 does a machine too small for N hosts: the note has the workers' computing time (the kernel's work on
 packets comes on top). Loopback has no rate: the yardstick is then the same bytes between the same
 processes over plain TCP, all pairs at once.
+
+`sync.N.gloo` compares with gloo's ring all-reduce of as many bytes in the same processes, and
+`sync.N.cpu` compares the processor seconds of all workers for each GB that any of them sends.
 """
 
 import asyncio
@@ -22,7 +25,7 @@ import contextlib
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
@@ -59,14 +62,14 @@ class NoSync(NotMeasured):
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `sync.N` for each number of peers."""
+    """Yield `sync.N`, `sync.N.gloo` and `sync.N.cpu` for each number of peers."""
     size = QUICK if options.quick else Size()
     for peers in size.peers:
-        if options.wants(f"sync.{peers}"):
-            yield measure(size, peers, options)
+        if any(options.wants(f"sync.{peers}{part}") for part in ("", ".gloo", ".cpu")):
+            yield from measure(size, peers, options)
 
 
-def measure(size: Size, peers: int, options: Options) -> Metric:
+def measure(size: Size, peers: int, options: Options) -> tuple[Metric, Metric, Metric]:
     """Measure one number of peers, on rate-limited hosts if a rate is given and they can be had."""
     why = obstacle() if options.rate_bits is not None else ""
     rate_bits = None if why else options.rate_bits
@@ -74,8 +77,8 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
         places: Sequence[Host] = [Host()] * peers
         if rate_bits is not None:
             places = stack.enter_context(hosts(peers, rate_bits))
-        synced_s, plain_s, cpu_s = asyncio.run(_rounds(size, places, options.repeats))
-    measured_s, tcp_s = statistics.median(synced_s), statistics.median(plain_s)
+        sync, plain, ring = asyncio.run(_rounds(size, places, options.repeats))
+    measured_s, tcp_s = sync.median_s, plain.median_s
     ideal_s, note = (
         tcp_s,
         f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes",
@@ -90,11 +93,31 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
         )
     cores = os.cpu_count() or 1
     note += (
-        f"; the workers computed {statistics.median(cpu_s):.2f} s "
+        f"; the workers computed {sync.median_cpu_s:.2f} s "
         f"of the {cores * measured_s:.2f} s that {cores} cores have"
     )
-    ratio = round(ideal_s / measured_s, 4)
-    return Metric(f"sync.{peers}", measured_s, ideal_s, ratio, options.repeats, load(), note=note)
+    gb = peers * each_way_bytes(size, peers) / 1e9
+    name, n = f"sync.{peers}", options.repeats
+    ours, gloos, tcps = (each.median_cpu_s / gb for each in (sync, ring, plain))
+    gloo_note = f"gloo's ring all-reduce of as many bytes: {ideal_s / ring.median_s:.3f} of ideal"
+    cpu_note = f"of all workers; yardstick: gloo's ring; plain TCP took {tcps:.2f}"
+    return (
+        Metric(name, measured_s, ideal_s, _ratio(ideal_s, measured_s), n, load(), note=note),
+        Metric(
+            f"{name}.gloo",
+            measured_s,
+            ring.median_s,
+            _ratio(ring.median_s, measured_s),
+            n,
+            load(),
+            note=gloo_note if rate_bits is not None else "gloo's ring all-reduce of as many bytes",
+        ),
+        Metric(f"{name}.cpu", ours, gloos, _ratio(gloos, ours), n, load(), "s/GB", cpu_note),
+    )
+
+
+def _ratio(yardstick: float, value: float) -> float:
+    return round(yardstick / value, 4)
 
 
 def each_way_bytes(size: Size, peers: int) -> float:
@@ -102,27 +125,49 @@ def each_way_bytes(size: Size, peers: int) -> float:
     return (peers - 1) / peers * size.payload_bytes
 
 
-async def _rounds(
-    size: Size, places: Sequence[Host], repeats: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of syncs, plain swaps and computing, without the first, a warm-up."""
+@dataclass(slots=True)
+class Timed:
+    """The runs of one kind of work: until the last worker was done, and computing of all."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def add(self, start_s: float, answers: Sequence[Fields]) -> None:
+        """Add a run."""
+        self.wall_s.append(max(answer["done_s"] for answer in answers) - start_s)
+        self.cpu_s.append(sum(answer["cpu_s"] for answer in answers))
+
+    @property
+    def median_s(self) -> float:
+        """The median without the first run, a warm-up."""
+        return statistics.median(self.wall_s[1:])
+
+    @property
+    def median_cpu_s(self) -> float:
+        """The median of the computing, likewise."""
+        return statistics.median(self.cpu_s[1:])
+
+
+async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[Timed, Timed, Timed]:
+    """Return the runs of syncs, plain swaps and rings, which alternate."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
-    synced_s, plain_s, cpu_s = [], [], []
+    yardsticks = {"swap": part_bytes, "ring": size.payload_bytes // 2}
+    timed = {kind: Timed() for kind in ("sync", *yardsticks)}
     async with fleet.fleet(WORKER, places, settings) as workers:
-        addresses = [answer["plain"] for answer in await fleet.introduce(workers)]
+        ready = await fleet.introduce(workers)
+        addresses = [answer["plain"] for answer in ready]
         for worker in workers:
-            worker.tell("plain", addresses=addresses)
+            worker.tell("yardsticks", addresses=addresses, ring=ready[0]["ring"])
         for _ in range(1 + repeats):
             start_s, answers = await fleet.together(workers, "sync", ROUND_TIMEOUT_S)
             require_sync(answers)
-            synced_s.append(max(answer["done_s"] for answer in answers) - start_s)
-            cpu_s.append(sum(answer["cpu_s"] for answer in answers))
-            start_s, answers = await fleet.together(
-                workers, "swap", ROUND_TIMEOUT_S, bytes=part_bytes
-            )
-            plain_s.append(max(answer["done_s"] for answer in answers) - start_s)
-    return synced_s[1:], plain_s[1:], cpu_s[1:]
+            timed["sync"].add(start_s, answers)
+            for kind, size_bytes in yardsticks.items():
+                timed[kind].add(
+                    *await fleet.together(workers, kind, ROUND_TIMEOUT_S, bytes=size_bytes)
+                )
+    return timed["sync"], timed["swap"], timed["ring"]
 
 
 def require_sync(answers: Sequence[Fields]) -> None:

@@ -1,6 +1,6 @@
 """A worker of the sync benchmark: the product's own exchange client, peer and links.
 
-The yardstick is the same bytes over plain TCP.
+The yardsticks are the same bytes over plain TCP, and in gloo's ring.
 `python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
 
@@ -9,6 +9,7 @@ import hashlib
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from farflock.experiments.bench.fleet import Fields, Owner
+from farflock.experiments.bench.gloo_ring import Ring
 from farflock.experiments.bench.member import SEED, Place, meet, member
 from farflock.node.train.driver import Claim
 from farflock.node.train.exchange_client import ExchangeClient
@@ -148,11 +150,14 @@ class Plain:
 
         await asyncio.gather(*map(send, self._out), *map(receive, self._in))
 
-    async def round(self, owner: Owner, size_bytes: int) -> None:
-        """Swap once, starting at the barrier."""
-        await owner.barrier()
-        await self.swap(size_bytes)
-        owner.say("done", done_s=asyncio.get_running_loop().time())
+
+async def timed(owner: Owner, work: Callable[[int], Awaitable[None]], size_bytes: int) -> None:
+    """Do a yardstick's work once, starting at the barrier."""
+    await owner.barrier()
+    begun_s = time.process_time()
+    await work(size_bytes)
+    done_s = asyncio.get_running_loop().time()
+    owner.say("done", done_s=done_s, cpu_s=time.process_time() - begun_s)
 
 
 async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) -> None:
@@ -161,22 +166,22 @@ async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) ->
     client = ExchangeClient(peer, SEED)
     tensors = model(settings)
     client.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
-    sync, plain = (
-        Sync(owner, settings, client, codecs, tensors, view.first_round),
-        Plain(settings.host),
-    )
-    owner.say("ready", plain=plain.address)
-    peers: Fields = await owner.command("plain")
+    sync = Sync(owner, settings, client, codecs, tensors, view.first_round)
+    plain, ring = Plain(settings.host), Ring(settings)
+    owner.say("ready", plain=plain.address, ring=(settings.host, ring.port))
+    peers: Fields = await owner.command("yardsticks")
     others = [
         address for number, address in enumerate(peers["addresses"]) if number != settings.number
     ]
     await plain.connect([(str(host), int(port)) for host, port in others])
+    await ring.join(*peers["ring"])
+    yardsticks = {"swap": plain.swap, "ring": ring.reduce}
     while True:
         command = await owner.next()
         if command["kind"] == "sync":
             await sync.round()
         else:
-            await plain.round(owner, command["bytes"])
+            await timed(owner, yardsticks[command["kind"]], command["bytes"])
 
 
 async def main(settings: Settings) -> None:

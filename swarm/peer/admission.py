@@ -45,6 +45,13 @@ class RecordBook:
         peers = chain.newest.peers if chain else tuple(self.records)[:MAX_MEMBERS]
         return [peer for peer in peers if peer != self._context.me]
 
+    def is_known(self, peer: PeerId) -> bool:
+        """True if `others` names a peer."""
+        chain = self._context.chain
+        if chain is None:
+            return peer in self.others()
+        return peer != self._context.me and chain.newest.lists(peer)
+
 
 class Admission:
     """The peers that want to join or leave, this one included."""

@@ -133,11 +133,10 @@ class Branching:
             return False
         of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
         present = self._membership.admission.present
-        return all(
-            is_quorum(present(view), len(view.members))
-            for view in (chain.newest, of_next_round)
-            if view is not None
-        )
+        views_needed = [chain.newest]
+        if of_next_round is not None and of_next_round is not chain.newest:
+            views_needed.append(of_next_round)
+        return all(is_quorum(present(view), len(view.members)) for view in views_needed)
 
     def _floor(self) -> int:
         """Return the first round with which a branch could begin, as far as this peer knows."""

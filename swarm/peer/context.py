@@ -13,7 +13,7 @@ from typing import Any
 from farflock.swarm.bundle_store import BundleStore
 from farflock.swarm.chunks import Chunks, Store
 from farflock.swarm.compute import Compute, inline
-from farflock.swarm.frame import Frame, pack
+from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId
 from farflock.swarm.messages import MAX_TRAIL, Message, Piece
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
@@ -72,9 +72,8 @@ class PeerContext:
         self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float
     ) -> bool:
         """Send a piece of a chunk as bulk; False if the links refused it or had no room in time."""
-        return await self.links.send_bulk(
-            peer, pack(Frame(self.incarnation, piece, body)), timeout_s
-        )
+        frame = pack_parts(Frame(self.incarnation, piece, body))
+        return await self.links.send_bulk(peer, frame, timeout_s)
 
     def life(self, peer: PeerId) -> Liveness:
         """Return the peer's apparent liveness."""
@@ -91,7 +90,7 @@ class PeerContext:
 
     def left(self, peer: PeerId) -> bool:
         """True if a member has said goodbye: it votes while needed, but contributes nothing."""
-        return peer in self.leaving or peer not in self.views.newest.peers
+        return peer in self.leaving or not self.views.newest.lists(peer)
 
     def my_index(self, view: View) -> int | None:
         """Our member index in a view; None if we are not in it in this life, or gave it up."""

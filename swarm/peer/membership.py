@@ -110,7 +110,7 @@ class Membership:
         self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage
     ) -> None:
         """Handle a message about membership or time."""
-        if self._context.chain is not None and sender in self._context.chain.newest.peers:
+        if self._context.chain is not None and self._context.chain.newest.lists(sender):
             self._context.lives[sender] = incarnation
         match message:
             case Join(record=blob):
@@ -124,7 +124,7 @@ class Membership:
             case Ping(sent_s=sent_s):
                 self._context.send(sender, Pong(sent_s, self.clock.run_s(self._context.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
-                if sender in self.book.others():
+                if self.book.is_known(sender):
                     # Only known peers count: strangers must not shift the run time.
                     self.clock.answered(sender, sent_s, self._context.now(), run_s)
             case _:

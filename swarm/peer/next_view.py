@@ -96,13 +96,12 @@ class NextView:
 
     def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
         newest, candidates = self._context.views.newest, self._admission.candidates
-        lives = {
-            peer: self._context.life(peer) for peer in newest.peers if peer != self._context.me
-        }
         joining, leaving = candidates.live(now_s), candidates.leaving
-        if not joining and not leaving and "dead" not in lives.values():
+        life, me = self._context.links.life, self._context.me
+        dead = [peer for peer in newest.peers if life(peer) == "dead" and peer != me]
+        if not joining and not leaving and not dead:
             return None  # the common case
-        return views.next_members(newest, lives, joining, leaving)
+        return views.next_members(newest, dict.fromkeys(dead, "dead"), joining, leaving)
 
     def _rank(self) -> int:
         """Return the number of live members before this peer in this decision's order.

@@ -91,6 +91,10 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         index, life = self._places.get(peer, (None, None))
         return index if life == incarnation else None
 
+    def lists(self, peer: PeerId) -> bool:
+        """True if a peer is a member, in whichever life."""
+        return peer in self._places
+
     def serving(self, stage: int | None) -> tuple[int, ...]:
         """Return the indices of the members that serve a stage (None: the whole model, all)."""
         wanted = {stage, EVERY}
@@ -351,6 +355,8 @@ class Candidates:
 
     def live(self, now_s: float) -> dict[PeerId, Member]:
         """Return the peers that still want to join."""
+        if not self.joining:
+            return {}
         self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
         return {peer: member for peer, (member, _) in self.joining.items()}
 

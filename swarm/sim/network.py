@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
+from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, joined
 
 SUSPECT_S = 0.9  # after a silent cut, as measured on ZMTP heartbeats
 NOTICE_S = 0.1  # after a closed connection
@@ -54,13 +54,15 @@ class SimNetwork:
         self._lines: dict[PeerId, SimLinks] = {}
         self._randoms: dict[tuple[PeerId, PeerId], random.Random] = {}
         # Since when, and whether the connection closed (else it is silent).
-        self._unreachable_s: dict[tuple[PeerId, PeerId], tuple[float, bool]] = {}
+        self._unreachable_s: dict[PeerId, dict[PeerId, tuple[float, bool]]] = {}
         self._islands: tuple[frozenset[PeerId], ...] = ()
         self._cuts: set[tuple[PeerId, PeerId]] = set()
         self._killed: dict[PeerId, float] = {}
         self._stopped: dict[PeerId, float] = {}
         self.faults = Faults()
         self.tap: Tap | None = None
+        # Bytes that a frame of bulk takes on the lines: more, if its content stands for more.
+        self.line_bytes: Callable[[bytes], int] = len
         self.fired: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()  # see `missing_bytes`
         self.flying_bytes = 0
@@ -71,10 +73,10 @@ class SimNetwork:
         """Return a live endpoint; for a killed peer, its next life with empty queues."""
         self._killed.pop(peer, None)
         self._stopped.pop(peer, None)
-        self._touch()
         for line in self._lines.values():
             line.forget(peer)
         self._lines[peer] = SimLinks(self, peer)
+        self._touch([peer])
         return self._lines[peer]
 
     def set_link(self, peer: PeerId, model: LinkModel) -> None:
@@ -100,35 +102,35 @@ class SimNetwork:
     def kill(self, peer: PeerId) -> None:
         """End a peer as SIGKILL does: its frames stop, and partners see the connection close."""
         self._killed[peer] = _now()
-        self._touch()
+        self._touch([peer])
 
     def stop(self, peer: PeerId) -> None:
         """Freeze a peer as SIGSTOP does: frames in and out are held until `cont`."""
         self._stopped[peer] = _now()
-        self._touch()
+        self._touch([peer])
 
     def cont(self, peer: PeerId) -> None:
         """Resume a stopped peer and release its held frames."""
         if self._stopped.pop(peer, None) is not None:
-            self._touch()
+            self._touch([peer])
             for line in self._lines.values():
                 line.release(peer)
 
     def partition(self, *islands: Collection[PeerId]) -> None:
         """Let only peers of one island hear each other; a peer in none is isolated."""
         self._islands = tuple(frozenset(island) for island in islands)
-        self._touch()
+        self._touch(list(self._lines))
 
     def heal(self) -> None:
         """End the partition and every cut."""
         self._islands = ()
         self._cuts.clear()
-        self._touch()
+        self._touch(list(self._lines))
 
     def cut(self, one: PeerId, other: PeerId) -> None:
         """Silently drop everything between two peers, both ways."""
         self._cuts |= {(one, other), (other, one)}
-        self._touch()
+        self._touch([one])
 
     def missing_bytes(self) -> int:
         """Return bytes neither arrived, nor on their way, nor known to be lost: always 0."""
@@ -158,10 +160,10 @@ class SimNetwork:
         """Return what ZMTP heartbeats would have told `me` by now."""
         if peer not in self._lines:
             return "unknown"
-        entry = self._unreachable_s.get((me, peer))
-        if entry is None:
+        unreachable_s = self._unreachable_s.get(me)
+        if not unreachable_s or peer not in unreachable_s:
             return "alive"
-        since_s, closed = entry
+        since_s, closed = unreachable_s[peer]
         silent_s = _now() - since_s
         if silent_s >= DEAD_S:
             return "dead"
@@ -178,15 +180,19 @@ class SimNetwork:
         """Return a peer's current endpoint."""
         return self._lines[peer]
 
-    def _touch(self) -> None:
-        """Record since when each pair is cut off; heartbeats need both directions."""
-        for one in self._lines:
-            for other in self._lines:
+    def _touch(self, changed: Collection[PeerId]) -> None:
+        """Record since when each pair with a changed peer is cut off; heartbeats need both
+        directions."""
+        for one in changed:
+            for other in self._lines if one in self._lines else ():
                 both = self.reachable(one, other) and self.reachable(other, one)
-                if both and one not in self._stopped and other not in self._stopped:
-                    self._unreachable_s.pop((one, other), None)
-                elif (one, other) not in self._unreachable_s:
-                    self._unreachable_s[one, other] = (_now(), other in self._killed)
+                is_cut = not both or one in self._stopped or other in self._stopped
+                for me, peer in ((one, other), (other, one)):
+                    entries = self._unreachable_s.setdefault(me, {})
+                    if not is_cut:
+                        entries.pop(peer, None)
+                    elif peer not in entries:
+                        entries[peer] = (_now(), peer in self._killed)
 
 
 class SimLinks:
@@ -211,16 +217,17 @@ class SimLinks:
         now_s = _now()
         return self._transmit(peer, frame, now_s + len(frame) / self._model.up_bytes_per_s)
 
-    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
+    async def send_bulk(self, peer: PeerId, frame: Sendable, timeout_s: float) -> bool:
         """Queue a frame behind my other bulk; wait while more than `OUTBOX_BYTES` are queued."""
-        rate = self._model.up_bytes_per_s
+        whole, rate = joined(frame), self._model.up_bytes_per_s
         wait_s = self._up_free_s - _now() - OUTBOX_BYTES / rate
         if wait_s > timeout_s:
             return False
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        self._up_free_s = max(self._up_free_s, _now()) + len(frame) / rate
-        return self._transmit(peer, frame, self._up_free_s)
+        line_bytes = self._network.line_bytes(whole)
+        self._up_free_s = max(self._up_free_s, _now()) + line_bytes / rate
+        return self._transmit(peer, whole, self._up_free_s, line_bytes)
 
     async def receive(self) -> tuple[PeerId, bytes]:
         """Return the next sender and frame."""
@@ -249,8 +256,12 @@ class SimLinks:
     def _model(self) -> LinkModel:
         return self._network.model(self._me)
 
-    def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
-        """Send a frame that leaves this peer's line at `leaves_s`, subject to faults."""
+    def _transmit(
+        self, peer: PeerId, frame: bytes, leaves_s: float, line_bytes: int | None = None
+    ) -> bool:
+        """Send a frame that leaves this peer's line at `leaves_s`, subject to faults.
+
+        It takes `line_bytes` of the receiver's line; None: as many as it has."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(
                 f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
@@ -270,7 +281,8 @@ class SimLinks:
         there, loop = network.line(peer), asyncio.get_running_loop()
         for copy, late_s in self._fates(peer, frame):
             network.flying_bytes += len(copy)
-            loop.call_at(leaves_s + late_s, self._arrive, there, copy)
+            taken = len(copy) if line_bytes is None else line_bytes
+            loop.call_at(leaves_s + late_s, self._arrive, there, copy, taken)
         return True
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
@@ -304,7 +316,7 @@ class SimLinks:
             return [(frame, late_s), (frame, late_s + draw.uniform(0, faults.delay_s))]
         return [(frame, late_s)]
 
-    def _arrive(self, there: "SimLinks", frame: bytes) -> None:
+    def _arrive(self, there: "SimLinks", frame: bytes, line_bytes: int) -> None:
         """Pass a frame on to the receiver's downlink, if both ends are still in the same life."""
         network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
@@ -314,7 +326,7 @@ class SimLinks:
             network.bytes["cut"] += len(frame)
             return
         there._down_free_s = (
-            max(there._down_free_s, now_s) + len(frame) / there._model.down_bytes_per_s
+            max(there._down_free_s, now_s) + line_bytes / there._model.down_bytes_per_s
         )
         if there._down_free_s - now_s < GRAIN_S:
             there._land(self._me, frame)

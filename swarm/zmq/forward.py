@@ -97,8 +97,12 @@ class Meter:
 
 @dataclass(slots=True)
 class CreditWindow:
-    """End-to-end flow control of bulk bytes: the relay's queues stay short, so it need not drop."""
+    """End-to-end flow control of bulk bytes: the queues on the way stay short.
 
+    Bytes without news for `stall_s` count as lost: a relay may drop them."""
+
+    size_bytes: int = WINDOW_BYTES
+    stall_s: float = WINDOW_STALL_S
     sent: int = 0
     acked: int = 0
     news_s: float = 0.0
@@ -106,10 +110,10 @@ class CreditWindow:
     acknowledged: int = 0
 
     def room(self, now_s: float) -> bool:
-        """Return whether a frame may go; bytes without news for `WINDOW_STALL_S` are lost."""
-        if self.sent - self.acked >= WINDOW_BYTES and now_s - self.news_s >= WINDOW_STALL_S:
+        """Return whether a frame may go."""
+        if self.sent - self.acked >= self.size_bytes and now_s - self.news_s >= self.stall_s:
             self.acked = self.sent
-        return self.sent - self.acked < WINDOW_BYTES
+        return self.sent - self.acked < self.size_bytes
 
     def send(self, size: int, now_s: float) -> int:
         """Count a frame as sent; return its end position."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
+from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
 from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
@@ -153,15 +153,15 @@ class ZmqLinks:
         partner = self._reach(peer, frame)
         return partner is not None and self._sender.put(partner, frame)
 
-    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
+    async def send_bulk(self, peer: PeerId, frame: Sendable, timeout_s: float) -> bool:
         partner = self._reach(peer, frame)
         return partner is not None and await self._sender.put_bulk(partner, frame, timeout_s)
 
-    def _reach(self, peer: PeerId, frame: bytes) -> Partner | None:
+    def _reach(self, peer: PeerId, frame: Sendable) -> Partner | None:
         """Return the partner to queue a frame for; None if no transport to it can be hoped for."""
-        if len(frame) > MAX_FRAME_BYTES:
+        if size_of(frame) > MAX_FRAME_BYTES:
             raise ValueError(
-                f"a frame has at most {MAX_FRAME_BYTES} bytes, got {len(frame)}; cut it"
+                f"a frame has at most {MAX_FRAME_BYTES} bytes, got {size_of(frame)}; cut it"
             )
         now_s = self._loop.time()
         known = peer in self._table.partners
@@ -178,7 +178,7 @@ class ZmqLinks:
             self.counters["no road"] += 1
         return partner
 
-    async def receive(self) -> tuple[PeerId, bytes]:
+    async def receive(self) -> tuple[PeerId, bytes | memoryview]:
         """Return the next sender and frame; raise `ConnectionError` once closed."""
         lane, peer, frame = await self._receiver.inbox.get()
         if self._receiver.resumes(lane):

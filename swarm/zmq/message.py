@@ -6,7 +6,9 @@ Message (always a single part): one kind byte, then its content.
 - 2 frame: one frame of the links (swarm/links.py)
 - 3 ping and 4 pong: a token (8 bytes), which the pong repeats
 - 5 to a relay and 6 from a relay: both as in swarm/zmq/forward.py
+- 7 taken: how many bytes of bulk frames its sender has read on this connection (8 bytes); the
+  other side sends no more than a window ahead of it
 """
 
-RECORD, FRAME, PING, PONG, FORWARD, FORWARDED = (bytes([kind]) for kind in range(1, 7))
+RECORD, FRAME, PING, PONG, FORWARD, FORWARDED, TAKEN = (bytes([kind]) for kind in range(1, 8))
 TOKEN_BYTES = 8

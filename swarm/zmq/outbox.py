@@ -9,7 +9,9 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from farflock.swarm.links import PeerId
+from farflock.swarm.links import PeerId, Sendable, size_of
+
+Received = bytes | memoryview
 
 CONTROL, BULK = 0, 1
 LANES = (CONTROL, BULK)
@@ -28,7 +30,7 @@ _PEER_LIMITS = (MAX_CONTROL_BYTES, MAX_BULK_BYTES)
 @dataclass(eq=False, slots=True)
 class _Waiter:
     outbox: "Outbox"
-    frame: bytes
+    frame: Sendable
     queued: "asyncio.Future[bool]"
 
 
@@ -60,15 +62,15 @@ class Outbox:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._queues: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
+        self._queues: tuple[deque[Sendable], deque[Sendable]] = (deque(), deque())
         self._used = [0, 0]
 
     def __bool__(self) -> bool:
         return bool(self._queues[CONTROL] or self._queues[BULK])
 
-    def put(self, lane: int, frame: bytes) -> bool:
+    def put(self, lane: int, frame: Sendable) -> bool:
         """Queue a frame; return False if it exceeds this peer's limit or the total."""
-        cost = len(frame) + FRAME_COST_BYTES
+        cost = size_of(frame) + FRAME_COST_BYTES
         pool = self._pool
         if (
             self._used[lane] + cost > _PEER_LIMITS[lane]
@@ -80,7 +82,7 @@ class Outbox:
         self._queues[lane].append(frame)
         return True
 
-    async def put_bulk(self, frame: bytes, timeout_s: float) -> bool:
+    async def put_bulk(self, frame: Sendable, timeout_s: float) -> bool:
         """Queue a bulk frame, waiting for room; False on timeout or if the outbox is cleared."""
         if self.put(BULK, frame):
             return True
@@ -96,7 +98,7 @@ class Outbox:
             with contextlib.suppress(ValueError):  # gone already if it was served
                 self._pool.waiters.remove(waiter)
 
-    def head(self, lane: int) -> bytes | None:
+    def head(self, lane: int) -> Sendable | None:
         """Return the oldest waiting frame, or None."""
         return self._queues[lane][0] if self._queues[lane] else None
 
@@ -122,8 +124,8 @@ class Outbox:
         self._pool.serve()
         return dropped
 
-    def _free(self, lane: int, frame: bytes) -> None:
-        cost = len(frame) + FRAME_COST_BYTES
+    def _free(self, lane: int, frame: Sendable) -> None:
+        cost = size_of(frame) + FRAME_COST_BYTES
         self._used[lane] -= cost
         self._pool.used[lane] -= cost
 
@@ -132,7 +134,7 @@ class Inbox:
     """Received frames of all peers; a writer stops reading its sockets while it is `full`."""
 
     def __init__(self) -> None:
-        self._queues: tuple[deque[tuple[PeerId, bytes]], deque[tuple[PeerId, bytes]]] = (
+        self._queues: tuple[deque[tuple[PeerId, Received]], deque[tuple[PeerId, Received]]] = (
             deque(),
             deque(),
         )
@@ -148,13 +150,13 @@ class Inbox:
         """True if a full lane may be read again; any earlier, each frame would wake the sockets."""
         return self._used[lane] <= INBOX_BYTES[lane] // 2
 
-    def put(self, lane: int, peer: PeerId, frame: bytes) -> None:
+    def put(self, lane: int, peer: PeerId, frame: Received) -> None:
         """Add a frame; it may exceed the limit by this one frame."""
         self._used[lane] += len(frame) + FRAME_COST_BYTES
         self._queues[lane].append((peer, frame))
         self._arrived.set()
 
-    async def get(self) -> tuple[int, PeerId, bytes]:
+    async def get(self) -> tuple[int, PeerId, Received]:
         """Return the next lane, sender and frame, control first; `ConnectionError` once closed."""
         while True:
             if self._closed:

@@ -14,13 +14,16 @@ from farflock.swarm.zmq.message import (
     PING,
     PONG,
     RECORD,
+    TAKEN,
     TOKEN_BYTES,
 )
-from farflock.swarm.zmq.outbox import CONTROL, Inbox
+from farflock.swarm.zmq.outbox import BULK, CONTROL, Inbox
 from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.socket import ZmqSocket
+
+COPIED_BYTES = 16 * 1024  # a view of a short frame would keep libzmq's whole buffer
 
 
 class Receiver:
@@ -33,6 +36,7 @@ class Receiver:
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
+        self._unconfirmed: dict[Route, None] = {}  # whose confirmation has found no room
         self._stopped = [False, False]  # lanes not read until the inbox is half empty
 
     def paused(self, lane: int) -> bool:
@@ -67,6 +71,9 @@ class Receiver:
     def on_room(self, port: ZmqSocket) -> None:
         """Write greetings and queued frames: this socket may have room."""
         self._handshakes.introduce_again(port)
+        for route in list(self._unconfirmed):
+            if route.port is port or route.port.socket.closed:
+                self._confirm(route)
         self._sender.flush_all(port)
 
     def on_frame(self, port: ZmqSocket, route: bytes | None, frame: zmq.Frame) -> None:
@@ -77,7 +84,9 @@ class Receiver:
         if proven is not None:
             if kind != RECORD:
                 self._take(proven, kind, body[1:])
-        elif kind == RECORD and len(body) <= len(RECORD) + MAX_RECORD_BYTES:
+            return
+        port.watch()
+        if kind == RECORD and len(body) <= len(RECORD) + MAX_RECORD_BYTES:
             partner = self._handshakes.prove(port, route, frame)
             if partner is not None:
                 self._sender.flush(partner)
@@ -92,7 +101,14 @@ class Receiver:
             self._table.counters["frame too long"] += 1
         elif kind == FRAME:
             partner.count("direct", received=len(FRAME) + len(body))
-            self.inbox.put(route.port.lane, partner.peer, bytes(body))
+            frame = bytes(body) if len(body) <= COPIED_BYTES else body
+            self.inbox.put(route.port.lane, partner.peer, frame)
+            if route.port.lane == BULK:
+                route.window.received += len(body)
+                self._confirm(route)
+        elif kind == TAKEN and len(body) == TOKEN_BYTES:
+            route.window.heard(int.from_bytes(body, "big"), self._loop.time())
+            self._sender.flush(partner)
         elif kind == PING and len(body) == TOKEN_BYTES:
             route.write(PONG + bytes(body))
         elif kind == PONG and len(body) == TOKEN_BYTES:
@@ -104,6 +120,13 @@ class Receiver:
             self._take_forwarded(partner, body)
         else:
             self._table.counters["not a message"] += 1
+
+    def _confirm(self, route: Route) -> None:
+        is_open = route.descriptor in route.port.connections
+        if is_open and not route.confirm():
+            self._unconfirmed[route] = None
+        else:
+            self._unconfirmed.pop(route, None)
 
     def _take_forwarded(self, relay: Partner, body: memoryview) -> None:
         taken = self._detours.take(relay, body, self._loop.time())

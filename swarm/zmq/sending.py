@@ -2,9 +2,10 @@
 
 import asyncio
 
+from farflock.swarm.links import Sendable, joined, size_of
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FRAME
-from farflock.swarm.zmq.outbox import CONTROL, LANES
+from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
 from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.socket import ZmqSocket
@@ -31,7 +32,7 @@ class Sender:
         self.flush(partner)
         return True
 
-    async def put_bulk(self, partner: Partner, frame: bytes, timeout_s: float) -> bool:
+    async def put_bulk(self, partner: Partner, frame: Sendable, timeout_s: float) -> bool:
         """Send a bulk frame, waiting for room in its queue; return False on timeout."""
         try:
             return await partner.outbox.put_bulk(frame, timeout_s)
@@ -56,24 +57,33 @@ class Sender:
         for waiting in list(self._backlog.values()):
             self.flush(waiting, port)
 
-    def _write(self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None) -> bool:
+    def _write(self, partner: Partner, lane: int, frame: Sendable, only: ZmqSocket | None) -> bool:
         route = partner.best(lane)
         if route is None:
             return self._write_forwarded(partner, lane, frame, only)
-        if only not in (None, route.port) or not route.write(FRAME + frame):
+        if only not in (None, route.port):
             return False
-        partner.count("direct", sent=len(FRAME) + len(frame))
+        now_s = self._loop.time()
+        if lane == BULK and not route.window.room(now_s):
+            return False  # until the partner says what it has read
+        if not route.write(joined(frame, FRAME)):
+            return False
+        if lane == BULK:
+            route.window.send(size_of(frame), now_s)
+        partner.count("direct", sent=len(FRAME) + size_of(frame))
         return True
 
     def _write_forwarded(
-        self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None
+        self, partner: Partner, lane: int, frame: Sendable, only: ZmqSocket | None
     ) -> bool:
         relay = self._detours.route(partner, lane)
         if relay is None or only not in (None, relay.port):
             return False
         if partner.best(CONTROL) or partner.tunnel is None:
             return False
-        payload = partner.stuck[lane] or partner.tunnel.carry(lane, frame, self._loop.time())
+        payload = partner.stuck[lane] or partner.tunnel.carry(
+            lane, joined(frame), self._loop.time()
+        )
         if payload is None:
             return False
         message = pack_forward(FORWARD, partner.peer, payload)

@@ -2,22 +2,17 @@
 
 Raw sockets with a reader on their descriptor make sending a plain call that never waits. ZMQ's
 limits count messages, and a message of many parts passes them (measured: 190 MiB through a receive
-mark of 4 messages of 0.3 MB, all unread). So each TCP connection is watched through a duplicate of
-its descriptor: the kernel's byte counter is compared with what was read, and a sender too far ahead
-is cut off (Linux; other systems give no such counter).
+mark of 4 messages of 0.3 MB, all unread). So libzmq reads without a limit, and the limit is ours:
+each TCP connection is watched through a duplicate of its descriptor, the kernel's byte counter is
+compared with what was read, and a sender too far ahead is cut off (Linux; other systems give no
+such counter). `guard` does the same while the loop is blocked.
 """
 
 import asyncio
-import contextlib
 import errno
-import fcntl
 import ipaddress
-import os
 import re
-import socket
 import struct
-import sys
-import termios
 from typing import Protocol
 
 import zmq
@@ -25,26 +20,20 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_RECORD_BYTES
+from farflock.swarm.zmq.connection import Connection
 from farflock.swarm.zmq.forward import MAX_FORWARD_BYTES
+from farflock.swarm.zmq.guard import Guard
 from farflock.swarm.zmq.outbox import BULK
 
 MAX_WIRE_BYTES = 1 + MAX_FORWARD_BYTES  # kind byte and the longest body
 SEND_MARKS = (16, 16)  # messages in libzmq for one connection: control, bulk
-# With its own queue full libzmq stops reading, and if the connection ends meanwhile it aborts the
-# process (libzmq issues 3937, 4364, 4767). So the marks exceed what a partner may send while our
-# loop is blocked.
-RECEIVE_MARKS = (4096, 64)
+# None: at a mark libzmq stops reading, and if the connection ends meanwhile, the next heartbeat, of
+# ours or of the partner, aborts the process (decision 024).
+RECEIVE_MARK = 0
 MAX_CONNECTIONS = 128  # per lane; each takes two descriptors
 MAX_STRANGERS = 32  # connections whose first frame has not arrived
-STRANGER_S = 5.0
-STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and framing
-# Control and bulk, taken by libzmq since our last read; bulk's mark alone allows 16 MiB.
-UNREAD_BYTES = (8 * 1024 * 1024, 24 * 1024 * 1024)
-SILENT_S = 30.0  # every live partner pings every connection every 2 s
 BATCH = 64  # frames read before others get their turn
 
-_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
 _MULTIADDRESS = re.compile(r"/ip(4|6)/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})")
 _EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -90,7 +79,7 @@ def configure(
     zmq_socket.linger = 0
     zmq_socket.ipv6 = True
     zmq_socket.immediate = True
-    zmq_socket.sndhwm, zmq_socket.rcvhwm = SEND_MARKS[lane], RECEIVE_MARKS[lane]
+    zmq_socket.sndhwm, zmq_socket.rcvhwm = SEND_MARKS[lane], RECEIVE_MARK
     zmq_socket.maxmsgsize = MAX_WIRE_BYTES
     zmq_socket.heartbeat_ivl = period_ms // 5
     zmq_socket.heartbeat_timeout = period_ms * 7 // 10
@@ -105,61 +94,6 @@ def configure(
     else:
         zmq_socket.curve_publickey = z85.encode(key.public_key().public_bytes_raw())
         zmq_socket.curve_serverkey = z85.encode(server)
-
-
-class Connection:
-    """A TCP connection under a ZMQ socket; `owner` is the identity that its first frame proved."""
-
-    def __init__(self, descriptor: int, now_s: float) -> None:
-        self.owner: PeerId | None = None
-        self.kicked = False
-        self._handle = socket.socket(fileno=os.dup(descriptor))
-        self._begun_s = self._read_s = now_s
-        self._taken_bytes = 0
-        self._unread_bytes = self._read_bytes = 0
-
-    def read(self, size_bytes: int, now_s: float) -> None:
-        """Count a whole message as read."""
-        self._read_s = now_s
-        self._read_bytes += size_bytes
-
-    def excuse(self, now_s: float) -> None:
-        """Restart the silence timer: we did not read."""
-        self._read_s = now_s
-
-    def fault(self, now_s: float, lane: int) -> str | None:
-        """Return why this connection must be cut off, or None; call it every tick."""
-        taken = self._count()
-        before = 0 if self._read_bytes else self._unread_bytes
-        self._unread_bytes = max(0, before + taken - self._taken_bytes - self._read_bytes)
-        self._taken_bytes, self._read_bytes = taken, 0
-        if self.owner is None:
-            if now_s - self._begun_s > STRANGER_S:
-                return "stranger: no record in time"
-            return "stranger: too many bytes" if taken > STRANGER_WIRE_BYTES else None
-        if self._unread_bytes > UNREAD_BYTES[lane]:
-            return "endless message"
-        return "silent" if now_s - self._read_s > SILENT_S else None
-
-    def _count(self) -> int:
-        """Return the bytes libzmq took from the kernel so far, with ciphertext and framing."""
-        if not sys.platform.startswith("linux"):
-            return 0
-        info = self._handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
-        if len(info) < _BYTES_RECEIVED_AT + 8:
-            return 0
-        waiting = struct.unpack("i", fcntl.ioctl(self._handle, termios.FIONREAD, bytes(4)))[0]
-        return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - int(waiting)
-
-    def kick(self) -> None:
-        """Shut the connection down; ZAP acts only at the handshake, so there is no other way."""
-        self.kicked = True
-        with contextlib.suppress(OSError):
-            self._handle.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the duplicate descriptor."""
-        self._handle.close()
 
 
 class Events(Protocol):
@@ -184,19 +118,24 @@ class ZmqSocket:
     """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one lane."""
 
     def __init__(
-        self, context: ZmqContext, lane: int, owner: PeerId | None, events: Events
+        self,
+        context: ZmqContext,
+        lane: int,
+        owner: PeerId | None,
+        events: Events,
+        guard: Guard,
     ) -> None:
         self.lane = lane
         self.owner = owner
         self.connections: dict[int, Connection] = {}
-        self._events = events
+        self._events, self._guard = events, guard
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
         self._pumping = False
         self.socket = context.socket(zmq.ROUTER if owner is None else zmq.DEALER)
         self._monitor = self.socket.get_monitor_socket(_EVENTS)
-        for watched in (self.socket, self._monitor):
-            self._loop.add_reader(watched, self.pump)
+        self._loop.add_reader(self.socket, self.pump)
+        self._loop.add_reader(self._monitor, self.pump)
 
     def write(self, route: bytes | None, payload: bytes) -> bool:
         """Hand one message to libzmq; return False if it has no room or the connection is gone."""
@@ -226,7 +165,8 @@ class ZmqSocket:
             self._again = None
         self._pumping = True
         try:
-            self._watch()
+            if not self.socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                self.watch()
             for _ in range(BATCH):
                 if not self._readable():
                     break
@@ -244,17 +184,21 @@ class ZmqSocket:
         return bool(events & zmq.POLLIN) and not self._events.paused(self.lane)
 
     def _read(self) -> None:
-        """Read one message; events come first, so that a reused descriptor is not mistaken."""
+        """Read one message.
+
+        Whoever acts on its descriptor calls `watch` first: the descriptor may be in use again."""
         try:
             route = None if self.owner else self.socket.recv(zmq.NOBLOCK)
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
-        self._watch()
         if frame.more:
             self._refuse_parts(frame)
             return
-        connection = self.connections.get(frame.get(zmq.SRCFD))
+        descriptor = frame.get(zmq.SRCFD)
+        if descriptor not in self.connections:
+            self.watch()
+        connection = self.connections.get(descriptor)
         if connection:
             connection.read(len(frame.buffer), self._loop.time())
         self._events.on_frame(self, route, frame)
@@ -264,6 +208,7 @@ class ZmqSocket:
         descriptor = frame.get(zmq.SRCFD)
         while frame.more:
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        self.watch()
         self.kick(descriptor, "several parts")
 
     def kick(self, descriptor: int, reason: str) -> None:
@@ -273,7 +218,7 @@ class ZmqSocket:
             self._events.on_drop(reason)
             connection.kick()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Process the monitor's events."""
         while not self.socket.closed:
             try:
@@ -293,24 +238,30 @@ class ZmqSocket:
     def _begin(self, descriptor: int) -> None:
         self._end(descriptor)
         try:
-            self.connections[descriptor] = Connection(descriptor, self._loop.time())
+            connection = Connection(descriptor, self.lane, self._loop.time())
         except OSError:
             return  # gone before we looked
+        self.connections[descriptor] = connection
+        self._guard.watch(connection)
 
     def _end(self, descriptor: int) -> None:
         connection = self.connections.pop(descriptor, None)
         if connection:
-            connection.close()
+            self._guard.forget(connection)
+            if connection.guarded:
+                self._events.on_drop("flood while this node was busy")
             if connection.owner:
                 self._events.on_down(self, descriptor, connection.owner)
 
     def tick(self, now_s: float, late: bool) -> None:
         """Cut off connections that break a limit; a late tick excuses silence, which was ours."""
         self.pump()
+        caught_up = not self.socket.closed and not self._events.paused(self.lane)
+        caught_up = caught_up and not self._readable()
         for descriptor, connection in list(self.connections.items()):
             if late or self._events.paused(self.lane):
                 connection.excuse(now_s)
-            fault = connection.fault(now_s, self.lane)
+            fault = connection.fault(now_s, caught_up)
             if fault:
                 self.kick(descriptor, fault)
         strangers = [fd for fd, connection in self.connections.items() if connection.owner is None]
@@ -329,5 +280,5 @@ class ZmqSocket:
         self._monitor.close(0)
         self.socket.close(0)
         for connection in self.connections.values():
-            connection.close()
+            self._guard.forget(connection)
         self.connections.clear()

@@ -7,6 +7,7 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farflock.swarm.record import Record
+from farflock.swarm.zmq.guard import Guard
 from farflock.swarm.zmq.outbox import LANES
 from farflock.swarm.zmq.partner import Dial, PartnerTable
 from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure, multiaddress
@@ -26,7 +27,8 @@ class Sockets:
         self._suspect_after_s = suspect_after_s
         self._context: ZmqContext = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
-        self._zap = ZapHandler(self._context, table.gate)
+        self.guard = Guard()
+        self._zap = ZapHandler(self._context, table.gate, self._watch)
 
     def listen(self, address: str, advertise: Sequence[str]) -> tuple[str, ...]:
         """Bind both ROUTERs; return the addresses to publish, in pairs: control, bulk.
@@ -47,7 +49,7 @@ class Sockets:
 
     def _bind(self, lane: int, endpoint: str) -> int:
         """Make one ROUTER; return its TCP port."""
-        router = ZmqSocket(self._context, lane, None, self._events)
+        router = ZmqSocket(self._context, lane, None, self._events, self.guard)
         self.routers.append(router)  # before it binds, so that `close` finds it if that fails
         configure(router.socket, lane, self._key, None, self._suspect_after_s)
         try:
@@ -59,7 +61,15 @@ class Sockets:
 
     def dial(self, record: Record, now_s: float) -> Dial:
         """Begin to connect to the owner of a record."""
-        return Dial(self._context, self._events, self._key, record, self._suspect_after_s, now_s)
+        return Dial(
+            self._context,
+            self._events,
+            self.guard,
+            self._key,
+            record,
+            self._suspect_after_s,
+            now_s,
+        )
 
     def ports(self) -> Iterator[ZmqSocket]:
         """Yield every open socket."""
@@ -67,6 +77,11 @@ class Sockets:
         for partner in self._table.partners.values():
             if partner.dial:
                 yield from partner.dial.ports
+
+    def _watch(self) -> None:
+        """Let the guard know of every connection before any is admitted."""
+        for router in self.routers:
+            router.watch()
 
     def wake(self, lane: int) -> None:
         """Read the sockets of this lane again, in the loop's next turn."""
@@ -78,5 +93,6 @@ class Sockets:
         """Close everything; every dial must have been closed before."""
         for router in self.routers:
             router.close()
+        self.guard.close()
         self._zap.close()
         self._context.term()

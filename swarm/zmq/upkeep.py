@@ -45,6 +45,7 @@ class Upkeep:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         for port in list(self._sockets.ports()):
             port.tick(now_s, late_s > LATE_S)
+        self._sockets.guard.tick()
         if now_s >= self._upkeep_s:
             self._upkeep_s = now_s + UPKEEP_S
             self._tend_all(now_s, late_s)

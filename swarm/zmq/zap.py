@@ -6,7 +6,7 @@ the signed record that names the key: only both together bind the connection to 
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -59,10 +59,14 @@ class Gate:
 
 
 class ZapHandler:
-    """Answers one context's ZAP requests; the User-Id that it sets is the CURVE key in hex."""
+    """Answers one context's ZAP requests; the User-Id that it sets is the CURVE key in hex.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], gate: Gate) -> None:
-        self._gate = gate
+    `watch` is called before an answer: an admitted connection may send at once."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], gate: Gate, watch: Callable[[], None]
+    ) -> None:
+        self._gate, self._watch = gate, watch
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
@@ -75,6 +79,7 @@ class ZapHandler:
                 request = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._watch()
             self._socket.send_multipart(self._reply(request))
 
     def _reply(self, request: list[bytes]) -> list[bytes]:

@@ -28,6 +28,7 @@ from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.compute import Worker
 from farflock.swarm.frame import unpack
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import joined
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
@@ -54,7 +55,7 @@ class Killer:
 
     async def send_bulk(self, peer, frame, timeout_s):
         """Pieces: others ask for my contribution only once they have my offer."""
-        message = unpack(frame).message
+        message = unpack(joined(frame)).message
         if (
             self._phase == "after its offer"
             and isinstance(message, Piece)

@@ -136,8 +136,11 @@ class Silent:
         finally:
             self.computing = False
 
+    def encoded(self, exchange, claim, encode):
+        return encode(exchange, self.hashed(exchange, claim))
+
     def encode(self, exchange, claim):
-        return SimpleNamespace(payloads=())
+        return SimpleNamespace(exchange=exchange, payloads=())
 
     async def exchange(self, offer):
         await asyncio.sleep(self.answer_s)

@@ -12,6 +12,7 @@ from farflock.swarm import chunks as module
 from farflock.swarm.chunks import (
     INBOUND_BYTES,
     MAX_ASKERS,
+    MAX_PIECE_BYTES,
     MAX_WANTS,
     PIECE_BYTES,
     STALL_S,
@@ -474,7 +475,8 @@ async def test_no_holder_is_ever_asked_for_more_than_its_window(net):
             for start in range(message.start, message.stop, PIECE_BYTES):
                 open_wants[message.digest, start] = min(PIECE_BYTES, message.stop - start)
         elif isinstance(message, Piece):
-            open_wants.pop((message.digest, message.start), None)
+            for start in range(message.start, message.start + len(body), PIECE_BYTES):
+                open_wants.pop((message.digest, start), None)
         most, most_wants = (
             max(most, sum(open_wants.values())),
             max(most_wants, len(net.peers["holder"].wants)),
@@ -634,3 +636,72 @@ def test_the_constants_fit_each_other():
     assert MAX_CHUNK_BYTES % PIECE_BYTES == 0
     assert module.MAX_WANTS * (WINDOW_BYTES // MAX_WANTS) == WINDOW_BYTES
     assert INBOUND_BYTES >= MAX_CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rate", "longest"), [(100e3, PIECE_BYTES), (1.2e6, 2 * PIECE_BYTES), (1e9, MAX_PIECE_BYTES)]
+)
+def test_a_piece_is_as_long_as_the_line_carries_in_a_fraction_of_a_second(rate, longest):
+    """On a slow line a long piece would look like silence."""
+
+    @in_virtual_time
+    async def main(net):
+        net.rate, lengths = rate, []
+        data = [data_of(40 * PIECE_BYTES, seed) for seed in range(4)]
+        net.peer("holder", *data)
+        reader = net.peer("reader")
+
+        def watch(sender, to, message, body):
+            if isinstance(message, Piece):
+                lengths.append(len(body))
+            return message, body
+
+        net.tap = watch
+        for each in data:
+            assert await fetch(reader, each, ["holder"], timeout_s=120)
+        assert lengths[0] == PIECE_BYTES  # nothing is known of the line yet
+        assert max(lengths) == longest
+        assert not reader.dropped
+
+    main()
+
+
+@in_virtual_time
+async def test_a_long_piece_fills_only_what_is_missing_and_pieces_are_whole_units(net):
+    data = data_of(10 * PIECE_BYTES + 7)
+    net.peer("holder", data)
+    reader = net.peer("reader")
+    wants = []
+
+    def watch(sender, to, message, body):
+        if isinstance(message, Piece):
+            piece = forged(
+                message.digest, PIECE_BYTES, len(data), data[PIECE_BYTES:][: 3 * PIECE_BYTES]
+            )
+            for _ in range(2):  # the second one fills nothing
+                reader.receive("holder", *piece)
+            reader.receive("holder", *forged(message.digest, 0, len(data), data[: PIECE_BYTES + 1]))
+            reader.receive("holder", *forged(message.digest, 0, len(data), data[:-1]))
+            net.tap = lambda sender, to, message, body: (message, body)
+        else:
+            wants.append(message)
+        return message, body
+
+    net.tap = watch
+    assert await fetch(reader, data, ["holder"])
+    assert reader.dropped["piece of the wrong size"] == 2
+    assert reader.dropped["piece not asked for"] >= 1
+
+
+def test_a_full_store_drops_the_chunks_released_first_and_no_pinned_one():
+    store = Store(budget_bytes=30)
+    names = [store.put(bytes([number]) * 10, number) for number in range(3)]
+    for pin in (1, 0):
+        store.release(pin)
+    store.pin(names[1], "again")
+    store.put(b"x" * 10, "x")
+    assert [name in store for name in names] == [False, True, True]
+    store.release("again")
+    store.put(b"y" * 10, "y")
+    assert [name in store for name in names] == [False, False, True]
+    assert store.size_bytes == 30

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm import frame as frames
+from farflock.swarm.chunks import digest_of, is_intact
 from farflock.swarm.frame import Frame, ProtocolViolation, message_kind, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
@@ -79,7 +80,7 @@ OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B)
 CALL = Call(3, b"forward", (((A, MAX_CHUNK_BYTES), (B, 5)),))
 
 SPECIMENS: tuple[Message, ...] = (
-    Want(A, 65536, 131072),
+    Want(A, 65536, 131072, 262144),
     Piece(A, 65536, 131072),
     Miss(B),
     OFFER,
@@ -129,7 +130,7 @@ def sealed(message_bytes, body=b"", *, incarnation=1, version=frames.VERSION, fl
     head = struct.pack(
         "<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body)
     )
-    return head + struct.pack("<I", zlib.crc32(head + message_bytes + body)) + message_bytes + body
+    return head + struct.pack("<I", zlib.crc32(head + message_bytes)) + message_bytes + body
 
 
 def refused_in_little_memory(packed):
@@ -206,7 +207,7 @@ def filled(kind, chance):
         "payloads": (((chance.randbytes(32), chance.randint(1, MAX_CHUNK_BYTES)),) * many,)
         * chance.randint(0, 4),
     }
-    numbers = {"start", "stop", "size"}
+    numbers = {"start", "stop", "size", "piece"}
     made = {}
     for name in kind.__struct_fields__:
         if name in numbers:
@@ -246,11 +247,27 @@ def test_every_truncation_extension_and_bit_flip_is_refused(message):
     for tail in (b"\x00", b"\xc0", packed):
         with pytest.raises(ProtocolViolation):
             unpack(packed + tail)
-    for bit in range(8 * len(packed)):
-        flipped = bytearray(packed)
-        flipped[bit // 8] ^= 1 << bit % 8
+    covered = len(packed) - len(body_of(message))
+    for bit in range(8 * covered):
         with pytest.raises(ProtocolViolation):
-            unpack(bytes(flipped))
+            unpack(flipped(packed, bit))
+
+
+def flipped(packed, bit):
+    altered = bytearray(packed)
+    altered[bit // 8] ^= 1 << bit % 8
+    return bytes(altered)
+
+
+def test_a_bit_flip_in_a_piece_is_left_to_the_digest_of_its_chunk():
+    body = b"a chunk of one piece"
+    piece = Piece(digest_of(body), 0, len(body))
+    packed = pack(Frame(12345, piece, body))
+    assert is_intact(bytes(unpack(packed).body), piece.digest)
+    for bit in range(8 * (len(packed) - len(body)), 8 * len(packed)):
+        frame = unpack(flipped(packed, bit))
+        assert (frame.incarnation, frame.message) == (12345, piece)
+        assert not is_intact(bytes(frame.body), piece.digest)
 
 
 @settings(max_examples=300, deadline=None)
@@ -285,7 +302,7 @@ def test_the_head_is_as_documented():
     assert (magic, version, flags, incarnation) == (b"FF", frames.VERSION, 0, 0x0102030405060708)
     assert HEAD_BYTES + message_bytes + body_bytes == len(packed)
     assert packed[-3:] == b"abc"
-    assert checksum == zlib.crc32(packed[:20] + packed[24:])
+    assert checksum == zlib.crc32(packed[:20] + packed[24:-3])
 
 
 @pytest.mark.parametrize(

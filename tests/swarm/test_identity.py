@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.swarm import identity
 from farflock.swarm.identity import (
     SIGNATURE_BYTES,
     BadIdentity,
@@ -82,6 +83,32 @@ def test_any_text_is_refused_or_is_the_only_name_of_its_key(text):
 
 
 # Signatures.
+
+
+def test_good_signatures_are_remembered_up_to_a_limit_and_bad_ones_never(monkeypatch):
+    monkeypatch.setattr(identity, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(identity, "_good", {})
+    key, checked = Identity.from_seed(bytes(32)), []
+    public_key = identity.public_key
+
+    def counted(peer):
+        checked.append(peer)
+        return public_key(peer)
+
+    monkeypatch.setattr(identity, "public_key", counted)
+    signature = key.sign(b"one", b"text")
+    for _ in range(5):
+        assert verify(key.peer, b"one", b"text", signature)
+        assert not verify(key.peer, b"two", b"text", signature)
+    assert len(checked) == 1 + 5
+    for number in range(5):
+        text = bytes([number])
+        assert verify(key.peer, b"one", text, key.sign(b"one", text))
+    assert len(checked) == 1 + 5 + 5
+    assert verify(key.peer, b"one", b"text", signature)
+    assert len(checked) == 1 + 5 + 5 + 1, "the first was forgotten"
+    assert not verify(Identity.from_seed(bytes([1]) * 32).peer, b"one", b"text", signature)
+    assert not verify(key.peer, b"one", b"text", signature + bytes(1))
 
 
 def test_a_signature_is_good_for_its_signer_its_domain_and_its_message_alone():

@@ -53,7 +53,8 @@ class Fleet(contextlib.AsyncExitStack):
         await meet(b, a)
         return a, b
 
-    def stranger(self, target: ZmqLinks, seed: int = 9, lane: int = 0, **options) -> "Stranger":
+    def stranger(self, target, seed: int = 9, lane: int = 0, **options) -> "Stranger":
+        """Return a hostile client of a peer: of anything with a `record()`."""
         stranger = Stranger(target, identity(seed), lane, **options)
         self.callback(stranger.close)
         return stranger
@@ -68,7 +69,12 @@ class Stranger:
     """A hand-made client that holds a CURVE key and sends whatever it likes."""
 
     def __init__(
-        self, target: ZmqLinks, owner: Identity, lane: int, routing_id: bytes | None = None
+        self,
+        target,
+        owner: Identity,
+        lane: int,
+        routing_id: bytes | None = None,
+        heartbeat_ivl: int = 0,
     ):
         self.owner = owner
         self.key = owner.session_key()
@@ -80,6 +86,7 @@ class Stranger:
         self.socket.curve_publickey = z85.encode(self.curve)
         self.socket.curve_serverkey = z85.encode(record.curve)
         self.socket.reconnect_ivl = -1
+        self.socket.heartbeat_ivl = heartbeat_ivl
         if routing_id:
             self.socket.routing_id = routing_id
         self.socket.connect(zmq_endpoint(record.endpoints[lane]))
@@ -101,6 +108,7 @@ class Stranger:
         assert self.socket.recv()[:1] == b"\x01"
 
     def close(self) -> None:
+        """Go at once, also if called twice."""
         self.socket.close()
         self.context.term()
 

@@ -14,8 +14,9 @@ from farflock.swarm.messages import MAX_CHANGES, Holds, Key, Message
 _CHANGE = struct.Struct("<I8s")
 RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 CONFIRM_S = 0.2  # a report is small, and repeated only until it is confirmed
-# Between reports while holdings grow, so that each has many changes: a share of the deadline, at
-# least `RESEND_S` and at most `MAX_COLLECT_S`.
+QUICK_REPEATS = 4  # after this time, before they become rarer: what is not lost may be late
+# Between reports while holdings grow, so that each has many changes, and the longest wait for a
+# confirmation: a share of the deadline, at least `RESEND_S` and at most `MAX_COLLECT_S`.
 COLLECT = 0.05
 MAX_COLLECT_S = 2.0
 
@@ -39,13 +40,17 @@ class Holdings:
         self._confirmed = dict.fromkeys(others, 0)  # of ours, there
         self._sent = dict.fromkeys(others, 0)  # of ours, on their way or there
         self._sent_s = dict.fromkeys(others, started_s)
+        self._repeats = dict.fromkeys(others, 0)  # since the last confirmation
         self._collect_s = min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
         self._unanswered: set[int] = set()  # members that sent news, or sent it again
         self.offered: set[int] = set()  # members that have our offer
 
     def hear(self, member: int, message: Holds) -> list[HoldingsChange]:
         """Note a report; return the changes that were not known here."""
-        self._confirmed[member] = min(message.known, len(self._changes))
+        known = min(message.known, len(self._changes))
+        if known > self._confirmed[member]:
+            self._repeats[member] = 0
+        self._confirmed[member] = known
         if message.offered:
             self.offered.add(member)
         changes = _changes_of(message.changes)
@@ -85,13 +90,19 @@ class Holdings:
         first, count = self._confirmed[member], len(self._changes)
         waited_s = now_s - self._sent_s[member]
         news = count > self._sent[member] and at_once
-        again = self._sent[member] > first and waited_s >= CONFIRM_S
+        again = self._sent[member] > first and waited_s >= self._confirm_s(member)
         # Even without news: if the round is decided, the answer says so.
         if not (news or again or waited_s >= self._collect_s):
             return None
+        self._repeats[member] += again
         changes = self._changes[first : first + MAX_CHANGES]
         self._sent[member], self._sent_s[member] = first + len(changes), now_s
         return changes
+
+    def _confirm_s(self, member: int) -> float:
+        """Return the wait for a confirmation before a report is repeated."""
+        doublings = max(self._repeats[member] - QUICK_REPEATS, 0)
+        return min(CONFIRM_S * 2.0**doublings, self._collect_s)
 
 
 def _changes_of(raw: bytes) -> list[HoldingsChange]:

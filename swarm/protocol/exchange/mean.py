@@ -179,6 +179,9 @@ class Mean(Content):
         rank = order.index(self._roster.me)
         if rank == 0:
             return True
+        late_s = self._context.started_s + self._terms.deadline_s * LATE_REDUCER
+        if now_s < late_s and order[0] not in self._roster.suspects:
+            return False  # the common case
         # In a uniform mean, results with contributions that another bundle lacks do not count.
         rivals = [
             item.digest
@@ -189,7 +192,6 @@ class Mean(Content):
             return False
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
-        late_s = self._context.started_s + self._terms.deadline_s * LATE_REDUCER
         # Staggered by rank, so that one member at a time takes over.
         return not rivals and now_s >= late_s + TAKEOVER_S * rank
 

@@ -241,9 +241,10 @@ def test_a_server_that_dies_is_noticed_whatever_it_was_doing(killed_s):
         if killed_s < 1:
             world.lose(Call, 10)
         else:
-            world.network.set_link(
-                "caller", LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6)
-            )
+            for peer in ("caller", "server"):  # what has left a peer arrives, though it has died
+                world.network.set_link(
+                    peer, LinkModel(up_bytes_per_s=0.5e6, down_bytes_per_s=0.5e6)
+                )
         asking = asyncio.create_task(
             caller.fails("server", b"do", (data_of(900_000),), timeout_s=60.0)
         )

@@ -340,6 +340,10 @@ A, B, C, D = (Member(name, 1) for name in "abcd")
 VIEW = View(4, bytes(32), 40, (C, A, B))
 
 
+def test_a_view_lists_its_members_in_any_life():
+    assert [peer for peer in "abcd" if VIEW.lists(peer)] == sorted(VIEW.peers)
+
+
 def following(lives=None, joining=(), leaving=()):
     return next_members(VIEW, lives or {}, {member.peer: member for member in joining}, leaving)
 

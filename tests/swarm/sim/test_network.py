@@ -3,6 +3,7 @@ decides which are lost."""
 
 import asyncio
 import collections
+import random
 
 import pytest
 from worlds.waiting import now
@@ -490,3 +491,33 @@ def test_what_happens_between_two_peers_does_not_depend_on_what_others_do():
         ]
 
     assert of_a_and_b(True) == of_a_and_b(False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_pairs_with_a_changed_peer_change_their_lives(seed):
+    """The slow twin looks at all pairs after each event, as it does after a partition."""
+    chance, peers = random.Random(seed), "abcdef"
+    network, twin, islands = SimNetwork(seed), SimNetwork(seed), []
+
+    def happen(network, what, peer, other):
+        match what:
+            case "partition" | "heal":
+                islands[:] = [{peer, other}, {*peers} - {peer, other}] * (what == "partition")
+                network.partition(*islands) if islands else network.heal()
+            case "cut":
+                network.cut(peer, other)
+            case _:
+                getattr(network, what)(peer)
+
+    async def main():
+        whats = ["links", "links", "kill", "stop", "cont", "partition", "heal", "cut"]
+        for _ in range(80):
+            what, (peer, other) = chance.choice(whats), chance.sample(peers, 2)
+            happen(network, what, peer, other)
+            happen(twin, what, peer, other)
+            twin.partition(*islands)
+            await asyncio.sleep(chance.choice([0.01, NOTICE_S, SUSPECT_S, DEAD_S]))
+            pairs = [(one, two) for one in peers for two in peers]
+            assert [network.life(*pair) for pair in pairs] == [twin.life(*pair) for pair in pairs]
+
+    run_virtual(main())

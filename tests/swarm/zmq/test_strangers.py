@@ -9,6 +9,7 @@ from worlds.fleet import FRAME, got, identity, port_of, rss_bytes, run, silent, 
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
+from farflock.swarm.zmq import connection as zmq_connection
 from farflock.swarm.zmq import handshake as zmq_handshake
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import socket as zmq_port
@@ -98,7 +99,7 @@ def test_a_dialled_peer_that_is_another_than_the_record_says_is_not_believed():
 
 
 def test_a_silent_stranger_is_cut_off_in_time(monkeypatch):
-    monkeypatch.setattr(zmq_port, "STRANGER_S", 0.3)
+    monkeypatch.setattr(zmq_connection, "STRANGER_S", 0.3)
 
     async def main(fleet):
         a = await fleet.peer(1)
@@ -251,7 +252,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
 
 
 def test_a_stranger_that_says_nothing_for_long_is_cut_off(monkeypatch):
-    monkeypatch.setattr(zmq_port, "SILENT_S", 0.5)
+    monkeypatch.setattr(zmq_connection, "SILENT_S", 0.5)
     monkeypatch.setattr(zmq_upkeep, "PING_EVERY_S", 0.1)
 
     async def main(fleet):

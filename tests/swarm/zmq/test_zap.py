@@ -83,7 +83,7 @@ def test_a_key_of_another_length_is_not_admitted():
 async def deliver(table: Gate, configure) -> zmq.Frame | None:
     """The message that a CURVE server with this gate gets from a client within half a second."""
     context, loop = zmq.Context(), asyncio.get_running_loop()
-    handler = ZapHandler(context, table)
+    handler = ZapHandler(context, table, lambda: None)
     server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:
         for socket in (server, client):
@@ -133,7 +133,7 @@ def test_a_banned_key_a_plain_client_and_a_wrong_server_key_get_nowhere():
 def test_a_request_of_another_form_is_answered_with_a_refusal():
     async def main():
         context = zmq.Context()
-        handler = ZapHandler(context, gate())
+        handler = ZapHandler(context, gate(), lambda: None)
         asker = context.socket(zmq.DEALER)
         try:
             asker.connect("inproc://zeromq.zap.01")

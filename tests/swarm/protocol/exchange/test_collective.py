@@ -205,7 +205,7 @@ def test_the_agreement_check_can_fail(monkeypatch):
     for module in (decide, availability):
         monkeypatch.setattr(module, "is_quorum", lambda members, size: len(members) >= 1)
     with pytest.raises(AssertionError, match="two close lists"):
-        offering_world(2, n=4, kind="gather", loss=1.0).run()
+        offering_world(3, n=4, kind="gather", loss=1.0).run()
 
 
 @KINDS

@@ -1,5 +1,6 @@
 """Reports of holdings between two members: by difference, over links that lose and reorder."""
 
+import itertools
 import random
 
 import pytest
@@ -69,6 +70,28 @@ def test_news_goes_out_once_and_is_sent_again_only_until_it_is_confirmed(sides):
     assert (more.first, len(more.changes)) == (2, 12)
     assert b.hear(said) == []
     assert b.hear(more) == [change(1, 3)]
+
+
+def test_a_report_to_a_silent_member_is_repeated_less_and_less_often(sides):
+    a, _ = sides
+    a.changes.append(change(0, 1))
+    sent = [(tick, said) for tick in range(100) for said in a.says(tick / 10)]
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(sent)]
+    most = 10 * MAX_COLLECT_S
+    assert gaps == pytest.approx([2, 2, 2, 2, 2, 4, 8, 16, most, most], abs=1)  # in ticks
+
+
+def test_after_a_confirmation_repeats_come_soon_again(sides):
+    a, b = sides
+    a.changes.append(change(0, 1))
+    for tick in range(100):  # nothing is heard
+        a.says(tick / 10)
+    (said,) = a.says(20.0)
+    b.hear(said)
+    (answer,) = b.says(20.0)
+    a.hear(answer)
+    a.changes.append(change(0, 2))
+    assert [len(a.says(now_s)) for now_s in (20.1, 20.2, 20.1 + CONFIRM_S + 0.01)] == [1, 0, 1]
 
 
 def test_holdings_that_grow_are_collected(sides):

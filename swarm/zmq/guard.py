@@ -1,0 +1,67 @@
+"""A thread that bounds the bytes that libzmq holds unread while the event loop is blocked.
+
+libzmq reads whatever its partners send (decision 024). The loop's tick cuts off a sender that is
+too far ahead; while no tick comes, this thread does.
+"""
+
+import threading
+import time
+
+from farflock.swarm.zmq.connection import Connection
+
+MAX_UNREAD_BYTES = 192 * 1024 * 1024  # of all connections together; above it, of an equal share
+WATCH_S = 0.05
+BLOCKED_S = 0.1  # without a tick for this long, the loop counts as blocked
+
+
+class Guard:
+    """Watches connections of one peer's links until closed; `tick` shows that the loop runs."""
+
+    def __init__(self) -> None:
+        self.watched: dict[Connection, None] = {}  # the open connections
+        self._lock = threading.Lock()  # a descriptor that is looked at must not be closed
+        self._ticked_s = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="links guard", daemon=True)
+        self._thread.start()
+
+    def watch(self, connection: Connection) -> None:
+        """Bound this connection's unread bytes."""
+        with self._lock:
+            self.watched[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        """Close a connection, which has ended."""
+        with self._lock:
+            self.watched.pop(connection, None)
+            connection.close()
+
+    def tick(self) -> None:
+        """Note that the loop runs, and that each connection's backlog is up to date."""
+        self._ticked_s = time.monotonic()
+        if sum(connection.backlog_bytes for connection in self.watched) > MAX_UNREAD_BYTES:
+            self.enforce()
+
+    def _run(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            if time.monotonic() - self._ticked_s > BLOCKED_S:
+                self.enforce()
+
+    def enforce(self) -> None:
+        """Cut off each connection that is too far ahead of us, by the sum over all if need be.
+
+        What a connection that was cut off has sent stays until the loop reads it, and counts."""
+        with self._lock:
+            unread = {connection: connection.unread() for connection in self.watched}
+            is_full = sum(unread.values()) > MAX_UNREAD_BYTES
+            share_bytes = MAX_UNREAD_BYTES // max(1, len(unread))
+            for connection, ahead_bytes in unread.items():
+                limit_bytes = share_bytes if is_full else connection.limit_bytes
+                if ahead_bytes > limit_bytes and not connection.kicked:
+                    connection.guarded = True
+                    connection.kick()
+
+    def close(self) -> None:
+        """End the thread; no connection may be left."""
+        self._ended.set()
+        self._thread.join()
