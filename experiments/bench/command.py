@@ -27,6 +27,7 @@ BENCHMARKS = {
     "overlap": "farflock.experiments.bench.overlap",
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
+    "pipeline": "farflock.experiments.bench.pipeline",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
@@ -116,8 +117,8 @@ def command(
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as
-    codec.int8. `farflock bench quality` takes hours and has its own options: see
+    NAME is codec, loop, sim, memory, sync, overlap, kill, planner, pipeline, or one metric such
+    as codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
