@@ -177,7 +177,7 @@ async def test_a_full_server_drops_small_payloads_too_and_gets_them_when_it_has_
 
 
 @in_a_world
-async def test_a_payload_that_a_server_has_had_is_not_sent_again_and_is_fetched_if_it_is_gone(
+async def test_a_payload_that_a_server_has_had_is_not_sent_again_but_fetched_if_it_is_gone(
     world,
 ):
     caller, server = world.pair(Echo(answer=CallReply(b"done")))
