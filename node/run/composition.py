@@ -27,6 +27,7 @@ from farflock.compression.activation_catalog import (
     max_bytes,
     subspace_terms,
 )
+from farflock.compression.subspace import id_bytes
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.shapes import ShapeReplica
@@ -36,6 +37,7 @@ from farflock.node.run.terms import MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.peer.call_server import ROOM_BYTES
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
@@ -253,23 +255,53 @@ def _without_memory(codec: str) -> str:
 
 
 def _payloads(parts: Composition) -> Breach | None:
-    """A call carries a whole activation, or a whole gradient of one, so each must fit a payload."""
+    """Each payload of a pass must fit a call, and all payloads of a call must fit the room that a
+    peer has for calls."""
+    batch = parts.plan.batch
+    if (why := _oversize(parts, batch)) is None:
+        return None
+    fits, over = 0, batch
+    while over - fits > 1:
+        between = (fits + over) // 2
+        fits, over = (fits, between) if _oversize(parts, between) else (between, over)
+    return why, f"set train.batch to {fits} or less" if fits else "shorten train.seq"
+
+
+def _oversize(parts: Composition, batch: int) -> str | None:
+    """Return why microbatches of so many sequences are too large for calls, or None."""
     plan, codec = parts.plan, parts.pipeline.codec
-    largest = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
-    remedy = f"set train.batch to {largest} or less" if largest else "shorten train.seq"
+    sizes = {}
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        shape = (plan.batch, plan.seq, plan.model.dim)
+        shape = (batch, plan.seq, plan.model.dim)
         try:
             size = max_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
         except ValueError as error:
-            return str(error), remedy
+            return str(error)
         if size > MAX_PAYLOAD_BYTES:
             why = (
                 f"a microbatch's {direction} payload has {size:,} bytes, and a call carries at most"
             )
-            return f"{why} {MAX_PAYLOAD_BYTES:,}", remedy
+            return f"{why} {MAX_PAYLOAD_BYTES:,}"
+        sizes[direction] = size
+    whole = _backward_call_bytes(parts, batch, sizes["forward"], sizes["backward"])
+    if whole > ROOM_BYTES:
+        why = f"all payloads of a backward pass have {whole:,} bytes together, and a peer has room"
+        return f"{why} for {ROOM_BYTES:,} in its calls"
     return None
+
+
+def _backward_call_bytes(parts: Composition, batch: int, forward: int, backward: int) -> int:
+    """Return the largest sum of payloads of a backward pass, at any stage: the tokens, the stage's
+    input, and the gradient of its output with what that needs, or the targets."""
+    plan, stages = parts.plan, len(parts.pipeline.stages)
+    tokens = batch * plan.seq * id_bytes(plan.model.vocab_size)
+    names = known_of(parts.pipeline.codec) if subspace_terms(parts.pipeline.codec) is None else ()
+    masked = any(activation_codec(name).name.endswith(",mask") for name in names)
+    gradient = backward + masked * forward if stages > 1 else tokens
+    last = tokens + (stages > 1) * forward + tokens
+    inner = tokens + (stages > 2) * forward + gradient
+    return max(last, inner)
 
 
 def _free_replicas(parts: Composition) -> Breach | None:
