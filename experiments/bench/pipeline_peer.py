@@ -61,10 +61,10 @@ class PlainLoop:
 
     def __init__(self, plan: RunPlan, microbatches: int, tokens: TokenIds, number: int) -> None:
         self._plan, self._count = plan, microbatches
-        self._model = build(plan.model, plan.run_seed)
-        self._inner = plan.inner.build(self._model)
+        self.model = build(plan.model, plan.run_seed)
+        self._inner = plan.inner.build(self.model)
         self._batches = Batches(tokens, plan.run_seed, str(number), plan.batch, plan.seq)
-        self._number = 0
+        self.begun = 0  # microbatches
 
     def train(self, steps: int) -> float:
         """Take `steps` steps; return the processor seconds of this thread."""
@@ -72,12 +72,12 @@ class PlainLoop:
         for _ in range(steps):
             self._inner.zero_grad()
             for _ in range(self._count):
-                x, y = self._batches.batch(self._number)
-                loss = functional.cross_entropy(self._model(x).flatten(0, 1), y.flatten())
+                x, y = self._batches.batch(self.begun)
+                loss = functional.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
                 (loss / self._count).backward()  # type: ignore[no-untyped-call]
-                self._number += 1
+                self.begun += 1
             if self._plan.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._plan.clip_norm)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._plan.clip_norm)
             self._inner.step()
         return time.thread_time() - begun_s
 

@@ -64,6 +64,10 @@ class Reservations:
         self._made[peer] = stage, self.now() + HELD_S
         return stage
 
+    def __len__(self) -> int:
+        """Return the number of newcomers that are counted."""
+        return len(self._made)
+
     def _forget(self) -> None:
         """Forget newcomers that are members by now or took too long, and the oldest of too
         many."""

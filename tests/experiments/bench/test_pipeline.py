@@ -49,10 +49,10 @@ def test_both_arms_take_the_same_steps(size):
 def test_a_plain_step_takes_the_whole_batch():
     plan = plan_of(QUICK.model, QUICK.batch, QUICK.seq)
     loop = PlainLoop(plan, 3, corpus(), number=0)
-    before = [weight.detach().clone() for weight in loop._model.parameters()]
+    before = [weight.detach().clone() for weight in loop.model.parameters()]
     assert loop.train(2) > 0
-    assert loop._number == 6
-    after = loop._model.parameters()
+    assert loop.begun == 6
+    after = loop.model.parameters()
     assert any(not old.equal(new) for old, new in zip(before, after, strict=True))
 
 

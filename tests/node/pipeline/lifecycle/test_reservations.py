@@ -53,7 +53,7 @@ def test_one_that_became_a_member_or_never_comes_is_counted_no_longer():
 def test_few_are_remembered():
     member = Member(0)
     member.sends(*map(str, range(3 * MAX_RESERVED)))
-    assert len(member.reservations._made) == MAX_RESERVED
+    assert len(member.reservations) == MAX_RESERVED
 
 
 def test_other_calls_are_passed_on():

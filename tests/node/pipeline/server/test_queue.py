@@ -41,8 +41,9 @@ def test_forward_passes_are_taken_several_at_once_where_no_backward_one_waits():
 def test_a_crowd_of_one_kind_does_not_hold_up_the_other():
     queue, kinds = filled(1, 8), []
     for number in range(8):
-        kinds += [job[0] for job in queue.take()]
-        if not len(queue._forward):
+        (job,) = queue.take()
+        kinds.append(job[0])
+        if job[0] == "f":
             queue.put(f"f{number}", backward=False)
     assert kinds == ["b", "f"] * 4
 
