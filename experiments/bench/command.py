@@ -29,6 +29,7 @@ BENCHMARKS = {
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
     "round": "farflock.experiments.bench.round",
+    "pipeline": "farflock.experiments.bench.pipeline",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
@@ -147,8 +148,8 @@ def command(
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, or one metric
-    such as codec.int8. `farflock bench quality` takes hours and has its own options: see
+    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, pipeline, or one
+    metric such as codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with

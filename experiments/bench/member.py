@@ -7,6 +7,7 @@ the swarm alone.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,8 +39,10 @@ async def member(
     place: Place,
     compute: Callable[[Callable[[], Any]], Awaitable[Any]],
     terms: RunTerms = TERMS,
+    role: str | None = None,
 ) -> AsyncIterator[Peer]:
-    """Run a peer on real links, not yet in any view; send its record to the owner, if any."""
+    """Run a peer on real links, not yet in any view; send its record to the owner, if any. Its
+    record has this `role`; without one, that of a whole model."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
     links = await ZmqLinks.open(
@@ -52,12 +55,12 @@ async def member(
             links,
             None,
             incarnation=incarnation,
-            record=links.record,
+            record=partial(links.record, role=role),
             compute=compute,
         )
         async with peer.running():
             if owner is not None:
-                owner.say("record", record=links.record().hex())
+                owner.say("record", record=links.record(role=role).hex())
             yield peer
     finally:
         await links.close()

@@ -23,6 +23,7 @@ from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
+from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
@@ -79,8 +80,9 @@ class PipelineNode:
         )
         if self.servings:
             # before `run`: path policies ban servers that fail, but not slow ones
-            peer.calls.handler = self._handler()
-            if not isinstance(peer.calls.handler, Closed):
+            handler = self._handler()
+            peer.calls.handler = reservations_of(peer, len(pipeline.stages), handler)
+            if not isinstance(handler, Closed):
                 peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
             if (before := self.saved.get(serving.index)) is not None:

@@ -6,6 +6,7 @@ trainer keeps, walker.py the walk, stage_client.py one call of a walk, and commi
 microbatches that count. The path policy chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -28,7 +29,7 @@ from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1  # between two checks for lost gradients and for room for more microbatches
+TICK_S = 0.1  # between two checks for lost gradients; a walk that ends makes room at once
 
 
 class Trainer:
@@ -57,6 +58,8 @@ class Trainer:
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
+        self._walk_ended = asyncio.Event()
+        self._next_tick_s = 0.0
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
@@ -70,11 +73,20 @@ class Trainer:
             while not (self.stopping or enough()):
                 if self._failure is not None:
                     raise self._failure
-                self._look_around()
+                if _now() >= self._next_tick_s:
+                    self._next_tick_s = _now() + TICK_S
+                    self._look_around()
                 self.begin_more()
-                await asyncio.sleep(TICK_S)
+                await self._until_walk_ends()
         finally:
             await cancel(*self._tasks)
+
+    async def _until_walk_ends(self) -> None:
+        """Wait until a walk has ended, but not beyond the next tick."""
+        self._walk_ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_tick_s):
+                await self._walk_ended.wait()
 
     # status
 
@@ -135,6 +147,7 @@ class Trainer:
             self._depth.came_back(_now(), flight.trip_s)
         finally:
             self._walking.discard(flight.number)
+            self._walk_ended.set()
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,9 +1,11 @@
 """A trainer among scripted servers: what it asks of each, and how it meets silence and loss."""
 
 import asyncio
+import itertools
 
 import pytest
 from worlds.trainer_world import (
+    CALL_S,
     EPOCH,
     LIFE,
     STAGES,
@@ -53,6 +55,17 @@ async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_
     await world.close(0, stages=(2,))
     assert ("microbatch", 0) in world.events
     assert world.trainer.source.begun == 2
+
+
+@trained(kept=9)
+async def test_the_next_microbatch_begins_when_a_walk_ends_and_not_with_the_next_tick(world):
+    begun_s = []
+    draw, now = world.trainer.source.draw, asyncio.get_running_loop().time
+    world.trainer.source.draw = lambda epoch: begun_s.append(now()) or draw(epoch)
+    await world.until(lambda: len(begun_s) == 5)
+    walk_s = 5 * CALL_S  # two forward passes and three backward ones
+    apart_s = [after - before for before, after in itertools.pairwise(begun_s)]
+    assert apart_s == pytest.approx([walk_s] * 4)
 
 
 @trained()
