@@ -142,7 +142,7 @@ class PlainReplica:
         return float_block(self._slots.find(name, what).reshape(-1)[start:stop])
 
     def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
-        """BlockChange the stored tensors block by block."""
+        """Change the stored tensors block by block."""
         for name in names:
             stored = [self._slots.find(name, what) for what in whats]
             flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous

@@ -129,7 +129,7 @@ class BlocksOfWhole:
     def update(
         self: WholeTensors, names: Sequence[str], whats: Sequence[What], change: BlockChange
     ) -> None:
-        """BlockChange copies block by block, and write back those that changed."""
+        """Change copies block by block, and write back those that changed."""
         for name in names:
             whole = [self.read((name,), what)[name].contiguous() for what in whats]
             changed: dict[What, Tensor] = {}

@@ -20,7 +20,7 @@ class Outer(Protocol):
     of the model's size."""
 
     def step_(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> None:
-        """BlockChange parameters and momentum in place."""
+        """Change parameters and momentum in place."""
         ...
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
