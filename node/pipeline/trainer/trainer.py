@@ -26,6 +26,7 @@ from farflock.node.reporting import Report
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.peer.peer import OpenWait, Peer
+from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.tasks import cancel
 
@@ -46,13 +47,15 @@ class Trainer:
         terms: TrainerTerms,
         report: Report = lambda kind, fields: None,
         inputs: StageInputs | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self._stage_directory, self._terms = stage_directory, terms
         self.source, self.inputs = source, WholeInputs() if inputs is None else inputs
         codecs, quarantine = EdgeCodecs(source.edges, peer.codec_offers.of), Quarantine()
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
         self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
-        self.commits = CommitTracker(peer.me, stage_directory, report)
+        self._allowance = allowance or Allowance(terms.kept, terms.kept)
+        self.commits = CommitTracker(peer.me, stage_directory, report, heard=self._heard)
         parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
         self._walker = Walker(*parts, report, self._spawn)
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
@@ -127,12 +130,17 @@ class Trainer:
             if stage not in flight.asking:
                 self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
+    def _heard(self, stage: int, size: int) -> None:
+        if not stage:  # one stage's rounds are enough, and every microbatch visits the first
+            self._allowance.named(size, _now())
+
     def begin_more(self) -> None:
         """Begin as many microbatches as may be in flight."""
-        # depth hides the latency; `kept` bounds what waits until a round names it
+        # depth hides the latency, `kept` bounds the memory, the allowance the size of rounds
         while (
             len(self._walking) < self._depth.wanted
             and len(self._flights) < self._terms.kept
+            and self._allowance.has_room(self.commits.ledger.uncommitted, _now())
             and self.may_begin()
         ):
             flight = self.source.draw(self._stage_directory.epoch)
