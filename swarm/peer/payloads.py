@@ -123,8 +123,13 @@ async def fetch(
 
     Chunks that arrived are pinned in any case: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
-    fetches = (_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items())
-    if not all(await asyncio.gather(*fetches)):
+    missing = []
+    for chunk in chunks.items():
+        if chunk[0] in context.store:  # as all that came with their message are: no task is needed
+            context.store.pin(chunk[0], pin)
+        else:
+            missing.append(_fetch(context, holder, *chunk, pin, timeout_s))
+    if missing and not all(await asyncio.gather(*missing)):
         return None
     whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
     announced = [[size for _, size in payload] for payload in payloads]

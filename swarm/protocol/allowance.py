@@ -9,8 +9,8 @@ adapts its own number, by additive increase and multiplicative decrease, which l
 
 from dataclasses import dataclass
 
-MIN_PATIENCE_S = 3.0  # without a round, before the allowance doubles: other trainers may have gone
-PATIENT_ROUNDS = 2.0  # the same for long rounds, in times between the last two
+ROUND_TIMEOUT_S = 3.0  # without a round, before the allowance doubles: other trainers may have gone
+TIMEOUT_ROUNDS = 2.0  # the same for long rounds, in times between the last two
 # Times its batch, the size up to which a round is no reason to hold microbatches back: some come
 # in until all servers know that the batch is full.
 TOLERANCE = 1.5
@@ -41,7 +41,7 @@ class Allowance:
             return True
         if self._short_s is None:
             self._short_s, self._was_short = now_s, True
-        if now_s - self._short_s < max(MIN_PATIENCE_S, PATIENT_ROUNDS * self._apart_s):
+        if now_s - self._short_s < max(ROUND_TIMEOUT_S, TIMEOUT_ROUNDS * self._apart_s):
             return False
         # the others' shares may be missing, so that no round has its batch
         self.limit, self._short_s = 2.0 * unnamed, None

@@ -94,7 +94,7 @@ class ZmqLinks:
 
     @property
     def me(self) -> PeerId:
-        return self._identity.peer
+        return self._record.peer  # asked for with every frame
 
     def record(
         self,

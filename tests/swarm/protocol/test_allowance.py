@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.protocol.allowance import (
-    MIN_PATIENCE_S,
-    PATIENT_ROUNDS,
+    ROUND_TIMEOUT_S,
+    TIMEOUT_ROUNDS,
     TOLERANCE,
     Allowance,
 )
@@ -84,18 +84,18 @@ def test_a_round_that_is_too_large_shrinks_it_in_proportion_but_never_below_one(
 def test_without_rounds_it_doubles_as_the_trainers_that_had_the_other_shares_may_be_gone():
     allowance = Allowance(BATCH, 2)
     assert not allowance.has_room(2, 10.0)
-    assert not allowance.has_room(2, 10.0 + MIN_PATIENCE_S - 0.1)
-    assert allowance.has_room(2, 10.0 + MIN_PATIENCE_S)
+    assert not allowance.has_room(2, 10.0 + ROUND_TIMEOUT_S - 0.1)
+    assert allowance.has_room(2, 10.0 + ROUND_TIMEOUT_S)
     assert allowance.limit == 4
 
 
 def test_long_rounds_are_waited_for_longer():
-    allowance, apart_s = Allowance(BATCH, 2), 10 * MIN_PATIENCE_S
+    allowance, apart_s = Allowance(BATCH, 2), 10 * ROUND_TIMEOUT_S
     allowance.named(BATCH, 0.0)
     allowance.named(BATCH, apart_s)
     assert not allowance.has_room(2, apart_s)
-    assert not allowance.has_room(2, (1 + PATIENT_ROUNDS) * apart_s - 0.1)
-    assert allowance.has_room(2, (1 + PATIENT_ROUNDS) * apart_s)
+    assert not allowance.has_room(2, (1 + TIMEOUT_ROUNDS) * apart_s - 0.1)
+    assert allowance.has_room(2, (1 + TIMEOUT_ROUNDS) * apart_s)
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=50))
@@ -109,7 +109,7 @@ def test_whatever_rounds_come_a_trainer_that_asks_long_enough_may_begin(sizes):
             allowance.named(size, now_s)
             unnamed = max(unnamed - size, 0)
     for _ in range(3):
-        now_s += PATIENT_ROUNDS * 60.0 + MIN_PATIENCE_S
+        now_s += TIMEOUT_ROUNDS * 60.0 + ROUND_TIMEOUT_S
         if allowance.has_room(unnamed, now_s):
             return
     pytest.fail("held back for ever")
