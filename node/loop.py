@@ -70,6 +70,7 @@ class Loop:
     def train_one(self, progress: Progress) -> float:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
+        self.state_sync.cuts.before_step()
         progress = replace(progress, weight=self.training_task.weight)
         self.driver.method.local_step(self.driver.replica, progress)
         return loss
@@ -116,5 +117,10 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
-        await self._start(await self.compute(apply))
+
+        def change() -> list[Exchange]:
+            self.state_sync.cuts.before_change()
+            return apply()
+
+        await self._start(await self.compute(change))
         self.report("round", action.summary)

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import safetensors.torch
 import torch
 
+from farflock.node.state.cut import OpenCuts
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import ExchangeKey, State
@@ -57,6 +59,7 @@ class StateSync:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
+        self.cuts = OpenCuts()  # of this state; whoever changes it asks them first
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -125,7 +128,7 @@ class StateSync:
 
         A snapshot with a wrong hash or for another model is discarded and another one fetched.
         """
-        method, replica, stage = self._driver.method, self._driver.replica, self._client.stage
+        replica, stage = self._driver.replica, self._client.stage
         async with asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
@@ -136,13 +139,17 @@ class StateSync:
                 try:
                     state = decode_state(snapshot)
                     rounds = self._rounds_in(state)
-                    await self._compute(lambda: method.restore(replica, state, "adopt"))  # noqa: B023 - awaited here
+                    await self._compute(partial(self._restore, state))
                     break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
+
+    def _restore(self, state: State) -> None:
+        self.cuts.before_change()
+        self._driver.method.restore(self._driver.replica, state, "adopt")
 
     def _rounds_in(self, state: State) -> dict[str, int]:
         """Return each stream's last round in a snapshot, and remove entries unknown to methods."""

@@ -1,0 +1,126 @@
+"""Cuts through a state that goes on changing: what it was at one moment, without a copy of it.
+
+A cut lists tensors as they are stored. One reader passes over them piece by piece, and whoever is
+about to change them first saves what has not been read. So a cut takes memory only if the state
+changes before it is read, and at most for what changes.
+
+The bytes that are read are those of a safetensors file, so that a cut can be written to a disk or
+sent to a joiner as it is.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 1024 * 1024  # saved or read at once: whoever changes the state waits for one piece
+_HEAD_ALIGNMENT = 8
+# safetensors' names of the types, in the order of its files: wide values first
+_TYPES = {
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RANKS = {kind: rank for rank, kind in enumerate(_TYPES)}
+
+
+class Cut:
+    """Tensors as they are at this moment. `read` is for one thread, `save` for any other."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        ordered = sorted(tensors.items(), key=lambda entry: (_RANKS[entry[1].dtype], entry[0]))
+        self._flat = [(name, x.detach().cpu().contiguous().view(-1)) for name, x in ordered]
+        self.head = _head(ordered)
+        self.size_bytes = len(self.head) + sum(x.nbytes for _, x in self._flat)
+        self._pieces = [
+            (name, x[start : start + length])
+            for name, x in self._flat
+            for length in (PIECE_BYTES // x.itemsize,)
+            for start in range(0, x.numel(), length)
+        ]
+        self._next = 0
+        self._saved: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each piece with its tensor's name, once; a piece is valid until the next."""
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        for number, (name, live) in enumerate(self._pieces):
+            with self._lock:
+                piece = self._saved.pop(number, None)
+                if piece is None:
+                    piece = buffer[: live.nbytes].view(live.dtype).copy_(live)
+                self._next = max(self._next, number + 1)
+            yield name, piece
+
+    def save(self) -> int:
+        """Copy what has not been read, before it changes; return the bytes copied."""
+        with self._lock:
+            for number in range(self._next, len(self._pieces)):
+                self._saved[number] = self._pieces[number][1].clone()
+            self._next = len(self._pieces)
+            return sum(x.nbytes for x in self._saved.values())
+
+
+class OpenCuts:
+    """The cuts of one node's state that are being read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Cut, bool] = {}  # with whether a local step changes it
+        self.saved_bytes = 0  # copied in the last change
+
+    @contextmanager
+    def open(self, *cuts: Cut, stepped: bool) -> Iterator[None]:
+        """Keep cuts as they are while the block runs; `stepped`: a local step changes them, not
+        only the result of a round."""
+        self._open |= dict.fromkeys(cuts, stepped)
+        try:
+            yield
+        finally:
+            for cut in cuts:
+                del self._open[cut]
+
+    def before_step(self) -> None:
+        """Save what a local step is about to change; in the thread that changes it."""
+        self._save([cut for cut, stepped in list(self._open.items()) if stepped])
+
+    def before_change(self) -> None:
+        """Save all that is open, as all of the state is about to change."""
+        self._save(list(self._open))
+
+    def _save(self, cuts: list[Cut]) -> None:
+        for cut in cuts:
+            self.saved_bytes = cut.save()
+
+
+def raw(piece: Tensor) -> memoryview:
+    """Return the bytes of a piece."""
+    return piece.view(torch.uint8).numpy().data
+
+
+def _head(ordered: list[tuple[str, Tensor]]) -> bytes:
+    """Return the beginning of a safetensors file of these tensors, up to their values."""
+    described, at = {}, 0
+    for name, x in ordered:
+        size = math.prod(x.shape) * x.element_size()
+        described[name] = {
+            "dtype": _TYPES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = msgspec.json.encode(described)
+    text += b" " * (-len(text) % _HEAD_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
