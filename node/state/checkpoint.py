@@ -204,15 +204,17 @@ def _write_all(
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> None:
-    written: dict[str, _File] = {}
+    names = [*(f"{part}{_SUFFIX}" for part in parts), *files]
     for part, cut in parts.items():
-        name = f"{part}{_SUFFIX}"
-        written[name] = _write_file(partial / name, _finite_pieces(part, cut))
+        _write(partial / f"{part}{_SUFFIX}", _finite_pieces(part, cut))
     for name, content in files.items():
-        written[name] = _write_file(partial / name, [content])
+        _write(partial / name, [content])
+    # after all cuts are read: until then, a step that changes them has to copy them
+    written = {name: _finished(partial / name) for name in names}
     manifest = msgspec.json.encode(_Manifest(_FORMAT, step, written, dict(meta)))
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
-    _write_file(partial / _MANIFEST, [msgspec.json.encode(sealed)])
+    _write(partial / _MANIFEST, [msgspec.json.encode(sealed)])
+    _finished(partial / _MANIFEST)
     _sync_folder(partial)
 
 
@@ -228,21 +230,34 @@ def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
         yield raw(piece)
 
 
-def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> _File:
-    """Write a new file and fsync it."""
-    digest, size_bytes = hashlib.sha256(), 0
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
+    """Write a new file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in content:
-            digest.update(piece)
-            size_bytes += len(piece)
             rest = memoryview(piece)
             while rest:  # a write may take less
                 rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+def _finished(path: Path) -> _File:
+    """Make a file's content durable, and return its description."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return _File(digest.hexdigest(), size_bytes)
+    return _File(_digest(path), path.stat().st_size)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while piece := content.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -296,11 +311,7 @@ def _verify(path: Path, file: _File) -> None:
         raise CheckpointCorrupt(
             _corrupt(path, f"has {size_bytes} bytes instead of {file.size_bytes}")
         )
-    digest = hashlib.sha256()
-    with path.open("rb") as content:
-        while piece := content.read(_READ_BYTES):
-            digest.update(piece)
-    if (found := digest.hexdigest()) != file.sha256:
+    if (found := _digest(path)) != file.sha256:
         raise CheckpointCorrupt(
             _corrupt(path, f"has SHA-256 {found[:16]}… instead of {file.sha256[:16]}…")
         )
@@ -319,7 +330,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+        return True
+    return bool(torch.isfinite(tensor).all())  # the sum of finite values may be infinite
 
 
 def _corrupt(path: Path, what: str) -> str:
