@@ -20,7 +20,7 @@ from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, Checkp
 from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
 
-KEPT = 3
+KEPT = 3  # unless `--keep` says otherwise
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class SavedNode(Resumable, Protocol):
 @dataclass(slots=True)
 class CheckpointManager:
     """Writes a node's checkpoints every `every_s` seconds and at the end, and keeps the newest
-    `KEPT`.
+    `keep`, or as many of them as take at most `keep_bytes`; one in any case.
 
     Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py). A
     stage's passes may put other weights in place of its own, so a stage's cut is copied at once."""
@@ -46,6 +46,9 @@ class CheckpointManager:
     manifest: str  # its canonical text
     every_s: float
     role: str = "replica"  # each stage has its own folder: tensors differ
+    keep: int = KEPT
+    keep_bytes: int | None = None
+    _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
 
@@ -92,7 +95,16 @@ class CheckpointManager:
         with self.opened(cuts):
             write = partial(checkpoint.save, folder, step, cuts, meta, config)
             written = await asyncio.to_thread(write)
-        await asyncio.to_thread(checkpoint.prune, folder, KEPT)
+        self._intact.add(written)
+        prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact)
+        await asyncio.to_thread(prune)
+        size_bytes = checkpoint.bytes_of(written)
+        if self.keep_bytes is not None and size_bytes > self.keep_bytes:
+            log.warning(
+                "%s takes %d bytes, above the %d of --keep-bytes; it stays, because it is the only"
+                " one left; allow for two of them, so that one is intact while another is written",
+                *(written, size_bytes, self.keep_bytes),
+            )
         return written
 
     @contextlib.contextmanager

@@ -520,7 +520,13 @@ def _node(
         )
         keepers = [
             CheckpointManager(
-                part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s
+                part,
+                machine.folder,
+                run,
+                manifest.canonical().decode(),
+                machine.checkpoint_s,
+                keep=machine.keep,
+                keep_bytes=machine.keep_bytes,
             )
         ]
         replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)

@@ -146,7 +146,11 @@ def part_of(
     for serving in node.servings:
         role = role_of(serving.index)
         keepers.append(
-            CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role)
+            CheckpointManager(
+                *(serving, machine.folder, run, text, machine.checkpoint_s, role),
+                keep=machine.keep,
+                keep_bytes=machine.keep_bytes,
+            )
         )
         serving.loop.pause = keepers[-1].pause
     brake = brake_of(lambda: node.stopping)

@@ -136,21 +136,35 @@ def latest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints that verify, and whatever crashes left behind.
+def prune(
+    folder: Path, keep: int, max_bytes: int | None = None, intact: set[Path] | None = None
+) -> None:
+    """Delete all but the `keep` newest checkpoints that verify, then the oldest while they take
+    more than `max_bytes`, and whatever crashes left behind.
 
-    Any checkpoint newer than the oldest one kept stays for inspection, even if it is broken.
+    The newest one that verifies always stays. Any checkpoint newer than the oldest one kept stays
+    for inspection, even if it is broken. Those in `intact` are not read again; what verifies is
+    added to it.
     """
     if keep < 1:
         raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
-    whole = 0
+    intact = set() if intact is None else intact
+    kept, taken_bytes, full = 0, 0, False
     for _, path in reversed(steps(folder)):
-        if whole >= keep:
+        taken_bytes += bytes_of(path)
+        full = full or kept >= keep or bool(kept and max_bytes and taken_bytes > max_bytes)
+        if full:
             shutil.rmtree(path)
-        elif _is_whole(path):
-            whole += 1
+        elif path in intact or _is_whole(path):
+            intact.add(path)
+            kept += 1
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:

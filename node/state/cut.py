@@ -17,7 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 4 * 1024 * 1024  # saved or read at once: whoever changes the state waits for one piece
+PIECE_BYTES = (
+    4 * 1024 * 1024
+)  # saved or read at once: whoever changes the state waits for one piece
 _HEAD_ALIGNMENT = 8
 # safetensors' names of the types, in the order of its files: wide values first
 _TYPES = {

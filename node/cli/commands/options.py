@@ -1,5 +1,6 @@
 """Options that `run` and `join` share: what this machine contributes to the run."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +11,26 @@ if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNORECASE)
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SHOWN = 64
 
 
 def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
     from farflock.node.process.host import require_host
 
     return require_host(host, "--host")
+
+
+def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    spelt = _SIZE.fullmatch(text.strip())
+    if spelt is None or not (size := int(float(spelt[1]) * _FACTORS[(spelt[2] or "").lower()])):
+        raise click.BadParameter(
+            f"{text[:_SHOWN]!r} is not a size; write it as in 20GB, 500MB or 1.5TB"
+        )
+    return size
 
 
 def machine_options(command: Command) -> Command:
@@ -57,7 +72,21 @@ def machine_options(command: Command) -> Command:
             type=click.FloatRange(1, 86400),
             default=600.0,
             show_default=True,
-            help="Seconds between checkpoints; the last three are kept.",
+            help="Seconds between checkpoints.",
+        ),
+        click.option(
+            "--keep",
+            type=click.IntRange(min=1),
+            default=3,
+            show_default=True,
+            help="Checkpoints to keep: the newest ones, of each stage if there are stages.",
+        ),
+        click.option(
+            "--keep-bytes",
+            metavar="SIZE",
+            callback=_bytes,
+            help="Keep fewer of them if they take more than this, as in 20GB; the newest intact one"
+            " always stays.",
         ),
         click.option(
             "--role",
@@ -99,6 +128,8 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         threads=options["threads"],
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
+        keep=options["keep"],
+        keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
     )

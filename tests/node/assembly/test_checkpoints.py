@@ -188,3 +188,17 @@ def test_the_live_state_is_what_joiners_and_restarts_get(bench, text, method):
 
     copied, live = run_virtual(main())
     assert [state_hash(dict(state)) for state in live] == [state_hash(state) for state in copied]
+
+
+def test_the_newest_checkpoint_stays_even_if_it_alone_takes_more_than_may_be_kept(
+    bench, text, tmp_path, caplog
+):
+    async def work(keeper, node):
+        keeper.keep_bytes = 1000
+        for node.loop.step in (1, 2):
+            await keeper.save()
+
+    with caplog.at_level(logging.WARNING, logger="farflock"):
+        kept_by(bench, text, tmp_path, 0.0, work)
+    assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == [2]
+    assert "above the 1000 of --keep-bytes; it stays" in caplog.text

@@ -18,6 +18,7 @@ from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import (
     CheckpointCorrupt,
     CheckpointError,
+    bytes_of,
     latest,
     load,
     prune,
@@ -345,6 +346,27 @@ def test_pruning_keeps_the_newest_whole_ones(tmp_path):
     assert not (tmp_path / ".step-7.partial").exists()
     with pytest.raises(ValueError, match="keeps at least one"):
         prune(tmp_path, 0)
+
+
+def test_pruning_by_size_deletes_the_oldest_and_never_the_last_intact_one(tmp_path):
+    for step in range(1, 7):
+        write(tmp_path, step)
+    one = bytes_of(tmp_path / "step-1")
+    prune(tmp_path, 9, 4 * one)
+    assert [step for step, _ in steps(tmp_path)] == [3, 4, 5, 6]
+    (tmp_path / "step-6" / "manifest.json").write_bytes(b"broken")
+    prune(tmp_path, 9, 1)
+    assert [step for step, _ in steps(tmp_path)] == [5, 6], "5 is the newest intact one"
+    prune(tmp_path, 9, 2 * one)
+    assert [step for step, _ in steps(tmp_path)] == [5, 6]
+
+
+def test_pruning_does_not_read_again_what_is_known_to_be_intact(tmp_path):
+    paths = [write(tmp_path, step) for step in (1, 2)]
+    intact = {paths[1]}
+    (paths[1] / "manifest.json").unlink()
+    prune(tmp_path, 2, intact=intact)
+    assert intact == set(paths)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "manifest.json", "extra.safetensors"])
