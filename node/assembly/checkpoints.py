@@ -111,10 +111,10 @@ class CheckpointManager:
     def opened(self, parts: Mapping[str, Cut]) -> Iterator[None]:
         """Keep the parts of a checkpoint as they are while it is written."""
         exact = self.node.loop.driver.method.equality == "exact"  # only rounds change shared state
-        stepped = [cut for name, cut in parts.items() if name in STEPPED or not exact]
-        agreed = [cut for cut in parts.values() if cut not in stepped]
         cuts = self.node.state_sync.cuts
-        with cuts.open(*stepped, stepped=True), cuts.open(*agreed, stepped=False):
+        with cuts.added(*parts.values()):
+            for name, cut in parts.items():
+                cuts.add(cut, stepped=name in STEPPED or not exact)
             if self.role != "replica":
                 cuts.before_change()
             yield

@@ -19,7 +19,7 @@ from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
+from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
 from farflock.swarm.compute import Compute
@@ -117,9 +117,10 @@ def replica_node(
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
     storage: Storage = in_memory,
+    spool: Spool | None = None,
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text, and `storage` where the
-    method's state is kept."""
+    """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
+    method's state is kept, and `spool` where snapshots are."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     replica.storage = storage
@@ -129,6 +130,6 @@ def replica_node(
     )
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed)
-    state_sync = StateSync(peer, driver, client, compute)
+    state_sync = StateSync(peer, driver, client, compute, spool)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)

@@ -48,6 +48,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.train.run_size import require_carried, state_bytes
+from farflock.node.train.state_sync import Spool
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -517,6 +518,7 @@ def _node(
             train=Worker("train"),
             report=journal.report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
+            spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
         )
         keepers = [
             CheckpointManager(

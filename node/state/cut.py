@@ -21,21 +21,22 @@ PIECE_BYTES = (
     4 * 1024 * 1024
 )  # saved or read at once: whoever changes the state waits for one piece
 _HEAD_ALIGNMENT = 8
-# safetensors' names of the types, in the order of its files: wide values first
-_TYPES = {
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+# by safetensors' names, in the order of its files: wide values first
+TYPES = {
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_RANKS = {kind: rank for rank, kind in enumerate(_TYPES)}
+_NAMES = {kind: name for name, kind in TYPES.items()}
+_RANKS = {kind: rank for rank, kind in enumerate(TYPES.values())}
 
 
 class Cut:
@@ -83,16 +84,19 @@ class OpenCuts:
         self._open: dict[Cut, bool] = {}  # with whether a local step changes it
         self.saved_bytes = 0  # copied in the last change
 
+    def add(self, cut: Cut, *, stepped: bool) -> None:
+        """Keep a cut as it is; `stepped`: a local step changes it, not only the result of a
+        round."""
+        self._open[cut] = stepped
+
     @contextmanager
-    def open(self, *cuts: Cut, stepped: bool) -> Iterator[None]:
-        """Keep cuts as they are while the block runs; `stepped`: a local step changes them, not
-        only the result of a round."""
-        self._open |= dict.fromkeys(cuts, stepped)
+    def added(self, *cuts: Cut) -> Iterator[None]:
+        """Drop these cuts when the block ends."""
         try:
             yield
         finally:
             for cut in cuts:
-                del self._open[cut]
+                self._open.pop(cut, None)
 
     def before_step(self) -> None:
         """Save what a local step is about to change; in the thread that changes it."""
@@ -107,9 +111,9 @@ class OpenCuts:
             self.saved_bytes = cut.save()
 
 
-def raw(piece: Tensor) -> memoryview:
-    """Return the bytes of a piece."""
-    return piece.view(torch.uint8).numpy().data
+def raw(flat: Tensor) -> memoryview:
+    """Return the bytes of a flat tensor, as they are stored."""
+    return flat.view(torch.uint8).numpy().data
 
 
 def _head(ordered: list[tuple[str, Tensor]]) -> bytes:
@@ -118,7 +122,7 @@ def _head(ordered: list[tuple[str, Tensor]]) -> bytes:
     for name, x in ordered:
         size = math.prod(x.shape) * x.element_size()
         described[name] = {
-            "dtype": _TYPES[x.dtype],
+            "dtype": _NAMES[x.dtype],
             "shape": list(x.shape),
             "data_offsets": [at, at + size],
         }

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
@@ -39,12 +40,15 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then."""
+    """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then.
+
+    Chunks may be views of a mapped file. `digests` are theirs, if they are known already."""
 
     round: int
     state: bytes
     tokens: int
-    chunks: tuple[bytes, ...]
+    chunks: tuple[bytes | memoryview, ...]
+    digests: tuple[bytes, ...] = ()
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
@@ -298,7 +302,11 @@ class Snapshots:
         store = self._context.store
         largest = max(map(len, snapshot.chunks), default=0)
         assert largest <= MAX_CHUNK_BYTES, f"{name}: a chunk of {largest} bytes is too large"
-        listed = [(store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks]
+        digests = snapshot.digests or map(digest_of, snapshot.chunks)
+        listed = [
+            (store.put(chunk, pin, digest), len(chunk))
+            for chunk, digest in zip(snapshot.chunks, digests, strict=True)
+        ]
         listings = [
             msgspec.msgpack.encode(Listing(tuple(listed[first : first + MAX_LISTED])))
             for first in range(0, max(len(listed), 1), MAX_LISTED)

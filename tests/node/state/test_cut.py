@@ -90,13 +90,16 @@ def test_a_thread_that_changes_the_state_and_one_that_reads_it_may_meet_anywhere
 def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
     stepped, agreed = (Cut({"x": torch.ones(4)}) for _ in range(2))
     both = OpenCuts()
-    with both.open(stepped, stepped=True), both.open(agreed, stepped=False):
+    with both.added(stepped, agreed):
+        both.add(stepped, stepped=True)
+        both.add(agreed, stepped=False)
         both.before_step()
         assert (len(stepped._saved), len(agreed._saved)) == (1, 0)
         both.before_change()
         assert len(agreed._saved) == 1
     after = Cut({"x": torch.ones(4)})
-    with pytest.raises(ZeroDivisionError), both.open(after, stepped=True):
+    with pytest.raises(ZeroDivisionError), both.added(after):
+        both.add(after, stepped=True)
         raise ZeroDivisionError
     both.before_change()
     assert not after._saved, "a cut that is not read any more is not saved"

@@ -310,7 +310,7 @@ async def test_if_no_peer_answers_in_time_the_message_says_what_came_and_what_to
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
     lazy = world.peer("a").serve(snapshot())
-    lazy.store.get = lambda digest: None  # it offers what it does not hold
+    lazy.store.view = lambda digest: None  # it offers what it does not hold
     with pytest.raises(SnapshotUnavailable, match="1 members offered one"):
         await world.joiner.fetch(timeout_s=5.0)
 
