@@ -22,6 +22,7 @@ from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
+from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
@@ -91,7 +92,7 @@ class ReplicaNode:
         """Start the run with this node's initial weights."""
         self.peer.found()
         driver = self.loop.driver
-        driver.method.snapshot(driver.replica)  # fixes the round's start before any request for it
+        live_state(driver.method, driver.replica)  # fixes the round's start before any request
         self.state_sync.open()
 
     async def join(

@@ -69,11 +69,18 @@ class Cut:
             yield name, piece
 
     def save(self) -> int:
-        """Copy what has not been read, before it changes; return the bytes copied."""
+        """Copy what has not been read, before it changes; return the bytes that are kept."""
         with self._lock:
-            for number in range(self._next, len(self._pieces)):
-                self._saved[number] = self._pieces[number][1].clone()
+            rest = range(self._next, len(self._pieces))
             self._next = len(self._pieces)
+            # one region, so that all of it goes back to the system once it is read
+            region = torch.empty(
+                sum(self._pieces[number][1].nbytes for number in rest), dtype=torch.uint8
+            )
+            for number in rest:
+                live = self._pieces[number][1]
+                place, region = region[: live.nbytes], region[live.nbytes :]
+                self._saved[number] = place.view(live.dtype).copy_(live)
             return sum(x.nbytes for x in self._saved.values())
 
 

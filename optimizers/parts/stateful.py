@@ -247,6 +247,4 @@ def _has(replica: Replica, moment: str) -> bool:
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:
     """Return a moment's shapes: mostly the parameters', but the step count is a scalar."""
-    return {
-        name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()
-    }
+    return {name: tuple(stored(replica, name, moment).shape) for name in replica.names}
