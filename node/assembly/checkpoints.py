@@ -115,8 +115,8 @@ class CheckpointManager:
         with cuts.added(*parts.values()):
             for name, cut in parts.items():
                 cuts.add(cut, stepped=name in STEPPED or not exact)
-            if self.role != "replica":
-                cuts.before_change()
+                if self.role != "replica":
+                    cut.save()
             yield
 
 

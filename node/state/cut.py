@@ -2,7 +2,8 @@
 
 A cut lists tensors as they are stored. One reader passes over them piece by piece, and whoever is
 about to change them first saves what has not been read. So a cut takes memory only if the state
-changes before it is read, and at most for what changes.
+changes before it is read: for an eighth of it, because before more is copied, the reader is waited
+for.
 
 The bytes that are read are those of a safetensors file, so that a cut can be written to a disk or
 sent to a joiner as it is.
@@ -20,6 +21,9 @@ from torch import Tensor
 PIECE_BYTES = (
     4 * 1024 * 1024
 )  # saved or read at once: whoever changes the state waits for one piece
+MIN_SAVED_BYTES = 16 * 1024 * 1024  # of each cut that may be copied in any case
+SAVED_SHARE = 8  # part of a cut, 1 in so many, that is copied before its reader is waited for
+STALL_S = 5.0  # without a piece read: the disk hangs, and all is copied after all
 _HEAD_ALIGNMENT = 8
 # by safetensors' names, in the order of its files: wide values first
 TYPES = {
@@ -54,23 +58,42 @@ class Cut:
             for start in range(0, x.numel(), length)
         ]
         self._next = 0
+        self._closed = False
         self._saved: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
+        self._moved = threading.Condition()  # a piece was read
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each piece with its tensor's name, once; a piece is valid until the next."""
         buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         for number, (name, live) in enumerate(self._pieces):
-            with self._lock:
+            with self._moved:
                 piece = self._saved.pop(number, None)
                 if piece is None:
                     piece = buffer[: live.nbytes].view(live.dtype).copy_(live)
                 self._next = max(self._next, number + 1)
+                self._moved.notify_all()
             yield name, piece
+
+    def save_soon(self) -> None:
+        """Copy what has not been read, before it changes; if that is much, let it be read first."""
+        most = max(MIN_SAVED_BYTES, self.size_bytes // SAVED_SHARE) // PIECE_BYTES
+        with self._moved:
+            while len(self._pieces) - (before := self._next) > most and not self._closed:
+                self._moved.wait(STALL_S)
+                if self._next == before:
+                    break
+            self.save()
+
+    def close(self) -> None:
+        """Note that nobody reads this cut any more."""
+        with self._moved:
+            self._closed = True
+            self._next = len(self._pieces)
+            self._moved.notify_all()
 
     def save(self) -> int:
         """Copy what has not been read, before it changes; return the bytes that are kept."""
-        with self._lock:
+        with self._moved:
             rest = range(self._next, len(self._pieces))
             self._next = len(self._pieces)
             # one region, so that all of it goes back to the system once it is read
@@ -89,7 +112,6 @@ class OpenCuts:
 
     def __init__(self) -> None:
         self._open: dict[Cut, bool] = {}  # with whether a local step changes it
-        self.saved_bytes = 0  # copied in the last change
 
     def add(self, cut: Cut, *, stepped: bool) -> None:
         """Keep a cut as it is; `stepped`: a local step changes it, not only the result of a
@@ -104,18 +126,18 @@ class OpenCuts:
         finally:
             for cut in cuts:
                 self._open.pop(cut, None)
+                cut.close()
 
     def before_step(self) -> None:
         """Save what a local step is about to change; in the thread that changes it."""
-        self._save([cut for cut, stepped in list(self._open.items()) if stepped])
+        for cut, stepped in list(self._open.items()):
+            if stepped:
+                cut.save_soon()
 
     def before_change(self) -> None:
         """Save all that is open, as all of the state is about to change."""
-        self._save(list(self._open))
-
-    def _save(self, cuts: list[Cut]) -> None:
-        for cut in cuts:
-            self.saved_bytes = cut.save()
+        for cut in list(self._open):
+            cut.save_soon()
 
 
 def raw(flat: Tensor) -> memoryview:

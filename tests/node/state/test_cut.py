@@ -87,6 +87,30 @@ def test_a_thread_that_changes_the_state_and_one_that_reads_it_may_meet_anywhere
         assert found == [expected]
 
 
+def test_what_is_too_much_to_copy_is_waited_for(small_pieces, monkeypatch):
+    """The reader comes to the last eighth before it is copied, unless it hangs or gives up."""
+    monkeypatch.setattr(cuts, "MIN_SAVED_BYTES", SMALL)
+    state = {"a": torch.arange(1024.0)}  # 64 pieces
+    expected, cut, saver = safetensors.torch.save(state), Cut(state), None
+    found = [cut.head]
+    for number, (_, piece) in enumerate(cut.read()):
+        found.append(bytes(raw(piece)))
+        if number == 9:
+            saver = threading.Thread(target=lambda: (cut.save_soon(), state["a"].zero_()))
+            saver.start()
+        assert len(cut._saved) <= 8
+    saver.join()
+    assert b"".join(found) == expected
+    hung = Cut(state)
+    monkeypatch.setattr(cuts, "STALL_S", 0.0)
+    hung.save_soon()
+    assert len(hung._saved) == 64
+    given_up = Cut(state)
+    given_up.close()
+    given_up.save_soon()
+    assert not given_up._saved
+
+
 def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
     stepped, agreed = (Cut({"x": torch.ones(4)}) for _ in range(2))
     both = OpenCuts()
