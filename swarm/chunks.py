@@ -116,6 +116,14 @@ class Store:
         """Drop all pins of this user; its chunks stay while there is room."""
         self.keep_only((), pin)
 
+    def forget(self, pin: Hashable) -> None:
+        """Drop all pins of this user, and its chunks that nobody else has pinned."""
+        digests = self.pinned(pin)
+        self.release(pin)
+        for digest in digests:
+            if self._loose.pop(digest, self) is None:
+                self.size_bytes -= len(self._chunks.pop(digest))
+
     @property
     def pins(self) -> tuple[Hashable, ...]:
         """The users that keep any chunk."""

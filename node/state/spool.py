@@ -6,7 +6,6 @@ changing: the file keeps what it was, and the system keeps in memory what is ask
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -63,9 +62,9 @@ def spooled(cut: Cut, storage: Storage) -> Spooled:
     return Spooled(chunks, tuple(map(digest_of, chunks)))
 
 
-def tensors_of(chunks: Sequence[bytes | memoryview]) -> dict[str, Tensor]:
-    """Return the tensors of a file in chunks, copied from them one by one; raise `Malformed` unless
-    the chunks are such a file exactly."""
+def tensors_of(chunks: list[bytes | memoryview]) -> dict[str, Tensor]:
+    """Return the tensors of a file in chunks, which leave the list as they are copied; raise
+    `Malformed` unless the chunks are such a file exactly."""
     reader = _Reader(chunks)
     if reader.left_bytes < _LENGTH_BYTES:
         raise Malformed("it is too short")
@@ -98,8 +97,9 @@ def tensors_of(chunks: Sequence[bytes | memoryview]) -> dict[str, Tensor]:
 class _Reader:
     """Bytes in chunks, read from their beginning."""
 
-    def __init__(self, chunks: Sequence[bytes | memoryview]) -> None:
-        self._chunks, self._number, self._at = chunks, 0, 0
+    def __init__(self, chunks: list[bytes | memoryview]) -> None:
+        chunks.reverse()
+        self._chunks, self._at = chunks, 0  # the next one is the last
         self.left_bytes = sum(map(len, chunks))
 
     def tensor(self, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -117,9 +117,10 @@ class _Reader:
     def _fill(self, place: memoryview) -> None:
         self.left_bytes -= len(place)
         while place:
-            chunk = memoryview(self._chunks[self._number])
+            chunk = memoryview(self._chunks[-1])
             part = chunk[self._at : self._at + len(place)]
             place[: len(part)] = part
             place, self._at = place[len(part) :], self._at + len(part)
             if self._at == len(chunk):
-                self._number, self._at = self._number + 1, 0
+                self._at = 0
+                self._chunks.pop()

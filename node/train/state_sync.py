@@ -153,8 +153,9 @@ class StateSync:
                     self._state_name, timeout_s, downloaded, oldest, stage, max_bytes
                 )
                 try:
-                    state = decode_state(snapshot)
-                    snapshot = replace(snapshot, chunks=())  # their memory is free
+                    chunks = list(snapshot.chunks)
+                    snapshot = replace(snapshot, chunks=())  # they are freed as they are read
+                    state = _decoded(snapshot, chunks)
                     rounds = self._rounds_in(state)
                     await self._compute(partial(self._restore, state))
                     break
@@ -227,8 +228,12 @@ def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
 
 def decode_state(snapshot: Snapshot) -> State:
     """Return a snapshot's tensors; raise `CorruptSnapshot` for a wrong hash."""
+    return _decoded(snapshot, list(snapshot.chunks))
+
+
+def _decoded(snapshot: Snapshot, chunks: list[bytes | memoryview]) -> State:
     try:
-        state = tensors_of(snapshot.chunks)
+        state = tensors_of(chunks)
     except Malformed as error:
         raise CorruptSnapshot(
             f"the snapshot of round {snapshot.round} cannot be read ({error}); ask another member"

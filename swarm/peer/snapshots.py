@@ -190,6 +190,8 @@ class Snapshots:
             pin = ("download", name)
             try:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
+                if chunks is not None:
+                    self._context.store.forget(pin)  # they are handed over
             finally:
                 self._context.store.release(pin)
             # After a change of chain, this state belongs to the old one.

@@ -513,11 +513,12 @@ async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(worl
 
 
 @in_a_world
-async def test_nothing_stays_pinned_at_the_joiner(world):
+async def test_nothing_stays_in_the_joiner_s_store_however_much_room_it_has(world):
     world.peer("a").serve(snapshot())
-    joiner = Peer(world, "another", budget_bytes=0)
-    assert await joiner.fetch() == snapshot()
-    assert joiner.store.size_bytes == 0
+    for name, budget_bytes in (("another", 0), ("a third", 2**30)):
+        joiner = Peer(world, name, budget_bytes)
+        assert await joiner.fetch() == snapshot()
+        assert joiner.store.size_bytes == 0
 
 
 @in_a_world
