@@ -30,11 +30,8 @@ class Slots:
             name: entry for name, entry in module.named_parameters() if entry.requires_grad
         }
         self._inner, self._clip_norm = inner, clip_norm
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, in the module's order."""
-        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        # by name, in the module's order
+        self.shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
 
     def find(self, name: str, what: What) -> Tensor:
         """Return the stored tensor; a missing one reads as zeros, and NAdam's product as 1."""

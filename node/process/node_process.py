@@ -41,13 +41,13 @@ from farflock.node.process.pipeline_role import founders, joiners, last_of_part,
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import kept_outer, require_memory
+from farflock.node.run.memory import Exchanged, kept_outer, require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
-from farflock.node.train.run_size import require_carried, state_bytes
+from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
@@ -386,7 +386,11 @@ def _require_room(machine: MachineOptions, manifest: Manifest, error: type[Farfl
     knows its stage."""
     if manifest.pipeline is None:
         plan = manifest.plan()
-        require_memory(plan, error, machine.outer, state_bytes(plan))
+        require_memory(plan, error, machine.outer, _exchanged(manifest))
+
+
+def _exchanged(manifest: Manifest) -> Exchanged:
+    return exchanged(manifest.plan(), max(manifest.exchange.start_peers, 2))
 
 
 def require_corpus(manifest: Manifest) -> None:
@@ -509,7 +513,7 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
         plan = manifest.plan()
-        on_disk = kept_outer(machine.outer, plan) == "disk"
+        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
         part = replica = replica_node(
             plan,
             peer,
