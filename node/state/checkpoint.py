@@ -7,8 +7,10 @@ every hash and that every value is finite.
 """
 
 import errno
+import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -32,6 +34,7 @@ _SUFFIX = ".safetensors"
 _FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
+_STAGE_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -245,15 +248,53 @@ def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
 
 
 def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Write a new file."""
+    """Write a new file, past the system's cache where that is possible: to make room there for a
+    whole checkpoint costs more than to write it."""
+    stage, filled = (
+        memoryview(mmap.mmap(-1, _STAGE_BYTES)),
+        0,
+    )  # whole pages, as the disk wants them
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
+        _set_direct(descriptor, wanted=True)
         for piece in content:
             rest = memoryview(piece)
-            while rest:  # a write may take less
-                rest = rest[os.write(descriptor, rest) :]
+            while rest:
+                part, rest = rest[: _STAGE_BYTES - filled], rest[_STAGE_BYTES - filled :]
+                stage[filled : filled + len(part)] = part
+                filled += len(part)
+                if filled == _STAGE_BYTES:
+                    _put(descriptor, stage)
+                    filled = 0
+        _set_direct(descriptor, wanted=False)
+        _put(descriptor, stage[:filled])
     finally:
         os.close(descriptor)
+
+
+def _put(descriptor: int, rest: memoryview) -> None:
+    while rest:
+        try:
+            written = os.write(descriptor, rest)  # it may take less
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _set_direct(descriptor, wanted=False):
+                raise
+        else:
+            rest = rest[written:]
+
+
+def _set_direct(descriptor: int, *, wanted: bool) -> bool:
+    """Let writes go past the cache, or not; return whether that changed anything."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    direct = getattr(os, "O_DIRECT", 0)
+    changed = flags | direct if wanted else flags & ~direct
+    if changed == flags:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, changed)
+    except OSError:  # not every file system can
+        return False
+    return True
 
 
 def _finished(path: Path) -> _File:

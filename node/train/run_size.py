@@ -127,8 +127,8 @@ def exchanged(
     for size in stream_sizes(plan) if streams is None else streams:
         gathered = members if size.kind == "gather" else 2  # its own, and what it reduces
         payloads += gathered * size.out_bytes + size.back_bytes
-    # what is sent and what came since, while the mean is awaited
-    held = 2 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 0
+    # what is sent, what came since, and a mean of them, while a round is open
+    held = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 0
     pending = held * VALUE_BYTES * plan.model.parameters()
     kept = min(LOG_ROUNDS * payloads, STORE_BYTES)
     return Exchanged(state_bytes(plan), pending, payloads, kept)

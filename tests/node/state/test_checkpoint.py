@@ -4,12 +4,14 @@ Nothing is overwritten.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -379,3 +381,21 @@ def test_a_file_that_could_not_be_read_back_is_refused(tmp_path, name):
 def test_a_negative_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match="0 or more, got -1"):
         save(tmp_path, -1, {}, {})
+
+
+@pytest.mark.parametrize("writes", ["as asked", "short", "not past the cache"])
+def test_large_parts_are_written_in_stages_of_whole_pages(tmp_path, monkeypatch, writes):
+    monkeypatch.setattr(checkpoint, "_STAGE_BYTES", 8192)
+    whole, direct = os.write, getattr(os, "O_DIRECT", 0)
+
+    def write_some(descriptor, content):
+        if writes == "not past the cache" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct:
+            raise OSError(errno.EINVAL, "not here")
+        return whole(descriptor, content[:5000] if writes == "short" else content)
+
+    parts = {"inner": {"a": torch.randn(10_000), "b": torch.randn(77)}}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        path = save(tmp_path, 1, parts, {})
+    assert (path / "inner.safetensors").read_bytes() == safetensors.torch.save(parts["inner"])
+    assert torch.equal(load(path).parts["inner"]["a"], parts["inner"]["a"])
