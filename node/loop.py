@@ -87,8 +87,9 @@ class Loop:
         """Encode exchanges before anything changes their tensors, and start them."""
         for each in exchanges:
             claim = self.driver.claim(each)  # not in the worker: a server changes its leases here
-            encode = partial(self.driver.encoded, each, claim, self.client.encode)
-            offer = await self.compute(encode)
+            offer = await self.compute(
+                partial(self.driver.encoded, each, claim, self.client.encode)
+            )
             self.under_way[each.key] = asyncio.create_task(self._exchange(offer))
 
     async def _exchange(self, offer: EncodedExchange) -> Result:
@@ -117,10 +118,5 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
-
-        def change() -> list[Exchange]:
-            self.state_sync.cuts.before_change()
-            return apply()
-
-        await self._start(await self.compute(change))
+        await self._start(await self.compute(self.state_sync.cuts.changing(apply)))
         self.report("round", action.summary)

@@ -29,7 +29,7 @@ REPLICA_RULE = "replica too large for any machine"
 
 
 class Exchanged(NamedTuple):
-    """What a method takes beside the model and its optimizer: its own state, what it holds while a
+    """Memory of a method beside the model and its optimizer: its own state, what it holds while a
     result is pending, the payloads of a round, and those of earlier rounds that are kept."""
 
     state_bytes: int = 0

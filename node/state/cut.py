@@ -11,8 +11,9 @@ sent to a joiner as it is.
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -40,6 +41,7 @@ TYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {kind: name for name, kind in TYPES.items()}
+Changed = TypeVar("Changed")
 _RANKS = {kind: rank for rank, kind in enumerate(TYPES.values())}
 
 
@@ -74,6 +76,11 @@ class Cut:
                 self._moved.notify_all()
             yield name, piece
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that are copied and not yet read."""
+        return sum(x.nbytes for x in self._saved.values())
+
     def save_soon(self) -> None:
         """Copy what has not been read, before it changes; if that is much, let it be read first."""
         most = max(MIN_SAVED_BYTES, self.size_bytes // SAVED_SHARE) // PIECE_BYTES
@@ -91,8 +98,8 @@ class Cut:
             self._next = len(self._pieces)
             self._moved.notify_all()
 
-    def save(self) -> int:
-        """Copy what has not been read, before it changes; return the bytes that are kept."""
+    def save(self) -> None:
+        """Copy what has not been read, before it changes."""
         with self._moved:
             rest = range(self._next, len(self._pieces))
             self._next = len(self._pieces)
@@ -104,7 +111,6 @@ class Cut:
                 live = self._pieces[number][1]
                 place, region = region[: live.nbytes], region[live.nbytes :]
                 self._saved[number] = place.view(live.dtype).copy_(live)
-            return sum(x.nbytes for x in self._saved.values())
 
 
 class OpenCuts:
@@ -133,6 +139,15 @@ class OpenCuts:
         for cut, stepped in list(self._open.items()):
             if stepped:
                 cut.save_soon()
+
+    def changing(self, change: Callable[[], Changed]) -> Callable[[], Changed]:
+        """Return a function that saves all that is open, and then changes the state."""
+
+        def both() -> Changed:
+            self.before_change()
+            return change()
+
+        return both
 
     def before_change(self) -> None:
         """Save all that is open, as all of the state is about to change."""

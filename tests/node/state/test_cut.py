@@ -67,12 +67,14 @@ def test_what_is_saved_before_it_changes_is_read_as_it_was(small_pieces, read_be
     cut = Cut(state)
     reader = cut.read()
     found = [cut.head, *(bytes(raw(next(reader)[1])) for _ in range(read_before))]
-    assert cut.save() == (16 - read_before) * SMALL, "only what has not been read is copied"
+    cut.save()
+    assert cut.saved_bytes == (16 - read_before) * SMALL, "only what has not been read is copied"
     for x in state.values():
         x.zero_()
-    assert cut.save() == (16 - read_before) * SMALL, "and only once"
+    cut.save()
+    assert cut.saved_bytes == (16 - read_before) * SMALL, "and only once"
     assert b"".join((*found, *(bytes(raw(piece)) for _, piece in reader))) == expected
-    assert cut.save() == 0, "what was read is given back"
+    assert cut.saved_bytes == 0, "what was read is given back"
 
 
 def test_a_thread_that_changes_the_state_and_one_that_reads_it_may_meet_anywhere(small_pieces):
@@ -98,17 +100,17 @@ def test_what_is_too_much_to_copy_is_waited_for(small_pieces, monkeypatch):
         if number == 9:
             saver = threading.Thread(target=lambda: (cut.save_soon(), state["a"].zero_()))
             saver.start()
-        assert len(cut._saved) <= 8
+        assert cut.saved_bytes <= 8 * SMALL
     saver.join()
     assert b"".join(found) == expected
     hung = Cut(state)
     monkeypatch.setattr(cuts, "STALL_S", 0.0)
     hung.save_soon()
-    assert len(hung._saved) == 64
+    assert hung.saved_bytes == 64 * SMALL
     given_up = Cut(state)
     given_up.close()
     given_up.save_soon()
-    assert not given_up._saved
+    assert not given_up.saved_bytes
 
 
 def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
@@ -118,12 +120,12 @@ def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
         both.add(stepped, stepped=True)
         both.add(agreed, stepped=False)
         both.before_step()
-        assert (len(stepped._saved), len(agreed._saved)) == (1, 0)
+        assert (stepped.saved_bytes, agreed.saved_bytes) == (16, 0)
         both.before_change()
-        assert len(agreed._saved) == 1
+        assert agreed.saved_bytes == 16
     after = Cut({"x": torch.ones(4)})
     with pytest.raises(ZeroDivisionError), both.added(after):
         both.add(after, stepped=True)
         raise ZeroDivisionError
     both.before_change()
-    assert not after._saved, "a cut that is not read any more is not saved"
+    assert not after.saved_bytes, "a cut that is not read any more is not saved"
