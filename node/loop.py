@@ -70,9 +70,8 @@ class Loop:
     def train_one(self, progress: Progress) -> float:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
-        self.state_sync.cuts.before_step()
         progress = replace(progress, weight=self.training_task.weight)
-        self.driver.method.local_step(self.driver.replica, progress)
+        self.driver.local_step(progress)
         return loss
 
     async def end_step(self, loss: float) -> None:
@@ -87,9 +86,8 @@ class Loop:
         """Encode exchanges before anything changes their tensors, and start them."""
         for each in exchanges:
             claim = self.driver.claim(each)  # not in the worker: a server changes its leases here
-            offer = await self.compute(
-                partial(self.driver.encoded, each, claim, self.client.encode)
-            )
+            encode = partial(self.driver.encoded, each, claim, self.client.encode)
+            offer = await self.compute(encode)
             self.under_way[each.key] = asyncio.create_task(self._exchange(offer))
 
     async def _exchange(self, offer: EncodedExchange) -> Result:
@@ -118,5 +116,5 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         """Let the method apply a result; inner steps that it takes (DDP) use the round's rate."""
         apply = partial(self.driver.apply, action, self.progress, self.training_task.set_rate)
-        await self._start(await self.compute(self.state_sync.cuts.changing(apply)))
+        await self._start(await self.compute(apply))
         self.report("round", action.summary)

@@ -111,7 +111,7 @@ class CheckpointManager:
     def opened(self, parts: Mapping[str, Cut]) -> Iterator[None]:
         """Keep the parts of a checkpoint as they are while it is written."""
         exact = self.node.loop.driver.method.equality == "exact"  # only rounds change shared state
-        cuts = self.node.state_sync.cuts
+        cuts = self.node.loop.driver.cuts
         with cuts.added(*parts.values()):
             for name, cut in parts.items():
                 cuts.add(cut, stepped=name in STEPPED or not exact)

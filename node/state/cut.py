@@ -11,9 +11,8 @@ sent to a joiner as it is.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -41,7 +40,6 @@ TYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {kind: name for name, kind in TYPES.items()}
-Changed = TypeVar("Changed")
 _RANKS = {kind: rank for rank, kind in enumerate(TYPES.values())}
 
 
@@ -139,15 +137,6 @@ class OpenCuts:
         for cut, stepped in list(self._open.items()):
             if stepped:
                 cut.save_soon()
-
-    def changing(self, change: Callable[[], Changed]) -> Callable[[], Changed]:
-        """Return a function that saves all that is open, and then changes the state."""
-
-        def both() -> Changed:
-            self.before_change()
-            return change()
-
-        return both
 
     def before_change(self) -> None:
         """Save all that is open, as all of the state is about to change."""

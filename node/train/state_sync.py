@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from farflock.node.model.replica import Storage, in_memory
-from farflock.node.state.cut import Cut, OpenCuts
+from farflock.node.state.cut import Cut
 from farflock.node.state.spool import Malformed, spooled, tensors_of
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
@@ -75,7 +75,6 @@ class StateSync:
         self._spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
-        self.cuts = OpenCuts()  # of this state; whoever changes it asks them first
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
@@ -166,7 +165,7 @@ class StateSync:
         self.open(rounds, snapshot.tokens)
 
     def _restore(self, state: State) -> None:
-        self.cuts.before_change()
+        self._driver.cuts.before_change()
         self._driver.method.restore(self._driver.replica, state, "adopt")
 
     def _rounds_in(self, state: State) -> dict[str, int]:
@@ -186,7 +185,7 @@ class StateSync:
         """Return a snapshot of the current state. It is cut in the worker that applies results, so
         that the state and its rounds match, and written beside it."""
         cut, made = await self._compute(self._cut)
-        with self.cuts.added(cut):
+        with self._driver.cuts.added(cut):
             write = partial(spooled, cut, self._spool.storage)
             chunks, digests = await self._spool.compute(write)
         return replace(made, chunks=chunks, digests=digests)
@@ -209,7 +208,7 @@ class StateSync:
         oldest = min(position.rounds.values(), default=-1)
         cut = Cut(state)
         if is_live:
-            self.cuts.add(cut, stepped=False)
+            driver.cuts.add(cut, stepped=False)
         made = Snapshot(max(oldest, -1), state_hash(state), position.agreed_tokens, ())
         return cut, made
 
