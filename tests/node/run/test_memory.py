@@ -20,7 +20,8 @@ SHAPES = {  # width, layers, heads, hidden width
     "60m": (640, 12, 10, 1728),
 }
 # Peak anonymous memory of whole nodes with AdamW above that of a tiny model's node, MiB: a founder
-# or a member from the start, with checkpoints and a joiner, batches of 1 x 32 tokens.
+# or a member from the start, with checkpoints, batches of 1 x 32 tokens; at 60m with a joiner,
+# and 64 tokens.
 SEEN_MIB = {
     ("10m", "local"): 166,
     ("10m", "ddp"): 612,
