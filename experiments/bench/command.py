@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "codec": "farflock.experiments.bench.codec",
     "loop": "farflock.experiments.bench.loop",
+    "idle": "farflock.experiments.bench.idle",
     "sim": "farflock.experiments.bench.sim",
     "memory": "farflock.experiments.bench.memory",
     "sync": "farflock.experiments.bench.sync",
@@ -147,8 +148,8 @@ def command(
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, or one metric
-    such as codec.int8. `farflock bench quality` takes hours and has its own options: see
+    NAME is codec, loop, idle, sim, memory, sync, overlap, control, kill, planner, round, or one
+    metric such as codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with

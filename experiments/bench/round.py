@@ -6,19 +6,16 @@ a copy of the parameters into memory that is there; that of the memory is 1.25 t
 that a member holds (its own, what it reduces, the result) plus 64 MiB.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from farflock.experiments.bench.round_member import Settings
-from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, turns
+from farflock.experiments.measure.metric import Metric, Options, load, turns
+from farflock.experiments.measure.process import lines_of
 from farflock.experiments.measure.threads import one_thread
 
 WORKER = "farflock.experiments.bench.round_member"
@@ -68,18 +65,8 @@ def _copy_ns(repeats: int) -> float:
 def _rounds(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
     options = {**METHODS[name], "period": 1}
     settings = Settings(name, options, parameters, repeats + 1, name in WITH_MOMENTS)
-    command = [sys.executable, "-m", WORKER, msgspec.json.encode(settings).decode()]
     timeout_s = ROUND_TIMEOUT_S * (repeats + 1)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NotMeasured(f"the member of {name} ended with {error.returncode}: {last}") from None
-    except subprocess.TimeoutExpired:
-        raise NotMeasured(f"the member of {name} took more than {timeout_s:g} s") from None
-    return [json.loads(line) for line in done.stdout.splitlines()][1:]
+    return lines_of(f"the member of {name}", WORKER, settings, timeout_s)[1:]
 
 
 def _time(metric: str, rounds: list[dict[str, Any]], copy_ns: float) -> Metric:
