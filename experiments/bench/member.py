@@ -54,6 +54,7 @@ async def member(
             incarnation=incarnation,
             record=links.record,
             compute=compute,
+            rests=True,
         )
         async with peer.running():
             if owner is not None:

@@ -146,6 +146,7 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=compute,
+        rests=True,
     )
 
 

@@ -7,6 +7,7 @@ as simulations do. Everything lives on one asyncio loop; computation runs in wor
 import asyncio
 import collections
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -68,6 +69,7 @@ POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
 INVITE_LASTS_S = 7 * 24 * 3600
+INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
 STATUS_EVERY_S = 1.0
 PACE_SAMPLES = 10  # seconds over which the pace is measured
 
@@ -129,7 +131,8 @@ class NodeProcess:
 
     def _invite(self, addresses: Sequence[str]) -> Invite:
         distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-        return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
+        ends = math.ceil((time.time() + INVITE_LASTS_S) / INVITE_ROUND_S) * INVITE_ROUND_S
+        return Invite(self.run, self.founder, distinct, ends)
 
     async def remember(self) -> None:
         """Keep the addresses of other members on disk for the next start."""
@@ -152,6 +155,7 @@ class StatusWriter:
         # (loop time in s, trained tokens)
         self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)
         self._fails = False
+        self._written: Status | None = None
 
     async def run(self, show: Callable[[Status], None]) -> None:
         """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
@@ -161,11 +165,13 @@ class StatusWriter:
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
-        """Write one status now; a full disk must not end the node."""
+        """Write one status now, if it has changed; a full disk must not end the node."""
         status = status_of(self._node, doing, self._tokens_per_s())
+        if status == self._written:
+            return status
         try:
             write_whole(self._path, msgspec.json.encode(status))
-            self._fails = False
+            self._fails, self._written = False, status
         except OSError as error:
             if not self._fails:
                 log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
@@ -427,6 +433,8 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
 
 async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
     """Publish the run, train, write the status, save, and say goodbye."""
+    gc.collect()
+    gc.freeze()  # some 200,000 objects of the imports, which each full collection would visit
     part = node.member
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
@@ -483,6 +491,7 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=Worker("codec"),
+        rests=True,
     )
 
 

@@ -122,6 +122,11 @@ class Calls:
                 "deadline", f"{peer} did not answer and deliver within {timeout_s:.1f} s"
             ) from None
 
+    @property
+    def is_busy(self) -> bool:
+        """True if a call of this peer, or to it, is open or was lately."""
+        return bool(self._asked or self._serving.callers)
+
     def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
         """Handle a message of a call."""
         match message:

@@ -83,7 +83,10 @@ class Peer:
         record: Callable[[], bytes],
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
+        rests: bool = False,
     ) -> None:
+        """With `rests`, tick less often while nothing is under way. Simulations do not: their bits
+        depend on the times of ticks."""
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
@@ -108,6 +111,8 @@ class Peer:
             terms.branch_after_s,
         )
         self.router = self._make_router()
+        self._rests = rests
+        self._stirred = asyncio.Event()  # set by whatever may need the next tick
         self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
@@ -150,6 +155,7 @@ class Peer:
 
     def ask_in(self) -> None:
         """Ask the members for admission until they admit this peer."""
+        self._stirred.set()
         self.membership.admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
@@ -165,6 +171,7 @@ class Peer:
 
     def leave(self) -> None:
         """Say goodbye; the next view will not contain this peer."""
+        self._stirred.set()
         self.membership.admission.leave()
 
     async def part(self) -> None:
@@ -207,6 +214,7 @@ class Peer:
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
+        self._stirred.set()
         if stream.is_paired:
             self.pairing.open(stream, after_round)
         else:
@@ -228,6 +236,7 @@ class Peer:
         A pair's ends by the stream's deadline; a collective's when the round is decided, however
         late: the caller trains on meanwhile. It is lost if this peer gave up the chain of views
         that its state belongs to, until the stream is opened again."""
+        self._stirred.set()
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -278,19 +287,50 @@ class Peer:
                 log.debug("a bad frame from %s, dropped: %s", sender, error)
                 continue
             self.router.deliver(sender, frame)
+            if not isinstance(frame.message, messages.TimeMessage):
+                self._stirred.set()
 
     async def _tick_loop(self) -> None:
-        for turn in itertools.count():
-            self.membership.tick()
-            self.calls.tick()
-            if self.context.chain is not None:
-                if turn % LOOK_EVERY == 0:
-                    self.branching.tick()
-                self.rounds.tick()
-                self.tallies.tick()
-                self.loads.tick()
-                self.codec_offers.tick()
+        turn = 0
+        while True:
+            self._tick(turn)
+            turn += await self._next_turn(turn)
+
+    def _tick(self, turn: int) -> None:
+        self.membership.tick()
+        self.calls.tick()
+        if self.context.chain is not None:
+            if turn % LOOK_EVERY == 0:
+                self.branching.tick()
+            self.rounds.tick()
+            self.tallies.tick()
+            self.loads.tick()
+            self.codec_offers.tick()
+
+    async def _next_turn(self, turn: int) -> int:
+        """Wait for the next tick, or while nothing is under way for the next that looks for
+        branches; return how many turns that is. What stirs this peer brings back the next tick."""
+        if not (self._rests and self._is_quiet()):
             await asyncio.sleep(TICK_S)
+            return 1
+        begun_s, turns = self.context.now(), LOOK_EVERY - turn % LOOK_EVERY
+        self._stirred.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(turns * TICK_S):
+                await self._stirred.wait()
+            lasted_s = self.context.now() - begun_s
+            turns = min(turns, int(lasted_s / TICK_S) + 1)
+            await asyncio.sleep(max(0.0, turns * TICK_S - lasted_s))
+        return turns
+
+    def _is_quiet(self) -> bool:
+        """Return whether no round, call or change of members is under way."""
+        return (
+            not self.rounds.machines
+            and not self.calls.is_busy
+            and self.membership.is_settled
+            and not self.loads.mine
+        )
 
     async def _announce_loop(self) -> None:
         """Keep this peer's record in the directory, and learn those of others from it."""
