@@ -22,7 +22,9 @@ from farflock.swarm.messages import MAX_MEMBERS
 
 WORKER = "farflock.experiments.bench.idle_peer"
 ALLOWED_ALONE_MS, ALLOWED_FULL_MS = 2.0, 5.0  # the goals, a second
+START_S = 5.0  # from the run's start until the node is ready
 START_TIMEOUT_S = 120.0
+JOIN_TIMEOUT_S = 120.0  # beyond `Size.join_s`
 UNIT = "ms of CPU a second"
 
 
@@ -34,9 +36,10 @@ class Size:
     processes: int = 3
     window_s: float = 10.0
     settle_s: float = 10.0
+    join_s: float = 20.0  # for all partners to ask: only the node decides, and only once
 
 
-QUICK = Size(3, 1, 0.5, 0.5)
+QUICK = Size(3, 1, 0.5, 0.5, 4.0)
 
 
 def run(options: Options) -> Iterator[Metric]:
@@ -51,7 +54,12 @@ async def _measured(size: Size, repeats: int) -> tuple[list[Fields], list[Fields
     """Return what the node took in each repeat, alone and with all members."""
     places = [Host()] * (1 + size.processes)
     with tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder:
-        settings = {"partners": size.members - 1, "folder": folder}
+        alone_s = size.settle_s + repeats * size.window_s
+        settings = {
+            "partners": size.members - 1,
+            "folder": folder,
+            "view_s": START_S + alone_s + size.join_s,
+        }
         async with fleet(WORKER, places, settings) as (node, *holders):
             return await _before_and_after(node, holders, size, repeats)
 
@@ -63,7 +71,7 @@ async def _before_and_after(
     alone = await _watch(node, size, repeats)
     for holder in holders:
         holder.tell("join", run=known["run"], record=known["record"])
-    await hear_all(holders, "joined", START_TIMEOUT_S)
+    await hear_all(holders, "joined", size.join_s + JOIN_TIMEOUT_S)
     return alone, await _watch(node, size, repeats)
 
 

@@ -30,13 +30,15 @@ INCARNATION = 1
 
 
 class Settings(Place, frozen=True):
-    """The number of partners, of all processes together, and the node's folder."""
+    """The number of partners, of all processes together; the node's folder; and the seconds before
+    it admits them, all at once: partners do not vote."""
 
     partners: int
     folder: str
+    view_s: float
 
 
-def manifest() -> Manifest:
+def manifest(view_s: float) -> Manifest:
     """Return the run's manifest: a tiny model, and a method that exchanges nothing."""
     return resolve(
         {
@@ -44,12 +46,12 @@ def manifest() -> Manifest:
             "model": {"preset": "tiny"},
             "train": {"batch": 2, "seq": 16},
             "method": {"name": "local"},
-            "exchange": {"view_s": 2.0},
+            "exchange": {"view_s": view_s},
         }
     )
 
 
-async def be_node(owner: Owner, folder: Path) -> None:
+async def be_node(owner: Owner, settings: Settings) -> None:
     """Run a node that stands still after its first step, and say what it takes when asked."""
     started: asyncio.Future[NodeProcess] = asyncio.get_running_loop().create_future()
 
@@ -57,7 +59,8 @@ async def be_node(owner: Owner, folder: Path) -> None:
         node.member.loop.pause = asyncio.Event().wait  # type: ignore[union-attr]
         started.set_result(node)
 
-    running = asyncio.create_task(found(MachineOptions(RunFolder(folder)), manifest(), stand_still))
+    machine, terms = MachineOptions(RunFolder(Path(settings.folder))), manifest(settings.view_s)
+    running = asyncio.create_task(found(machine, terms, stand_still))
     node = await started
     owner.say("record", record=node.links.record().hex(), run=node.run)
     daemons = psutil.Process().children(recursive=True)
@@ -139,7 +142,7 @@ async def main(settings: Settings) -> None:
     owner = await Owner.open()
     if settings.number > 0:
         await be_partners(owner, settings)
-    await be_node(owner, Path(settings.folder))
+    await be_node(owner, settings)
 
 
 if __name__ == "__main__":
