@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflock.experiments.measure.metric import COLUMNS
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage, nearest
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "codec": "farflock.experiments.bench.codec",
     "loop": "farflock.experiments.bench.loop",
-    "idle": "farflock.experiments.bench.idle",
     "sim": "farflock.experiments.bench.sim",
     "memory": "farflock.experiments.bench.memory",
     "sync": "farflock.experiments.bench.sync",
@@ -30,6 +30,7 @@ BENCHMARKS = {
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
     "round": "farflock.experiments.bench.round",
+    "idle": "farflock.experiments.bench.idle",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
@@ -127,6 +128,13 @@ class _Scoreboard(click.Command):
     help="The only method to measure in round: diloco, sparseloco or lean.",
 )
 @click.option(
+    "--codec-threads",
+    type=click.IntRange(1, MAX_CODEC_THREADS),
+    default=1,
+    show_default=True,
+    help="Threads that encode and apply in round, compared with one.",
+)
+@click.option(
     "--quick",
     is_flag=True,
     help="Use small sizes, to check that the benchmarks run; the numbers mean little.",
@@ -143,12 +151,13 @@ def command(
     rate: float | None,
     parameters: int | None,
     method: str | None,
+    codec_threads: int,
     quick: bool,
     as_json: bool,
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, idle, sim, memory, sync, overlap, control, kill, planner, round, or one
+    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, idle, or one
     metric such as codec.int8. `farflock bench quality` takes hours and has its own options: see
     `farflock bench quality --help`.
 
@@ -163,7 +172,7 @@ def command(
         only = name if "." in name else None
         out.line(f"measuring {name}")
         try:
-            options = Options(repeats, rate, quick, only, parameters, method)
+            options = Options(repeats, rate, quick, only, parameters, method, codec_threads)
             for metric in measured(_benchmark(name), options):
                 out.result(asdict(metric), "")
                 rows.append([_short(getattr(metric, name)) for name in SHOWN])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from farflock.experiments.bench.round_member import Settings
-from farflock.experiments.measure.metric import Metric, Options, load, turns
+from farflock.experiments.measure.metric import Metric, Options, load, medians, turns
 from farflock.experiments.measure.process import lines_of
 from farflock.experiments.measure.threads import one_thread
 
@@ -25,6 +25,7 @@ METHODS: Mapping[str, Mapping[str, str | int | float]] = {
     "lean": {},
 }
 WITH_MOMENTS = ("lean",)  # methods that read the inner optimizer's
+SPREAD = ("encode", "decode", "apply")  # the phases that `--codec-threads` spreads
 PARAMETERS = 100_000_000
 QUICK_PARAMETERS = 2_000_000
 COPIED = 16_777_216  # values that the yardstick copies
@@ -35,12 +36,20 @@ UNIT = "ns a parameter"
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `round.METHOD.SIZE` and `round.memory.METHOD.SIZE` for each method."""
+    """Yield `round.METHOD.SIZE` and `round.memory.METHOD.SIZE` for each method; with more than one
+    codec thread, `round.threads.METHOD.SIZE` instead."""
     parameters = options.parameters or (QUICK_PARAMETERS if options.quick else PARAMETERS)
     size, copy_ns = size_name(parameters), _copy_ns(options.repeats)
     for name in METHODS:
+        if options.method not in (None, name):
+            continue
+        if options.codec_threads > 1:
+            threads = options.codec_threads
+            rounds = _rounds(name, parameters, 2 * options.repeats, threads)
+            yield _threads(f"round.threads.{name}.{size}", rounds, threads)
+            continue
         metrics = f"round.{name}.{size}", f"round.memory.{name}.{size}"
-        if options.method in (None, name) and any(map(options.wants, metrics)):
+        if any(map(options.wants, metrics)):
             rounds = _rounds(name, parameters, options.repeats)
             yield _time(metrics[0], rounds, copy_ns)
             yield _memory(metrics[1], rounds)
@@ -62,9 +71,9 @@ def _copy_ns(repeats: int) -> float:
     return statistics.median(seconds for (seconds,) in times) / COPIED * 1e9
 
 
-def _rounds(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
+def _rounds(name: str, parameters: int, repeats: int, threads: int = 1) -> list[dict[str, Any]]:
     options = {**METHODS[name], "period": 1}
-    settings = Settings(name, options, parameters, repeats + 1, name in WITH_MOMENTS)
+    settings = Settings(name, options, parameters, repeats + 1, name in WITH_MOMENTS, threads)
     timeout_s = ROUND_TIMEOUT_S * (repeats + 1)
     return lines_of(f"the member of {name}", WORKER, settings, timeout_s)[1:]
 
@@ -79,6 +88,24 @@ def _time(metric: str, rounds: list[dict[str, Any]], copy_ns: float) -> Metric:
     note = ", ".join(f"{phase} {ns:.2f}" for phase, ns in phases.items())
     ratio = round(whole / copy_ns, 2)
     return Metric(metric, whole, copy_ns, ratio, len(rounds), load(), UNIT, note)
+
+
+def _threads(metric: str, rounds: list[dict[str, Any]], threads: int) -> Metric:
+    """Return how much sooner the spread phases end with this many threads than with one."""
+    pairs = [
+        tuple(sum(one["lasted"][phase] for phase in SPREAD) for one in sorted(two, key=_is_spread))
+        for two in zip(rounds[::2], rounds[1::2], strict=True)
+    ]
+    one, several, ratio = medians([(alone, together) for alone, together in pairs])
+    note = (
+        f"{', '.join(SPREAD)} in {threads} threads, next to one; the ratio says how much sooner "
+        f"they end"
+    )
+    return Metric(metric, several, one, ratio, len(pairs), load(), "s", note)
+
+
+def _is_spread(one: dict[str, Any]) -> bool:
+    return bool(one["spread"])
 
 
 def _memory(metric: str, rounds: list[dict[str, Any]]) -> Metric:

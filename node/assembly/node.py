@@ -22,6 +22,7 @@ from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import StateSync
 from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
+from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
@@ -117,18 +118,19 @@ def replica_node(
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
     storage: Storage = in_memory,
+    spread: Spread = in_turn,
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text, and `storage` where the
-    method's state is kept."""
+    """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
+    method's state is kept, and `spread` the threads that encode and apply."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    replica.storage = storage
+    replica.storage, replica.spread = storage, spread
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(
         model, replica, batches, plan.schedule, plan.accumulate, plan.autocast
     )
     driver = Driver(method(plan.method, **plan.options), replica)
-    client = ExchangeClient(peer, plan.run_seed)
+    client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)

@@ -33,6 +33,7 @@ from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
     MachineOptions,
+    default_codec_threads,
     identity_of,
     keep_published,
     learn_run,
@@ -49,6 +50,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.train.run_size import require_carried, state_bytes
+from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -526,6 +528,7 @@ def _node(
             train=Worker("train"),
             report=journal.report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
+            spread=spread_over(machine.codec_threads or default_codec_threads(machine.threads)),
         )
         keepers = [
             CheckpointManager(

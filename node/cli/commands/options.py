@@ -9,6 +9,8 @@ import click
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
 
+MAX_CODEC_THREADS = 256
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -32,6 +34,12 @@ def machine_options(command: Command) -> Command:
             default=1,
             show_default=True,
             help="CPU threads to train with.",
+        ),
+        click.option(
+            "--codec-threads",
+            type=click.IntRange(1, MAX_CODEC_THREADS),
+            help="CPU threads that encode what is sent and apply what comes back (default: the"
+            " cores that --threads leaves, from 1 to 4).",
         ),
         click.option(
             "--host",
@@ -97,6 +105,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         port=options["port"],
         dht_port=options["dht_port"],
         threads=options["threads"],
+        codec_threads=options["codec_threads"],
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
         role=options["role"],

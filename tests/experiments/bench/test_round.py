@@ -32,6 +32,14 @@ def test_a_metric_is_measured_in_a_process_of_its_own(quick):
     assert memory.yardstick > 64 * bench.MIB
 
 
+def test_codec_threads_are_compared_with_one_in_turns(quick):
+    (line,) = bench.run(quick(parameters=1_000_000, method="lean", codec_threads=2))
+    assert line.metric == "round.threads.lean.1m"
+    assert line.n == 2
+    assert 0 < line.ratio < 10
+    assert "in 2 threads" in line.note
+
+
 def test_a_member_that_fails_is_no_measurement(monkeypatch, quick):
     monkeypatch.setattr(bench, "WORKER", "farflock.experiments.bench.no_such_module")
     with pytest.raises(NotMeasured, match=r"the member of diloco ended with 1: .*no_such_module"):
