@@ -54,8 +54,8 @@ async def member(
             incarnation=incarnation,
             record=links.record,
             compute=compute,
-            rests=True,
         )
+        peer.ticks.rests = True
         async with peer.running():
             if owner is not None:
                 owner.say("record", record=links.record().hex())

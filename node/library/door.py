@@ -138,7 +138,7 @@ def _peer(
 ) -> Peer:
     known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
-    return Peer(
+    peer = Peer(
         known,
         identity,
         links,
@@ -146,8 +146,9 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=compute,
-        rests=True,
     )
+    peer.ticks.rests = True
+    return peer
 
 
 def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:

@@ -485,7 +485,7 @@ def _peer(
         run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
     )
     incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
-    return Peer(
+    peer = Peer(
         terms,
         identity,
         links,
@@ -493,8 +493,9 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=Worker("codec"),
-        rests=True,
     )
+    peer.ticks.rests = True
+    return peer
 
 
 def _node(

@@ -198,7 +198,7 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
 
 
 class _LastDecoded(threading.local):
-    """What a thread decoded last."""
+    """The segment that a thread decoded last."""
 
     def __init__(self) -> None:
         self.split: tuple[int, list[memoryview]] = -1, []  # the shard that was split last

@@ -9,19 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 
 
 class Spread(Protocol):
     """A way to do a piece of work for each item."""
 
-    def __call__(self, work: Callable[[Item], Made], items: Sequence[Item], /) -> list[Made]:
+    def __call__(
+        self, work: Callable[[Item], Returned], items: Sequence[Item], /
+    ) -> list[Returned]:
         """Return the results in the order of the items; raise what the first failed piece
         raised."""
         ...
 
 
-def in_turn(work: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
+def in_turn(work: Callable[[Item], Returned], items: Sequence[Item]) -> list[Returned]:
     """Do all pieces in the calling thread."""
     return [work(item) for item in items]
 
@@ -33,7 +35,9 @@ class Threads:
     def __init__(self, count: int) -> None:
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="spread")
 
-    def __call__(self, work: Callable[[Item], Made], items: Sequence[Item], /) -> list[Made]:
+    def __call__(
+        self, work: Callable[[Item], Returned], items: Sequence[Item], /
+    ) -> list[Returned]:
         """Do all pieces; without a second one, in the calling thread."""
         if len(items) < 2:
             return in_turn(work, items)

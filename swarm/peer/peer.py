@@ -32,12 +32,11 @@ from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
+from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S, Ticks
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
-LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly
 ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
 PART_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
@@ -83,10 +82,7 @@ class Peer:
         record: Callable[[], bytes],
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
-        rests: bool = False,
     ) -> None:
-        """With `rests`, tick less often while nothing is under way. Simulations do not: their bits
-        depend on the times of ticks."""
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
@@ -111,8 +107,8 @@ class Peer:
             terms.branch_after_s,
         )
         self.router = self._make_router()
-        self._rests = rests
         self._stirred = asyncio.Event()  # set by whatever may need the next tick
+        self.ticks = Ticks(self._stirred, self.membership, self.rounds, self.calls, self.loads)
         self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
@@ -291,46 +287,17 @@ class Peer:
                 self._stirred.set()
 
     async def _tick_loop(self) -> None:
-        turn = 0
         while True:
-            self._tick(turn)
-            turn += await self._next_turn(turn)
-
-    def _tick(self, turn: int) -> None:
-        self.membership.tick()
-        self.calls.tick()
-        if self.context.chain is not None:
-            if turn % LOOK_EVERY == 0:
-                self.branching.tick()
-            self.rounds.tick()
-            self.tallies.tick()
-            self.loads.tick()
-            self.codec_offers.tick()
-
-    async def _next_turn(self, turn: int) -> int:
-        """Wait for the next tick, or while nothing is under way for the next that looks for
-        branches; return how many turns that is. What stirs this peer brings back the next tick."""
-        if not (self._rests and self._is_quiet()):
-            await asyncio.sleep(TICK_S)
-            return 1
-        begun_s, turns = self.context.now(), LOOK_EVERY - turn % LOOK_EVERY
-        self._stirred.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(turns * TICK_S):
-                await self._stirred.wait()
-            lasted_s = self.context.now() - begun_s
-            turns = min(turns, int(lasted_s / TICK_S) + 1)
-            await asyncio.sleep(max(0.0, turns * TICK_S - lasted_s))
-        return turns
-
-    def _is_quiet(self) -> bool:
-        """Return whether no round, call or change of members is under way."""
-        return (
-            not self.rounds.machines
-            and not self.calls.is_busy
-            and self.membership.is_settled
-            and not self.loads.mine
-        )
+            self.membership.tick()
+            self.calls.tick()
+            if self.context.chain is not None:
+                if self.ticks.turn % LOOK_EVERY == 0:
+                    self.branching.tick()
+                self.rounds.tick()
+                self.tallies.tick()
+                self.loads.tick()
+                self.codec_offers.tick()
+            await self.ticks.wait()
 
     async def _announce_loop(self) -> None:
         """Keep this peer's record in the directory, and learn those of others from it."""

@@ -12,7 +12,8 @@ from worlds.waiting import now, until
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
-from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, LOOK_EVERY, TICK_S, Peer, RunTerms
+from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
+from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
@@ -66,8 +67,8 @@ class PeerWorld:
             directory,
             incarnation=number,
             record=lambda: self.record(number),
-            rests=self.rests,
         )
+        peer.ticks.rests = self.rests
         self.peers.append(peer)
         return peer
 
