@@ -132,7 +132,7 @@ class _Scoreboard(click.Command):
     type=click.IntRange(1, MAX_CODEC_THREADS),
     default=1,
     show_default=True,
-    help="Threads that encode and apply in round, compared with one.",
+    help="Threads that encode and decode in round, compared with one.",
 )
 @click.option(
     "--quick",

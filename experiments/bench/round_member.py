@@ -159,7 +159,7 @@ class Member:
         clock, driver, replica = Clock(), self.driver, self.replica
         self.steps += 1
         # in turns, so that both see the same load on the machine
-        replica.spread = self.client.spread = in_turn if self.steps % 2 else self.spread
+        self.client.spread = in_turn if self.steps % 2 else self.spread
         driver.method.local_step(replica, Progress(self.steps))
         self._add("param")
         self.peak.forget()
@@ -180,7 +180,7 @@ class Member:
         return {
             "seconds": clock.phases,
             "lasted": clock.lasted,
-            "spread": replica.spread is not in_turn,
+            "spread": self.client.spread is not in_turn,
             "extra_bytes": self.peak.highest_bytes() - before,
             "payload_bytes": carried,
             "parameters": self.count,

@@ -121,10 +121,10 @@ def replica_node(
     spread: Spread = in_turn,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
-    method's state is kept, and `spread` the threads that encode and apply."""
+    method's state is kept, and `spread` the threads that encode and check payloads."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    replica.storage, replica.spread = storage, spread
+    replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(
         model, replica, batches, plan.schedule, plan.accumulate, plan.autocast

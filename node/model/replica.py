@@ -5,20 +5,17 @@ replica and for the sharded one (node/model/replica_fsdp.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
+from farflock.optimizers.method import BlockChange, Tensors, What
 from farflock.optimizers.parts.blocks import blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
-from farflock.optimizers.parts.spread import Spread, in_turn
 
 Storage = Callable[[Sequence[int]], Tensor]  # a shape -> float32 zeros
 SCALARS = ("step", "mu_product")  # moments of one number per parameter
-PIECE_BLOCKS = 16  # changed by one thread in a row: what decodes them decodes each segment once
 
 
 class Slots:
@@ -106,8 +103,7 @@ class Slots:
 
 class PlainReplica:
     """One process, one module, one inner optimizer. The loop sets `lr` before each step, and
-    whoever made the replica may set where a method's state is kept, and over what threads its
-    changes are spread."""
+    whoever made the replica may set where a method's state is kept."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0
@@ -115,7 +111,6 @@ class PlainReplica:
         self._slots = Slots(module, inner, clip_norm)
         self.lr: float | None = None
         self.storage: Storage = in_memory
-        self.spread: Spread = in_turn
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,9 +146,12 @@ class PlainReplica:
         for name in names:
             stored = [self._slots.find(name, what) for what in whats]
             flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous
-            every = list(blocks(name, stored[0].shape))
-            pieces = [every[at : at + PIECE_BLOCKS] for at in range(0, len(every), PIECE_BLOCKS)]
-            self.spread(partial(_change, flat, change), pieces)
+            for block in blocks(name, stored[0].shape):
+                places = [block.of(x) for x in flat]
+                new = change(block, *(float_block(x) for x in places))
+                for place, values in zip(places, new, strict=True):
+                    if values is not None:
+                        place.copy_(values)
             for x, changed in zip(stored, flat, strict=True):
                 if not x.is_contiguous():
                     x.copy_(changed.view_as(x))
@@ -165,16 +163,6 @@ class PlainReplica:
     def inner_step(self, lr: float | None = None) -> None:
         """Clip the gradient norm, step at `lr` (None: at `self.lr`), and zero the gradients."""
         self._slots.step(self.lr if lr is None else lr)
-
-
-def _change(flat: Sequence[Tensor], change: BlockChange, piece: Sequence[TensorBlock]) -> None:
-    """Change some blocks of these flat tensors in place."""
-    for block in piece:
-        places = [block.of(x) for x in flat]
-        new = change(block, *(float_block(x) for x in places))
-        for place, values in zip(places, new, strict=True):
-            if values is not None:
-                place.copy_(values)
 
 
 def in_memory(shape: Sequence[int]) -> Tensor:

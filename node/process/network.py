@@ -8,10 +8,8 @@ Shared by nodes (node/process/node_process.py) and by the optimizer for users' o
 
 import asyncio
 import contextlib
-import os
 import resource
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,6 @@ LEARN_TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 20.0
 MAX_TERMS_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
-MAX_DEFAULT_CODEC_THREADS = 4
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
 
 
@@ -47,19 +44,11 @@ class MachineOptions:
     port: int = 0  # of the links; 0: any free port
     dht_port: int = 0
     threads: int = 1
-    codec_threads: int | None = None  # None: `default_codec_threads`
+    codec_threads: int = 1
     client_mode: bool = False  # cannot be dialled
     checkpoint_s: float = 600.0  # between checkpoints
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
     outer: OuterPlace = "auto"  # where the method's state is kept
-
-
-def default_codec_threads(threads: int) -> int:
-    """Return the number of cores that `threads` of training leave, from 1 to
-    `MAX_DEFAULT_CODEC_THREADS`: more would wait for memory."""
-    linux = sys.platform == "linux"
-    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    return max(1, min(MAX_DEFAULT_CODEC_THREADS, cores - threads))
 
 
 def identity_of(folder: RunFolder) -> Identity:

@@ -33,7 +33,6 @@ from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
     MachineOptions,
-    default_codec_threads,
     identity_of,
     keep_published,
     learn_run,
@@ -529,7 +528,7 @@ def _node(
             train=Worker("train"),
             report=journal.report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
-            spread=spread_over(machine.codec_threads or default_codec_threads(machine.threads)),
+            spread=spread_over(machine.codec_threads),
         )
         keepers = [
             CheckpointManager(

@@ -50,7 +50,7 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     type=click.IntRange(1, MAX_CODEC_THREADS),
     default=1,
     show_default=True,
-    help="CPU threads of each process that encode and apply: all share this machine.",
+    help="CPU threads of each process that encode what is sent and check what comes back.",
 )
 @click.option(
     "--folder",

@@ -38,8 +38,9 @@ def machine_options(command: Command) -> Command:
         click.option(
             "--codec-threads",
             type=click.IntRange(1, MAX_CODEC_THREADS),
-            help="CPU threads that encode what is sent and apply what comes back (default: the"
-            " cores that --threads leaves, from 1 to 4).",
+            default=1,
+            show_default=True,
+            help="CPU threads that encode what is sent and check what comes back.",
         ),
         click.option(
             "--host",

@@ -37,7 +37,7 @@ def test_codec_threads_are_compared_with_one_in_turns(quick):
     assert line.metric == "round.threads.lean.1m"
     assert line.n == 2
     assert 0 < line.ratio < 10
-    assert "in 2 threads" in line.note
+    assert "2 threads next to one" in line.note
 
 
 def test_a_member_that_fails_is_no_measurement(monkeypatch, quick):

@@ -7,8 +7,6 @@ import pytest
 from farflock.node.errors import Failure
 from farflock.node.process.network import (
     DESCRIPTORS,
-    MAX_DEFAULT_CODEC_THREADS,
-    default_codec_threads,
     identity_of,
     raise_descriptor_limit,
 )
@@ -44,12 +42,3 @@ def test_a_folder_that_cannot_be_created_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Failure, match=r"folder .*file/node cannot be created: not a directory;"):
         identity_of(RunFolder(tmp_path / "file" / "node"))
-
-
-@pytest.mark.parametrize(
-    ("cores", "threads", "left"), [(1, 1, 1), (2, 1, 1), (4, 1, 3), (4, 4, 1), (64, 1, None)]
-)
-def test_codec_threads_take_the_cores_that_training_leaves(monkeypatch, cores, threads, left):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert default_codec_threads(threads) == (left or MAX_DEFAULT_CODEC_THREADS)

@@ -1,4 +1,4 @@
-"""The bits of a round do not depend on the threads that encode, decode and apply: all codecs, all
+"""The bits of a round do not depend on the threads that encode and decode: all codecs, all
 methods."""
 
 import functools
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from farflock.compression.catalog import CODECS, codec
-from farflock.node.model import replica
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
@@ -32,7 +31,6 @@ def small(monkeypatch):
     monkeypatch.setattr(shards, "SEGMENT_VALUES", 2048)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4096)
     monkeypatch.setattr(blocks, "BLOCK_VALUES", 512)
-    monkeypatch.setattr(replica, "PIECE_BLOCKS", 2)
 
 
 @pytest.fixture(scope="module")
