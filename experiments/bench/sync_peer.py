@@ -175,7 +175,7 @@ async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) ->
     ]
     await plain.connect([(str(host), int(port)) for host, port in others])
     await ring.join(*peers["ring"])
-    yardsticks = {"swap": plain.swap, "ring": ring.reduce}
+    yardsticks = {"tcp": plain.swap, "gloo": ring.reduce}
     while True:
         command = await owner.next()
         if command["kind"] == "sync":
