@@ -47,11 +47,21 @@ class ByteBudget:
         """Return `taken_bytes` to the budget and wake the waiting tasks that now fit."""
         self.free_bytes += taken_bytes
         while self._waiting and (
-            self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()
+            self._fits(self._waiting[0][0]) or self._waiting[0][2].cancelled()
         ):
             _, max_bytes, turn = self._waiting.popleft()
             if not turn.cancelled():
                 turn.set_result(self._grant(max_bytes))
+
+    def resize(self, size_bytes: int) -> None:
+        """Change the size; what is taken beyond a smaller one is missing until it is given back.
+
+        A task that waits for more than the new size gets all of it."""
+        grown_bytes, self.size_bytes = size_bytes - self.size_bytes, size_bytes
+        self.give(grown_bytes)
+
+    def _fits(self, min_bytes: int) -> bool:
+        return min(min_bytes, self.size_bytes) <= self.free_bytes
 
     def _grant(self, max_bytes: int) -> int:
         granted = min(max_bytes, self.free_bytes)

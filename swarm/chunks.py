@@ -25,8 +25,11 @@ from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
 MAX_PIECE_BYTES = 256 * 1024
 PIECE_S = 0.15  # to send a piece of more than one unit
-WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
-# least request, if so much is missing: a whole shard, so that chunks arrive one by one
+# Requested and not yet received: of one holder, or of all that are asked at the same time, of each
+# an equal share. Otherwise a line would carry long what is needed last, while others are idle.
+WINDOW_BYTES = 3 * 1024 * 1024
+MIN_WINDOW_BYTES = 9 * PIECE_BYTES  # the least share: a shard of 512 KiB and its head
+# Least request, if so much is missing and fits: a whole shard, so that chunks arrive one by one.
 ASK_BYTES = 20 * PIECE_BYTES
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 STALL_S = 1.0
@@ -382,9 +385,9 @@ class Chunks:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
-        window = self._windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
+        window = self._window(holder)
         fetching.room_bytes = await window.take(
-            *self._wanted(fetching), ahead=bool(fetching.served)
+            *self._wanted(fetching, window.size_bytes), ahead=bool(fetching.served)
         )
         fetching.holder, fetching.window = holder, window
         try:
@@ -395,13 +398,29 @@ class Chunks:
             fetching.holder = None
             if window.idle and self._windows.get(holder) is window:
                 del self._windows[holder]
+                self._share_windows()
         return True
 
-    def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
+    def _window(self, holder: PeerId) -> ByteBudget:
+        """Return a holder's window; a new one makes those of the others smaller."""
+        window = self._windows.get(holder)
+        if window is None:
+            window = self._windows[holder] = ByteBudget(WINDOW_BYTES)
+            self._share_windows()
+        return window
+
+    def _share_windows(self) -> None:
+        """Give each holder that is being asked an equal share of the whole window."""
+        share_bytes = max(WINDOW_BYTES // max(len(self._windows), 1), MIN_WINDOW_BYTES)
+        if any(window.size_bytes != share_bytes for window in self._windows.values()):
+            for window in list(self._windows.values()):
+                window.resize(share_bytes)
+
+    def _wanted(self, fetching: _Fetching, window_bytes: int) -> tuple[int, int]:
         """Return the (least, most) bytes to request next; `ASK_BYTES` or more, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
         least = max(min(ASK_BYTES, fetching.size - first), WINDOW_BYTES // MAX_WANTS)
-        return least, max(least, min(WINDOW_BYTES, fetching.size - first))
+        return min(least, window_bytes), max(least, min(WINDOW_BYTES, fetching.size - first))
 
     async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
         """Request the first run of missing pieces that fits."""

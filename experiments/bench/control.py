@@ -100,7 +100,8 @@ def small_shards() -> Iterator[None]:
     """Let fetches count a small shard as a whole one, which comes in one long piece here."""
     scales = dict.fromkeys(("STALL_S", "GAP_S", "SERVE_TIMEOUT_S"), float(PIECES))
     scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES"), 1 / SCALE)
-    scales["WINDOW_BYTES"] = 2 / SCALE  # of which room comes back by shards, not by pieces
+    # Room in a window comes back by shards, not by pieces.
+    scales |= dict.fromkeys(("WINDOW_BYTES", "MIN_WINDOW_BYTES"), 2 / SCALE)
     kept = {name: getattr(chunks, name) for name in scales}
     try:
         for name, scale in scales.items():

@@ -130,3 +130,42 @@ def test_a_turn_that_comes_in_the_moment_of_cancellation_is_not_lost():
         assert window.idle
 
     run_virtual(main())
+
+
+def test_a_smaller_budget_lends_nothing_until_enough_is_back_and_a_larger_one_lends_at_once():
+    async def main():
+        window = ByteBudget(10)
+        assert await window.take(6, 6) == 6
+        window.resize(4)
+        assert window.free_bytes == -2
+        one, other = (asyncio.create_task(window.take(2, 3)) for _ in range(2))
+        await asyncio.sleep(0)
+        window.give(3)
+        await asyncio.sleep(0)
+        assert not one.done()
+        window.resize(5)
+        assert await one == 2
+        window.give(3)
+        assert await other == 3
+        window.give(5)
+        assert window.idle
+
+    run_virtual(main())
+
+
+def test_a_task_that_waits_for_more_than_the_new_size_gets_all_of_it():
+    async def main():
+        window = ByteBudget(10)
+        await window.take(10, 10)
+        waiter = asyncio.create_task(window.take(8, 9))
+        await asyncio.sleep(0)
+        window.resize(5)
+        window.give(9)
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        window.give(1)
+        assert await waiter == 5
+        window.give(5)
+        assert window.idle
+
+    run_virtual(main())

@@ -492,6 +492,50 @@ async def test_no_holder_is_ever_asked_for_more_than_its_window(net):
 
 
 @in_virtual_time
+async def test_holders_that_are_asked_at_the_same_time_share_the_window(net):
+    """So much is under way from each that the line is full, and no more: what is asked of one first
+    would keep it from sending to others, whose lines are idle meanwhile."""
+    names = [f"holder{number}" for number in range(7)]
+    parts = {name: [data_of(2**19 + 4, f"{name}/{n}") for n in range(4)] for name in names}
+    for name in names:
+        net.peer(name, *parts[name])
+    reader = net.peer("reader")
+    due, most = collections.Counter(), collections.Counter()
+
+    def watch(sender, to, message, body):
+        if isinstance(message, Want):
+            due[to] += message.stop - message.start
+        elif isinstance(message, Piece):
+            due[sender] -= len(body)
+        most["one"] = max(most["one"], *due.values())
+        most["all"] = max(most["all"], due.total())
+        return message, body
+
+    net.tap = watch
+    work = [fetch(reader, part, [name]) for name in names for part in parts[name]]
+    assert all(await asyncio.gather(*work))
+    assert most["one"] <= WINDOW_BYTES  # of the first, until the others were asked
+    late = len(names) * module.MIN_WINDOW_BYTES
+    assert late <= most["all"] <= late + WINDOW_BYTES
+
+
+@in_virtual_time
+async def test_a_fetch_that_waits_for_a_whole_window_goes_on_when_the_window_becomes_smaller(net):
+    """Its holder has just been asked for all that its window has when others are asked, too."""
+    whole, large = data_of(WINDOW_BYTES), data_of(MAX_CHUNK_BYTES, 1)
+    others = {f"other{number}": data_of(2**20, number + 2) for number in range(6)}
+    net.peer("holder", whole, large)
+    for name, data in others.items():
+        net.peer(name, data)
+    reader = net.peer("reader")
+    tasks = [asyncio.create_task(fetch(reader, data, ["holder"])) for data in (whole, large)]
+    await asyncio.sleep(0.05)
+    tasks += [asyncio.create_task(fetch(reader, data, [name])) for name, data in others.items()]
+    assert all(await asyncio.gather(*tasks))
+    assert now() < 2.0
+
+
+@in_virtual_time
 async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
     reader = net.peer("reader")
     net.peer("silent")
@@ -632,7 +676,8 @@ def test_what_was_verified_is_not_hashed_again(monkeypatch):
 
 def test_the_constants_fit_each_other():
     assert WINDOW_BYTES % PIECE_BYTES == 0
-    assert module.ASK_BYTES % PIECE_BYTES == 0
+    assert module.ASK_BYTES % PIECE_BYTES == module.MIN_WINDOW_BYTES % PIECE_BYTES == 0
+    assert MAX_PIECE_BYTES <= module.MIN_WINDOW_BYTES <= module.ASK_BYTES <= WINDOW_BYTES
     assert MAX_CHUNK_BYTES % PIECE_BYTES == 0
     assert module.MAX_WANTS * (WINDOW_BYTES // MAX_WANTS) == WINDOW_BYTES
     assert INBOUND_BYTES >= MAX_CHUNK_BYTES

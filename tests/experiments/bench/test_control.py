@@ -38,7 +38,8 @@ def test_a_small_shard_takes_the_line_as_long_as_a_whole_one():
 
 
 def test_fetches_are_as_before_afterwards():
-    names = ("STALL_S", "GAP_S", "SERVE_TIMEOUT_S", "WINDOW_BYTES", "ASK_BYTES", "INBOUND_BYTES")
+    names = ("STALL_S", "GAP_S", "SERVE_TIMEOUT_S", "WINDOW_BYTES", "MIN_WINDOW_BYTES")
+    names += ("ASK_BYTES", "INBOUND_BYTES")
     before = [getattr(chunks, name) for name in names]
     with control.small_shards():
         assert chunks.WINDOW_BYTES == 6 * control.SMALL_BYTES
