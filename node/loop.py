@@ -71,7 +71,7 @@ class Loop:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
         progress = replace(progress, weight=self.training_task.weight)
-        self.driver.method.local_step(self.driver.replica, progress)
+        self.driver.local_step(progress)
         return loss
 
     async def end_step(self, loss: float) -> None:

@@ -48,13 +48,15 @@ from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import Anchor
-from farflock.optimizers.parts.state import kept, named
+from farflock.optimizers.parts.state import copies, kept, named
 from farflock.optimizers.parts.state_fields import Kind, own, part
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 # A scalar for each parameter, or for none.
-SCALARS = Kind(named, lambda key, state, shapes: kept(key, state, dict.fromkeys(shapes, ())))
+SCALARS = Kind(
+    named, lambda key, state, shapes: copies(kept(key, state, dict.fromkeys(shapes, ())))
+)
 SLOWEST = 2.0**-100  # a smaller step tells nothing about its rate; dividing by it would overflow
 
 

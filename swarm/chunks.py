@@ -69,11 +69,12 @@ def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
 
 
 class Store:
-    """Chunks in memory: kept while pinned, then as long as the budget allows (oldest go first)."""
+    """Chunks in memory, or views of mapped files: kept while pinned, then as long as the budget
+    allows (oldest go first)."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._chunks: dict[bytes, bytes] = {}
+        self._chunks: dict[bytes, bytes | memoryview] = {}
         self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
         self._pins: dict[bytes, set[Hashable]] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
@@ -87,9 +88,15 @@ class Store:
 
     def get(self, digest: bytes) -> bytes | None:
         """Return the chunk, or None."""
-        return self._chunks.get(digest)
+        found = self._chunks.get(digest)
+        return bytes(found) if isinstance(found, memoryview) else found
 
-    def put(self, data: bytes, pin: Hashable, verified: bytes | None = None) -> bytes:
+    def view(self, digest: bytes) -> memoryview | None:
+        """Return the chunk as it is stored, or None."""
+        found = self._chunks.get(digest)
+        return None if found is None else memoryview(found)
+
+    def put(self, data: bytes | memoryview, pin: Hashable, verified: bytes | None = None) -> bytes:
         """Keep a chunk at least until `pin` is released; return its digest (or `verified`)."""
         digest = verified or digest_of(data)
         if digest not in self._chunks:
@@ -108,6 +115,14 @@ class Store:
     def release(self, pin: Hashable) -> None:
         """Drop all pins of this user; its chunks stay while there is room."""
         self.keep_only((), pin)
+
+    def forget(self, pin: Hashable) -> None:
+        """Drop all pins of this user, and its chunks that nobody else has pinned."""
+        digests = self.pinned(pin)
+        self.release(pin)
+        for digest in digests:
+            if self._loose.pop(digest, self) is None:
+                self.size_bytes -= len(self._chunks.pop(digest))
 
     @property
     def pins(self) -> tuple[Hashable, ...]:
@@ -522,7 +537,7 @@ class Chunks:
         try:
             while queue:
                 want = queue[0]
-                data = self.store.get(want.digest)
+                data = self.store.view(want.digest)
                 if data is None:
                     self._carrier.send(asker, Miss(want.digest))
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(
@@ -535,10 +550,10 @@ class Chunks:
         finally:
             del self._wants[asker]
 
-    async def _serve_piece(self, asker: PeerId, want: Want, data: bytes) -> bool:
+    async def _serve_piece(self, asker: PeerId, want: Want, data: memoryview) -> bool:
         piece = Piece(want.digest, want.start, len(data))
         stop = min(want.start + _piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
-        body = memoryview(data)[want.start : stop]
+        body = data[want.start : stop]
         return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
 
 

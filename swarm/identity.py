@@ -7,6 +7,7 @@ The file has libp2p's own format, so that the DHT daemon can use the same key: `
 import hashlib
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import base58
@@ -28,6 +29,7 @@ class BadIdentity(ValueError):
     """A malformed key file or peer id; the message names the remedy."""
 
 
+@lru_cache(maxsize=1024)  # asked for with every frame, and base58 is slow
 def peer_id(public: bytes) -> PeerId:
     """Return the libp2p id of a 32-byte Ed25519 public key."""
     if len(public) != 32:

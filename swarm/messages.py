@@ -17,6 +17,7 @@ MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 8 * 1024  # body of a call or its answer, without payloads
 MAX_PAYLOADS = 4  # per call, and per answer
 MAX_PAYLOAD_CHUNKS = 16
+MAX_INLINE_BYTES = 256_000  # payloads inside a call or an answer; fits in a frame with its body
 MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_STAGES = 1024
@@ -316,12 +317,17 @@ class Pong(_Message, frozen=True, tag="pong"):
     run_s: float
 
 
-# Calls (swarm/peer/calls.py). A payload is a sequence of chunks, none if it is empty.
+# Calls (swarm/peer/calls.py). A payload is a sequence of chunks, none if it is empty. `inline`
+# holds the bytes of its different chunks, in order, if they are few; a repeat leaves them out.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 PayloadChunk = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
 Payload = Annotated[tuple[PayloadChunk, ...], msgspec.Meta(max_length=MAX_PAYLOAD_CHUNKS)]
 Payloads = Annotated[tuple[Payload, ...], msgspec.Meta(max_length=MAX_PAYLOADS)]
+Inline = Annotated[
+    tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE_BYTES)], ...],
+    msgspec.Meta(max_length=MAX_PAYLOADS),
+]
 CallVerdict = Literal["ok", "full", "failed", "late"]
 
 
@@ -331,6 +337,7 @@ class Call(_Message, frozen=True, tag="call"):
     id: Count
     request: Body
     payloads: Payloads = ()
+    inline: Inline = ()
 
 
 class Answer(_Message, frozen=True, tag="answer"):
@@ -343,6 +350,7 @@ class Answer(_Message, frozen=True, tag="answer"):
     verdict: CallVerdict
     body: Body = b""
     payloads: Payloads = ()
+    inline: Inline = ()
 
 
 class Heard(_Message, frozen=True, tag="heard"):

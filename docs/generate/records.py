@@ -31,8 +31,9 @@ Each line is a JSON object with `time_s`, the wall clock in seconds since 1970. 
 receipts](../how-to/read-receipts.md) shows how to use them.
 """
 STATUS = """
-A node writes `status.json` into its folder once a second. `farflock status --json` prints it with
-one more field, `running`: whether the process lives.
+A node writes `status.json` into its folder at most once a second, when something in it has
+changed. `farflock status --json` prints it with one more field, `running`: whether the process
+lives.
 """
 
 

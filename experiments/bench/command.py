@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflock.experiments.measure.metric import COLUMNS
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage, nearest
 
@@ -29,6 +30,9 @@ BENCHMARKS = {
     "kill": "farflock.experiments.bench.kill",
     "planner": "farflock.experiments.bench.planner",
     "round": "farflock.experiments.bench.round",
+    "whole": "farflock.experiments.bench.whole",
+    "idle": "farflock.experiments.bench.idle",
+    "pipeline": "farflock.experiments.bench.pipeline",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
@@ -118,12 +122,19 @@ class _Scoreboard(click.Command):
     "--parameters",
     callback=_count,
     metavar="N",
-    help="Size of the model in round, such as 100m or 1.2b.",
+    help="Size of the model in round, such as 100m, or in whole: 124m, 308m or 1.2b.",
 )
 @click.option(
     "--method",
     metavar="METHOD",
-    help="The only method to measure in round: diloco, sparseloco or lean.",
+    help="The only method to measure in round and whole: diloco, sparseloco or lean.",
+)
+@click.option(
+    "--codec-threads",
+    type=click.IntRange(1, MAX_CODEC_THREADS),
+    default=1,
+    show_default=True,
+    help="Threads that encode and decode in round, compared with one.",
 )
 @click.option(
     "--quick",
@@ -142,14 +153,15 @@ def command(
     rate: float | None,
     parameters: int | None,
     method: str | None,
+    codec_threads: int,
     quick: bool,
     as_json: bool,
 ) -> None:
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
-    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, or one metric
-    such as codec.int8. `farflock bench quality` takes hours and has its own options: see
-    `farflock bench quality --help`.
+    NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
+    idle, pipeline, or one metric such as codec.int8. `farflock bench quality` takes hours and
+    has its own options: see `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),
@@ -162,7 +174,7 @@ def command(
         only = name if "." in name else None
         out.line(f"measuring {name}")
         try:
-            options = Options(repeats, rate, quick, only, parameters, method)
+            options = Options(repeats, rate, quick, only, parameters, method, codec_threads)
             for metric in measured(_benchmark(name), options):
                 out.result(asdict(metric), "")
                 rows.append([_short(getattr(metric, name)) for name in SHOWN])

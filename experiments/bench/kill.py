@@ -13,16 +13,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from farflock.experiments.bench.fleet import Fields, Worker, fleet, introduce
-from farflock.experiments.bench.kill_peer import PERIOD
-from farflock.experiments.bench.member import TERMS
-from farflock.experiments.bench.netns import Host
+from farflock.experiments.bench.workers.fleet import Fields, Worker, fleet, introduce
+from farflock.experiments.bench.workers.kill_peer import PERIOD
+from farflock.experiments.bench.workers.member import TERMS
+from farflock.experiments.bench.workers.netns import Host
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.optimizers.diloco import STREAM
 from farflock.swarm.identity import Identity
 from farflock.swarm.protocol.groups import rotation
 
-WORKER = "farflock.experiments.bench.kill_peer"
+WORKER = "farflock.experiments.bench.workers.kill_peer"
 GOAL_S = 1.0
 ROUNDS_AFTER = 2  # rounds that the others apply before their lost steps are counted
 WAIT_S = 60.0

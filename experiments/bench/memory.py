@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from farflock.compression.catalog import codec
-from farflock.experiments.bench import fleet
-from farflock.experiments.bench.fleet import Fields
-from farflock.experiments.bench.netns import Host
+from farflock.experiments.bench.workers import fleet
+from farflock.experiments.bench.workers.fleet import Fields
+from farflock.experiments.bench.workers.netns import Host
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.node.model.llama import PRESETS
 
-WORKER = "farflock.experiments.bench.memory_peer"
+WORKER = "farflock.experiments.bench.workers.memory_peer"
 PEERS = 2
 CODEC, RETURN_CODEC = "fp16", "bf16"
 ALLOWED_BYTES = 64 * 1024 * 1024

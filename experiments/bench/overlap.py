@@ -4,8 +4,8 @@ The metric is the tokens per second of two peers that train with Streaming DiLoC
 and 10 Mbit/s, next to those of the same loop without any exchange (method `local`).
 
 Both arms use the product's own loop, links, agreement, encryption and codecs, in two processes on
-hosts with a limited rate (experiments/bench/netns.py; needs root). They take turns, piece by piece.
-A piece lies between two fragments: its first step sends one, the mean is due `overlap` steps later,
+hosts with a limited rate (workers/netns.py; needs root). They take turns, piece by piece. A piece
+lies between two fragments: its first step sends one, the mean is due `overlap` steps later,
 and at its end nothing is in flight. So each piece contains one whole exchange with all its
 computing, and none of it leaks into the other arm's time.
 
@@ -28,13 +28,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from farflock.experiments.bench import fleet
-from farflock.experiments.bench.fleet import Fields, Worker
-from farflock.experiments.bench.netns import Host, hosts
+from farflock.experiments.bench.workers import fleet
+from farflock.experiments.bench.workers.fleet import Fields, Worker
+from farflock.experiments.bench.workers.netns import Host, hosts
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians
 from farflock.node.model.llama import ModelConfig
 
-WORKER = "farflock.experiments.bench.overlap_peer"
+WORKER = "farflock.experiments.bench.workers.overlap_peer"
 RATES_BITS = (1e8, 1e7)
 PEERS = 2
 PIECE_TIMEOUT_S = 180.0

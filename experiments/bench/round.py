@@ -6,28 +6,26 @@ a copy of the parameters into memory that is there; that of the memory is 1.25 t
 that a member holds (its own, what it reduces, the result) plus 64 MiB.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 
-from farflock.experiments.bench.round_member import Settings
-from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, turns
+from farflock.experiments.bench.workers.round_member import Settings
+from farflock.experiments.measure.metric import Metric, Options, load, medians, turns
+from farflock.experiments.measure.process import lines_of
 from farflock.experiments.measure.threads import one_thread
 
-WORKER = "farflock.experiments.bench.round_member"
+WORKER = "farflock.experiments.bench.workers.round_member"
 METHODS: Mapping[str, Mapping[str, str | int | float]] = {
     "diloco": {"codec": "int8"},
     "sparseloco": {},
     "lean": {},
 }
 WITH_MOMENTS = ("lean",)  # methods that read the inner optimizer's
+SPREAD = ("encode", "decode")  # the phases that `--codec-threads` spreads
 PARAMETERS = 100_000_000
 QUICK_PARAMETERS = 2_000_000
 COPIED = 16_777_216  # values that the yardstick copies
@@ -38,12 +36,20 @@ UNIT = "ns a parameter"
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `round.METHOD.SIZE` and `round.memory.METHOD.SIZE` for each method."""
+    """Yield `round.METHOD.SIZE` and `round.memory.METHOD.SIZE` for each method; with more than one
+    codec thread, `round.threads.METHOD.SIZE` instead."""
     parameters = options.parameters or (QUICK_PARAMETERS if options.quick else PARAMETERS)
     size, copy_ns = size_name(parameters), _copy_ns(options.repeats)
     for name in METHODS:
+        if options.method not in (None, name):
+            continue
+        if options.codec_threads > 1:
+            threads = options.codec_threads
+            rounds = _rounds(name, parameters, 2 * options.repeats, threads)
+            yield _threads(f"round.threads.{name}.{size}", rounds, threads)
+            continue
         metrics = f"round.{name}.{size}", f"round.memory.{name}.{size}"
-        if options.method in (None, name) and any(map(options.wants, metrics)):
+        if any(map(options.wants, metrics)):
             rounds = _rounds(name, parameters, options.repeats)
             yield _time(metrics[0], rounds, copy_ns)
             yield _memory(metrics[1], rounds)
@@ -65,21 +71,11 @@ def _copy_ns(repeats: int) -> float:
     return statistics.median(seconds for (seconds,) in times) / COPIED * 1e9
 
 
-def _rounds(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
+def _rounds(name: str, parameters: int, repeats: int, threads: int = 1) -> list[dict[str, Any]]:
     options = {**METHODS[name], "period": 1}
-    settings = Settings(name, options, parameters, repeats + 1, name in WITH_MOMENTS)
-    command = [sys.executable, "-m", WORKER, msgspec.json.encode(settings).decode()]
+    settings = Settings(name, options, parameters, repeats + 1, name in WITH_MOMENTS, threads)
     timeout_s = ROUND_TIMEOUT_S * (repeats + 1)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NotMeasured(f"the member of {name} ended with {error.returncode}: {last}") from None
-    except subprocess.TimeoutExpired:
-        raise NotMeasured(f"the member of {name} took more than {timeout_s:g} s") from None
-    return [json.loads(line) for line in done.stdout.splitlines()][1:]
+    return lines_of(f"the member of {name}", WORKER, settings, timeout_s)[1:]
 
 
 def _time(metric: str, rounds: list[dict[str, Any]], copy_ns: float) -> Metric:
@@ -92,6 +88,27 @@ def _time(metric: str, rounds: list[dict[str, Any]], copy_ns: float) -> Metric:
     note = ", ".join(f"{phase} {ns:.2f}" for phase, ns in phases.items())
     ratio = round(whole / copy_ns, 2)
     return Metric(metric, whole, copy_ns, ratio, len(rounds), load(), UNIT, note)
+
+
+def _threads(metric: str, rounds: list[dict[str, Any]], threads: int) -> Metric:
+    """Return how much sooner the spread phases end with this many threads than with one."""
+    turns = [sorted(two, key=_is_spread) for two in zip(rounds[::2], rounds[1::2], strict=True)]
+    one, several, ratio = medians([[_lasted(each, *SPREAD) for each in turn] for turn in turns])
+    gains = {
+        phase: medians([[_lasted(each, phase) for each in turn] for turn in turns])[2]
+        for phase in SPREAD
+    }
+    phases = ", ".join(f"{phase} {gain:.2f}" for phase, gain in gains.items())
+    note = f"{threads} threads next to one; how many times sooner they end: {phases}"
+    return Metric(metric, several, one, ratio, len(turns), load(), "s", note)
+
+
+def _lasted(one: dict[str, Any], *phases: str) -> float:
+    return float(sum(one["lasted"][phase] for phase in phases))
+
+
+def _is_spread(one: dict[str, Any]) -> bool:
+    return bool(one["spread"])
 
 
 def _memory(metric: str, rounds: list[dict[str, Any]]) -> Metric:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from farflock.experiments.bench.bare import Bare, plan_of
+from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.corpus import SHIPPED, load_corpus

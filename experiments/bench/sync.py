@@ -16,24 +16,29 @@ does a machine too small for N hosts: the note has the workers' computing time (
 packets comes on top). Loopback has no rate: the yardstick is then the same bytes between the same
 processes over plain TCP, all pairs at once.
 
-`sync.N.gloo` compares with gloo's ring all-reduce of as many bytes in the same processes, and
-`sync.N.cpu` compares the processor seconds of all workers for each GB that any of them sends.
+`sync.N.gloo` compares with gloo's ring all-reduce of as many bytes in the same processes,
+`sync.N.hivemind` with hivemind's averager of the same values in processes of its own, in the codec
+of the way out, if it has that, and `sync.N.cpu` compares the processor seconds of all workers for
+each GB that any of them sends.
 """
 
 import asyncio
 import contextlib
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farflock.compression.catalog import codec
-from farflock.experiments.bench import fleet
-from farflock.experiments.bench.fleet import Fields
-from farflock.experiments.bench.netns import Host, hosts, obstacle
+from farflock.experiments.bench.workers import fleet
+from farflock.experiments.bench.workers.fleet import Fields
+from farflock.experiments.bench.workers.netns import Host, hosts, obstacle
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
-WORKER = "farflock.experiments.bench.sync_peer"
+WORKER = "farflock.experiments.bench.workers.sync_peer"
+AVERAGER = "farflock.experiments.bench.workers.averager_peer"
+AVERAGED = ("fp16", "fp32")  # codecs that hivemind has too; its 8-bit ones fail on numpy >= 2.4
+PARTS = ("", ".gloo", ".hivemind", ".cpu")
 ROUND_TIMEOUT_S = 180.0
 
 
@@ -62,14 +67,14 @@ class NoSync(NotMeasured):
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `sync.N`, `sync.N.gloo` and `sync.N.cpu` for each number of peers."""
+    """Yield `sync.N` and its comparisons for each number of peers."""
     size = QUICK if options.quick else Size()
     for peers in size.peers:
-        if any(options.wants(f"sync.{peers}{part}") for part in ("", ".gloo", ".cpu")):
+        if any(options.wants(f"sync.{peers}{part}") for part in PARTS):
             yield from measure(size, peers, options)
 
 
-def measure(size: Size, peers: int, options: Options) -> tuple[Metric, Metric, Metric]:
+def measure(size: Size, peers: int, options: Options) -> tuple[Metric, ...]:
     """Measure one number of peers, on rate-limited hosts if a rate is given and they can be had."""
     why = obstacle() if options.rate_bits is not None else ""
     rate_bits = None if why else options.rate_bits
@@ -77,43 +82,57 @@ def measure(size: Size, peers: int, options: Options) -> tuple[Metric, Metric, M
         places: Sequence[Host] = [Host()] * peers
         if rate_bits is not None:
             places = stack.enter_context(hosts(peers, rate_bits))
-        sync, plain, ring = asyncio.run(_rounds(size, places, options.repeats))
-    measured_s, tcp_s = sync.median_s, plain.median_s
-    ideal_s, note = (
-        tcp_s,
-        f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes",
-    )
+        timed = asyncio.run(_rounds(size, places, options.repeats))
+    ideal_s = None if rate_bits is None else each_way_bytes(size, peers) * 8 / rate_bits
+    note = _note(timed, ideal_s, rate_bits)
     if why:
         note = f"NOT at the requested rate ({why}): {note}"
-    if rate_bits is not None:
-        ideal_s = each_way_bytes(size, peers) * 8 / rate_bits
+    gb = peers * each_way_bytes(size, peers) / 1e9
+    name, n, sync_s = f"sync.{peers}", options.repeats, timed["sync"].median_s
+    ours, gloos, tcps = (timed[kind].median_cpu_s / gb for kind in ("sync", "gloo", "tcp"))
+    yardstick_s = ideal_s or timed["tcp"].median_s
+    against = [
+        Metric(f"{name}.{kind}", sync_s, other_s, _ratio(other_s, sync_s), n, load(), note=said)
+        for kind, (other_s, said) in _others(timed, ideal_s, gb).items()
+    ]
+    cpu_note = f"of all workers; yardstick: gloo's ring; plain TCP took {tcps:.2f}"
+    return (
+        Metric(name, sync_s, yardstick_s, _ratio(yardstick_s, sync_s), n, load(), note=note),
+        *against,
+        Metric(f"{name}.cpu", ours, gloos, _ratio(gloos, ours), n, load(), "s/GB", cpu_note),
+    )
+
+
+def _note(timed: "Runs", ideal_s: float | None, rate_bits: float | None) -> str:
+    """Return what to know of a sync beside its time."""
+    sync, tcp_s, cores = timed["sync"], timed["tcp"].median_s, os.cpu_count() or 1
+    if ideal_s is None or rate_bits is None:
+        note = "loopback without a rate: the yardstick is plain TCP between the same processes"
+    else:
         note = (
             f"at {rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, "
             f"{ideal_s / tcp_s:.3f} of ideal"
         )
-    cores = os.cpu_count() or 1
-    note += (
-        f"; the workers computed {sync.median_cpu_s:.2f} s "
-        f"of the {cores * measured_s:.2f} s that {cores} cores have"
-    )
-    gb = peers * each_way_bytes(size, peers) / 1e9
-    name, n = f"sync.{peers}", options.repeats
-    ours, gloos, tcps = (each.median_cpu_s / gb for each in (sync, ring, plain))
-    gloo_note = f"gloo's ring all-reduce of as many bytes: {ideal_s / ring.median_s:.3f} of ideal"
-    cpu_note = f"of all workers; yardstick: gloo's ring; plain TCP took {tcps:.2f}"
     return (
-        Metric(name, measured_s, ideal_s, _ratio(ideal_s, measured_s), n, load(), note=note),
-        Metric(
-            f"{name}.gloo",
-            measured_s,
-            ring.median_s,
-            _ratio(ring.median_s, measured_s),
-            n,
-            load(),
-            note=gloo_note if rate_bits is not None else "gloo's ring all-reduce of as many bytes",
-        ),
-        Metric(f"{name}.cpu", ours, gloos, _ratio(gloos, ours), n, load(), "s/GB", cpu_note),
+        f"{note}; the workers computed {sync.median_cpu_s:.2f} s "
+        f"of the {cores * sync.median_s:.2f} s that {cores} cores have"
     )
+
+
+def _others(timed: "Runs", ideal_s: float | None, gb: float) -> dict[str, tuple[float, str]]:
+    """Return the times of the other systems, with a note each."""
+    what = {"gloo": "gloo's ring all-reduce of as many bytes"}
+    if "hivemind" in timed:
+        cpu = timed["hivemind"].median_cpu_s / gb
+        what["hivemind"] = f"hivemind's averager in the same codec ({cpu:.1f} CPU-s/GB)"
+    times = {kind: timed[kind].median_s for kind in what}
+    return {
+        kind: (
+            time_s,
+            what[kind] if ideal_s is None else f"{what[kind]}: {ideal_s / time_s:.3f} of ideal",
+        )
+        for kind, time_s in times.items()
+    }
 
 
 def _ratio(yardstick: float, value: float) -> float:
@@ -148,13 +167,19 @@ class Timed:
         return statistics.median(self.cpu_s[1:])
 
 
-async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[Timed, Timed, Timed]:
-    """Return the runs of syncs, plain swaps and rings, which alternate."""
+Runs = Mapping[str, Timed]
+
+
+async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> Runs:
+    """Return the runs of syncs and of the yardsticks, which alternate."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
-    yardsticks = {"swap": part_bytes, "ring": size.payload_bytes // 2}
-    timed = {kind: Timed() for kind in ("sync", *yardsticks)}
-    async with fleet.fleet(WORKER, places, settings) as workers:
+    yardsticks = {"tcp": part_bytes, "gloo": size.payload_bytes // 2}
+    async with (
+        fleet.fleet(WORKER, places, settings) as workers,
+        _averagers(size, places) as averagers,
+    ):
+        timed = {kind: Timed() for kind in ("sync", *yardsticks, *["hivemind"] * bool(averagers))}
         ready = await fleet.introduce(workers)
         addresses = [answer["plain"] for answer in ready]
         for worker in workers:
@@ -167,7 +192,38 @@ async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[Tim
                 timed[kind].add(
                     *await fleet.together(workers, kind, ROUND_TIMEOUT_S, bytes=size_bytes)
                 )
-    return timed["sync"], timed["swap"], timed["ring"]
+            if averagers:
+                start_s, answers = await fleet.together(averagers, "average", ROUND_TIMEOUT_S)
+                require_average(answers)
+                timed["hivemind"].add(start_s, answers)
+    return timed
+
+
+@contextlib.asynccontextmanager
+async def _averagers(size: Size, places: Sequence[Host]) -> AsyncIterator[list[fleet.Worker]]:
+    """Run hivemind's averagers, which have met; none if they lack the codec of the way out."""
+    if size.out not in AVERAGED:
+        yield []
+        return
+    settings = {"parameters": size.parameters, "codec": size.out}
+    async with fleet.fleet(AVERAGER, places, settings) as workers:
+        first, *others = workers
+        first.tell("join", doors=[])
+        doors = (await first.hear("joined"))["doors"]
+        for other in others:
+            other.tell("join", doors=doors)
+        await fleet.hear_all(others, "joined")
+        yield workers
+
+
+def require_average(answers: Sequence[Fields]) -> None:
+    """Raise `NoSync` unless all averagers report the mean of all."""
+    members = [answer["members"] for answer in answers]
+    if members != [len(answers)] * len(answers):
+        raise NoSync(
+            f"{len(answers)} averagers of hivemind did not end with one mean of all; "
+            f"they averaged groups of {members}; measure again"
+        )
 
 
 def require_sync(answers: Sequence[Fields]) -> None:

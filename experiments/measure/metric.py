@@ -44,6 +44,7 @@ class Options:
     only: str | None = None
     parameters: int | None = None  # the size of what is measured, where that can be chosen
     method: str | None = None  # the only method to measure
+    codec_threads: int = 1  # that encode and decode
 
     def wants(self, metric: str) -> bool:
         """Return whether to measure this metric."""

@@ -2,22 +2,25 @@
 that a restart takes."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from farflock.node.assembly.resume import Resumable, checkpoint_state
+from farflock.node.assembly.resume import STEPPED, Resumable, checkpoint_state
 from farflock.node.model.llama import Llama
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
+from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
 
-KEPT = 3
+KEPT = 3  # unless `--keep` says otherwise
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,10 @@ class SavedNode(Resumable, Protocol):
 @dataclass(slots=True)
 class CheckpointManager:
     """Writes a node's checkpoints every `every_s` seconds and at the end, and keeps the newest
-    `KEPT`."""
+    `keep`, or as many of them as take at most `keep_bytes`; one in any case.
+
+    Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py). A
+    stage's passes may put other weights in place of its own, so a stage's cut is copied at once."""
 
     node: SavedNode
     folder: RunFolder
@@ -40,26 +46,43 @@ class CheckpointManager:
     manifest: str  # its canonical text
     every_s: float
     role: str = "replica"  # each stage has its own folder: tensors differ
+    keep: int = KEPT
+    keep_bytes: int | None = None
+    _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
+    _writing: asyncio.Task[Path] | None = None
 
     async def pause(self) -> None:
-        """Write a checkpoint between two steps if one is due. A full disk does not end training."""
-        if time.monotonic() - self._written_s < self.every_s:
-            return
-        try:
-            await self.save()
-        except checkpoint.CheckpointError as error:
-            log.warning("could not write a checkpoint, training goes on: %s", error)
-            self._written_s = time.monotonic()
+        """Begin to write a checkpoint between two steps if one is due and none is being written.
+        A full disk does not end training."""
+        if self._writing is not None and self._writing.done():
+            await self.written()
+        if self._writing is None and time.monotonic() - self._written_s >= self.every_s:
+            self._writing = asyncio.create_task(self._write())
+            await asyncio.sleep(0)  # the task takes its cut before the next step
 
     async def save(self) -> Path:
         """Write a checkpoint unless there is one of this step; return its folder."""
-        step = self.node.loop.step
-        parts, cursors = checkpoint_state(self.node)
+        await self.written()
+        return await self._write()
+
+    async def written(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                await writing
+        except CheckpointError as error:
+            log.warning("could not write a checkpoint, training goes on: %s", error)
+
+    async def _write(self) -> Path:
         self._written_s = time.monotonic()
+        step = self.node.loop.step
         folder = folder_of(self.folder, self.role)
         if newest := [path for at, path in checkpoint.steps(folder) if at == step]:
             return newest[0]
+        parts, cursors = checkpoint_state(self.node)
+        cuts = {name: Cut(tensors) for name, tensors in parts.items()}
         tokens = self.node.loop.driver.tokens
         meta = {
             "run": self.run,
@@ -69,9 +92,32 @@ class CheckpointManager:
             "node": cursors,
         }
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
-        written = await asyncio.to_thread(checkpoint.save, folder, step, parts, meta, config)
-        await asyncio.to_thread(checkpoint.prune, folder, KEPT)
+        with self.opened(cuts):
+            write = partial(checkpoint.save, folder, step, cuts, meta, config)
+            written = await asyncio.to_thread(write)
+        self._intact.add(written)
+        prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact)
+        await asyncio.to_thread(prune)
+        size_bytes = checkpoint.bytes_of(written)
+        if self.keep_bytes is not None and size_bytes > self.keep_bytes:
+            log.warning(
+                "%s takes %d bytes, above the %d of --keep-bytes; it stays, because it is the only"
+                " one left; allow for two of them, so that one is intact while another is written",
+                *(written, size_bytes, self.keep_bytes),
+            )
         return written
+
+    @contextlib.contextmanager
+    def opened(self, parts: Mapping[str, Cut]) -> Iterator[None]:
+        """Keep the parts of a checkpoint as they are while it is written."""
+        exact = self.node.loop.driver.method.equality == "exact"  # only rounds change shared state
+        cuts = self.node.loop.driver.cuts
+        with cuts.added(*parts.values()):
+            for name, cut in parts.items():
+                cuts.add(cut, stepped=name in STEPPED or not exact)
+                if self.role != "replica":
+                    cut.save()
+            yield
 
 
 async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> Path:

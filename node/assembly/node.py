@@ -19,9 +19,11 @@ from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
+from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
+from farflock.optimizers.parts.spread import Spread, in_turn
+from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
@@ -91,7 +93,7 @@ class ReplicaNode:
         """Start the run with this node's initial weights."""
         self.peer.found()
         driver = self.loop.driver
-        driver.method.snapshot(driver.replica)  # fixes the round's start before any request for it
+        live_state(driver.method, driver.replica)  # fixes the round's start before any request
         self.state_sync.open()
 
     async def join(
@@ -117,9 +119,12 @@ def replica_node(
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
     storage: Storage = in_memory,
+    spool: Spool | None = None,
+    spread: Spread = in_turn,
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text, and `storage` where the
-    method's state is kept."""
+    """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
+    method's state is kept, `spool` where snapshots are, and `spread` the threads that encode and
+    check payloads."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     replica.storage = storage
@@ -128,7 +133,7 @@ def replica_node(
         model, replica, batches, plan.schedule, plan.accumulate, plan.autocast
     )
     driver = Driver(method(plan.method, **plan.options), replica)
-    client = ExchangeClient(peer, plan.run_seed)
-    state_sync = StateSync(peer, driver, client, compute)
+    client = ExchangeClient(peer, plan.run_seed, spread=spread)
+    state_sync = StateSync(peer, driver, client, compute, spool)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)

@@ -19,10 +19,12 @@ from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Driver, Pending, RunPosition
 from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
-from farflock.optimizers.parts.blocks import LazyTensors, shapes_of
+from farflock.optimizers.parts.blocks import LazyTensors, is_zero, shapes_of, stored
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.state import WrongState, unnamed
+from farflock.optimizers.parts.stateful import live_state
 
+STEPPED = ("inner", "replica", "personal")  # the parts of a checkpoint that a local step changes
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
 
 StateGroups = dict[str, dict[str, Tensor]]
@@ -88,20 +90,24 @@ class Cursors(msgspec.Struct, frozen=True):
 
 
 def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
-    """Return copies of all that `load_state` needs, as tensors and numbers; call this between
-    two steps."""
+    """Return all that `load_state` needs, as tensors and numbers; call this between two steps.
+
+    Large tensors are the stored ones themselves, which the next step changes (`Cut`). Those of
+    `STEPPED` parts come first."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
+    shared, own, model = live_state(method, replica)
     parts: StateGroups = {
-        "model": dict(method.eval_params(replica)),
-        "method": method.snapshot(replica),
-        "personal": method.personal(replica),
-        "replica": _read(replica, ("param", "grad")),
-        "inner": {
-            name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())
-        },
+        "inner": _nonzero(_read(replica, MOMENTS)),
+        "replica": _read(replica, ("param",)),
+        "personal": own,
         "reducer": node.state_sync.feedback,
         "pending": {},
+        "method": shared,
+        "model": dict(model),
     }
+    # few methods keep gradients between steps, and the next one's backward pass adds to them
+    gradients = _nonzero(_read(replica, ("grad",)))
+    parts["replica"] |= {name: x.clone() for name, x in gradients.items()}
     table = node.loop.driver.table
     opened = []
     for number, pending in enumerate(table):
@@ -119,8 +125,10 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
     cursors = cursors_of(saved)
     driver = node.loop.driver
     try:
-        for what in ("param", "grad"):
-            driver.replica.write(unnamed(what, saved.parts["replica"], driver.replica.shapes), what)
+        replica, held = driver.replica, saved.parts["replica"]
+        replica.write(unnamed("param", held, replica.shapes), "param")
+        grown = {name: x for name, x in replica.shapes.items() if f"grad.{name}" in held}
+        replica.write(unnamed("grad", held, grown), "grad")
         _write_moments(driver.replica, saved.parts["inner"])
         driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
         driver.load_state(_pending(node, cursors, saved.parts["pending"]))
@@ -172,10 +180,12 @@ def _misfit(saved: Checkpoint, error: Exception) -> CheckpointCorrupt:
 
 def _read(replica: Replica, whats: tuple[str, ...]) -> dict[str, Tensor]:
     return {
-        f"{what}.{name}": tensor
-        for what in whats
-        for name, tensor in replica.read(replica.names, what).items()
+        f"{what}.{name}": stored(replica, name, what) for what in whats for name in replica.names
     }
+
+
+def _nonzero(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if not is_zero(x)}
 
 
 def _write_moments(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
@@ -225,9 +235,9 @@ def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
         for index, peer in enumerate(result.participants):
             groups[f"from{index}"] = (result.gathered or {}).get(peer)
     return {
-        f"{number}.{group}.{name}": tensor.clone()
+        f"{number}.{group}.{name}": x
         for group, tensors in groups.items()
-        for name, tensor in (tensors or {}).items()
+        for name, x in (tensors or {}).items()
     }
 
 

@@ -136,6 +136,7 @@ class Demo:
     show: Callable[[Moment], None]
     steps: int = 0
     contributors: int = 2
+    codec_threads: int = 1  # of each process
     children: list[Child] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -300,6 +301,8 @@ class Demo:
             str(folder),
             "--threads",
             "1",
+            "--codec-threads",
+            str(self.codec_threads),
         ]
         with open(folder / "log.txt", "wb") as log:
             process = subprocess.Popen(

@@ -26,7 +26,9 @@ from farflock.node.process.network import (
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.state_sync import Spool
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.dht.kademlia import DhtDirectory
@@ -85,9 +87,9 @@ class NetworkEntryPoint:
             )
             identity = identity_of(machine.folder)
             # A step waits for the state's thread, and not for what others need reduced.
-            codecs, state = Worker("codec"), Worker("state")
-            kept.callback(codecs.close)
-            kept.callback(state.close)
+            codecs, state, files = Worker("codec"), Worker("state"), Worker("files")
+            for worker in (codecs, state, files):
+                kept.callback(worker.close)
             raw = b"" if terms is None else terms.canonical()
             run = invite.run if invite is not None else run_id(raw, identity.peer)
             async with network(machine, identity, run, invite.addresses if invite else ()) as (
@@ -110,6 +112,7 @@ class NetworkEntryPoint:
                     state,
                     lambda: _mint(run, founder, doors),
                     founder=invite is None,
+                    spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
                 )
                 async with present(here, records), _published(directory, run, head, raw, peer):
                     yield here
@@ -138,7 +141,7 @@ def _peer(
 ) -> Peer:
     known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
-    return Peer(
+    peer = Peer(
         known,
         identity,
         links,
@@ -147,6 +150,8 @@ def _peer(
         record=links.record,
         compute=compute,
     )
+    peer.ticks.rests = True
+    return peer
 
 
 def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:

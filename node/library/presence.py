@@ -21,8 +21,9 @@ from farflock.node.run.user_terms import TomlTable, UserTerms
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
+from farflock.node.train.state_sync import Spool, StateSync
 from farflock.optimizers.method import Progress, Replica
+from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
@@ -92,11 +93,12 @@ class OptimizerNode:
         compute: Compute,
         invite: Callable[[], str],
         founder: bool,
+        spool: Spool | None = None,
     ) -> "OptimizerNode":
         """Assemble the method, driver, exchange client, state sync and loop over this peer."""
         driver = Driver(terms.build(), join_request.replica)
         client = ExchangeClient(peer, terms.run.seed)
-        state_sync = StateSync(peer, driver, client, compute)
+        state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(
             driver,
             client,
@@ -114,7 +116,7 @@ class OptimizerNode:
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
             # fixes the round's start before a joiner can ask for it
-            await self.loop.compute(lambda: driver.method.snapshot(driver.replica))
+            await self.loop.compute(lambda: live_state(driver.method, driver.replica))
             self.peer.found()
             state_sync.open()
             return

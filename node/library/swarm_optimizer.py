@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import torch
@@ -21,6 +21,8 @@ from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.state.outer_files import OuterFiles
+from farflock.node.state.paths import RunFolder
 from farflock.node.train.driver import Pending, RunPosition
 from farflock.node.train.ending import drain
 from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
@@ -66,7 +68,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
     flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
     `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
-    the identity; without it, the identity is temporary.
+    the identity; without it, the identity is temporary. `outer="disk"` keeps the method's state in
+    memory-mapped files of the folder, for models whose state does not fit into memory.
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
@@ -90,6 +93,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dht_port: int = 0,
         client_mode: bool = False,
         folder: Path | None = None,
+        outer: Literal["host", "disk"] = "host",
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
         self._inner = inner_optimizer(model, inner, lr)
@@ -98,6 +102,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
         self._replica = PlainReplica(model, self._inner, None)
+        if outer == "disk":
+            self._replica.storage = _files(folder).allocate
         if not isinstance(invite, str):  # a joining peer learns the run's terms later
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
@@ -336,6 +342,12 @@ class _News:
             self.last_round = RoundReport(
                 fields["stream"], fields["round"], fields["status"], fields["peers"]
             )
+
+
+def _files(folder: Path | None) -> OuterFiles:
+    if folder is None:  # a system's temporary files may be in its memory
+        raise Usage('outer="disk"', "no folder is named", "give `folder`, on a disk with room")
+    return OuterFiles(RunFolder(folder).outer)
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:

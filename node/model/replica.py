@@ -30,25 +30,32 @@ class Slots:
             name: entry for name, entry in module.named_parameters() if entry.requires_grad
         }
         self._inner, self._clip_norm = inner, clip_norm
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, in the module's order."""
-        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        # by name, in the module's order
+        self.shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
 
     def find(self, name: str, what: What) -> Tensor:
         """Return the stored tensor; a missing one reads as zeros, and NAdam's product as 1."""
+        parameter, stored = self.parameters[name], self._stored(name, what)
+        if stored is not None:
+            return stored
+        if what not in SCALARS:
+            return torch.zeros_like(parameter.detach())
+        begins_at_1 = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
+        return torch.full((), float(begins_at_1))
+
+    def peek(self, name: str, what: What) -> Tensor:
+        """Return `find` to be read only: zeros that are missing take no memory."""
+        if what in SCALARS or self._stored(name, what) is not None:
+            return self.find(name, what)
+        return torch.zeros(()).expand(self.parameters[name].shape)
+
+    def _stored(self, name: str, what: What) -> Tensor | None:
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
         moments = self._inner.state.get(parameter, {})
         stored = parameter.grad if what == "grad" else moments.get(what)
-        if stored is not None:
-            return torch.as_tensor(stored).detach()
-        if what not in SCALARS:
-            return torch.zeros_like(parameter.detach())
-        begins_at_1 = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
-        return torch.full((), float(begins_at_1))
+        return None if stored is None else torch.as_tensor(stored).detach()
 
     def ensure(self, name: str, what: What) -> Tensor | None:
         """Return the tensor to write to, created if it is missing; None for a moment that the
@@ -139,7 +146,7 @@ class PlainReplica:
 
     def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
         """Return float32 values on the CPU: the stored ones themselves if they are that."""
-        return float_block(self._slots.find(name, what).reshape(-1)[start:stop])
+        return float_block(self._slots.peek(name, what).reshape(-1)[start:stop])
 
     def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
         """Change the stored tensors block by block."""

@@ -23,11 +23,13 @@ from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
+from farflock.node.pipeline.lifecycle.reservations import reservations_of
 from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.run.composition import steps_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
@@ -38,6 +40,7 @@ from farflock.swarm.messages import Load
 from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.tasks import cancel
 
@@ -79,8 +82,9 @@ class PipelineNode:
         )
         if self.servings:
             # before `run`: path policies ban servers that fail, but not slow ones
-            peer.calls.handler = self._handler()
-            if not isinstance(peer.calls.handler, Closed):
+            handler = self._handler()
+            peer.calls.handler = reservations_of(peer, len(pipeline.stages), handler)
+            if not isinstance(handler, Closed):
                 peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
             if (before := self.saved.get(serving.index)) is not None:
@@ -322,9 +326,10 @@ class PipelineNode:
                 peer, self.stage_directory, parts, source, late, terms.kept, self.means, report
             )
         terms = replace(terms, window=min(terms.window, late))
-        return Trainer(
-            peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches)
-        )
+        batch = max(steps_of(plan.options) * pipeline.batch_tokens // edges.tokens, 1)
+        # a batch that is being agreed on, and what is in flight beside it
+        allowance, inputs = Allowance(batch, batch + max(batch, late)), stage_inputs(edges, batches)
+        return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
 
     def _exchange_client(self, index: int) -> ExchangeClient:
         return ExchangeClient(self.peer, self.plan.run_seed, index)

@@ -44,8 +44,11 @@ class MachineOptions:
     port: int = 0  # of the links; 0: any free port
     dht_port: int = 0
     threads: int = 1
+    codec_threads: int = 1
     client_mode: bool = False  # cannot be dialled
     checkpoint_s: float = 600.0  # between checkpoints
+    keep: int = 3  # checkpoints
+    keep_bytes: int | None = None  # of checkpoints
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
     outer: OuterPlace = "auto"  # where the method's state is kept
 

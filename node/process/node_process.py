@@ -7,6 +7,7 @@ as simulations do. Everything lives on one asyncio loop; computation runs in wor
 import asyncio
 import collections
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -41,13 +42,15 @@ from farflock.node.process.pipeline_role import founders, joiners, last_of_part,
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import kept_outer, require_memory
+from farflock.node.run.memory import Exchanged, kept_outer, require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
-from farflock.node.train.run_size import require_carried, state_bytes
+from farflock.node.train.run_size import exchanged, require_carried
+from farflock.node.train.state_sync import Spool
+from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -68,6 +71,7 @@ POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
 INVITE_LASTS_S = 7 * 24 * 3600
+INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
 STATUS_EVERY_S = 1.0
 PACE_SAMPLES = 10  # seconds over which the pace is measured
 
@@ -129,7 +133,8 @@ class NodeProcess:
 
     def _invite(self, addresses: Sequence[str]) -> Invite:
         distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-        return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
+        ends = math.ceil((time.time() + INVITE_LASTS_S) / INVITE_ROUND_S) * INVITE_ROUND_S
+        return Invite(self.run, self.founder, distinct, ends)
 
     async def remember(self) -> None:
         """Keep the addresses of other members on disk for the next start."""
@@ -152,6 +157,7 @@ class StatusWriter:
         # (loop time in s, trained tokens)
         self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)
         self._fails = False
+        self._written: Status | None = None
 
     async def run(self, show: Callable[[Status], None]) -> None:
         """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
@@ -161,11 +167,13 @@ class StatusWriter:
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
-        """Write one status now; a full disk must not end the node."""
+        """Write one status now, if it has changed; a full disk must not end the node."""
         status = status_of(self._node, doing, self._tokens_per_s())
+        if status == self._written:
+            return status
         try:
             write_whole(self._path, msgspec.json.encode(status))
-            self._fails = False
+            self._fails, self._written = False, status
         except OSError as error:
             if not self._fails:
                 log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
@@ -385,7 +393,11 @@ def _require_room(machine: MachineOptions, manifest: Manifest, error: type[Farfl
     knows its stage."""
     if manifest.pipeline is None:
         plan = manifest.plan()
-        require_memory(plan, error, machine.outer, state_bytes(plan))
+        require_memory(plan, error, machine.outer, _exchanged(manifest))
+
+
+def _exchanged(manifest: Manifest) -> Exchanged:
+    return exchanged(manifest.plan(), max(manifest.exchange.start_peers, 2))
 
 
 def require_corpus(manifest: Manifest) -> None:
@@ -427,6 +439,8 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
 
 async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
     """Publish the run, train, write the status, save, and say goodbye."""
+    gc.collect()
+    gc.freeze()  # some 200,000 objects of the imports, which each full collection would visit
     part = node.member
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
@@ -475,7 +489,7 @@ def _peer(
         run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
     )
     incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
-    return Peer(
+    peer = Peer(
         terms,
         identity,
         links,
@@ -484,6 +498,8 @@ def _peer(
         record=links.record,
         compute=Worker("codec"),
     )
+    peer.ticks.rests = True
+    return peer
 
 
 def _node(
@@ -508,7 +524,7 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
         plan = manifest.plan()
-        on_disk = kept_outer(machine.outer, plan) == "disk"
+        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
         part = replica = replica_node(
             plan,
             peer,
@@ -517,10 +533,18 @@ def _node(
             train=Worker("train"),
             report=journal.report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
+            spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
+            spread=spread_over(machine.codec_threads),
         )
         keepers = [
             CheckpointManager(
-                part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s
+                part,
+                machine.folder,
+                run,
+                manifest.canonical().decode(),
+                machine.checkpoint_s,
+                keep=machine.keep,
+                keep_bytes=machine.keep_bytes,
             )
         ]
         replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)

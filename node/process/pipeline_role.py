@@ -3,7 +3,6 @@
 By default a founder serves the first stage and trains; a joiner serves the stage of fewest servers.
 """
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +13,7 @@ from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
-from farflock.node.pipeline.lifecycle.state import living
+from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
@@ -31,7 +30,6 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.compute import Worker
-from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
 
@@ -53,23 +51,13 @@ async def joiners(
 ) -> tuple[int, bool]:
     """Return a joiner's stage and whether it trains, like `founders`.
 
-    If the role leaves the stage open, choose the one with the fewest servers in the members' own
-    list, which drops peers that are gone sooner than the directory does. A peer that `founded`
-    the run with role auto keeps training. Raise `TimeoutError` if no member answers."""
+    If the role leaves the stage open, a member chooses it
+    (node/pipeline/lifecycle/reservations.py). A peer that `founded` the run with role auto keeps
+    training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
-    return emptiest(living(peer, len(pipeline.stages)), peer.me), founded and role == "auto"
-
-
-def emptiest(servers: Sequence[int], me: PeerId) -> int:
-    """Return the stage with the fewest servers. Ties are broken by `me`, so peers that arrive at
-    once do not all choose the same stage."""
-
-    def chance(stage: int) -> bytes:
-        return hashlib.sha256(f"{me}/{stage}".encode()).digest()
-
-    return min(range(len(servers)), key=lambda stage: (servers[stage], chance(stage)))
+    return await choose_stage(peer, len(pipeline.stages)), founded and role == "auto"
 
 
 def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
@@ -146,7 +134,11 @@ def part_of(
     for serving in node.servings:
         role = role_of(serving.index)
         keepers.append(
-            CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role)
+            CheckpointManager(
+                *(serving, machine.folder, run, text, machine.checkpoint_s, role),
+                keep=machine.keep,
+                keep_bytes=machine.keep_bytes,
+            )
         )
         serving.loop.pause = keepers[-1].pause
     brake = brake_of(lambda: node.stopping)

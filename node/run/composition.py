@@ -20,23 +20,22 @@ from typing import Any
 
 import torch
 
-from farflock.compression.activation import ActivationContext, Direction, Scope
+from farflock.compression.activation import Scope
 from farflock.compression.activation_catalog import (
     activation_codec,
     known_of,
-    max_bytes,
     subspace_terms,
 )
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.basis import largest_rank
+from farflock.node.run.call_sizes import oversize
 from farflock.node.run.split import BadSplit, even, split
 from farflock.node.run.terms import MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
-from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 # methods that keep the average separate from the trained weights
@@ -253,23 +252,17 @@ def _without_memory(codec: str) -> str:
 
 
 def _payloads(parts: Composition) -> Breach | None:
-    """A call carries a whole activation, or a whole gradient of one, so each must fit a payload."""
-    plan, codec = parts.plan, parts.pipeline.codec
-    largest = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
-    remedy = f"set train.batch to {largest} or less" if largest else "shorten train.seq"
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    for direction in directions:
-        shape = (plan.batch, plan.seq, plan.model.dim)
-        try:
-            size = max_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
-        except ValueError as error:
-            return str(error), remedy
-        if size > MAX_PAYLOAD_BYTES:
-            why = (
-                f"a microbatch's {direction} payload has {size:,} bytes, and a call carries at most"
-            )
-            return f"{why} {MAX_PAYLOAD_BYTES:,}", remedy
-    return None
+    """Each payload of a pass must fit a call, and all payloads of a call must fit the room that a
+    peer has for calls."""
+    batch = parts.plan.batch
+    if (why := oversize(parts.plan, parts.pipeline, batch)) is None:
+        return None
+    fits, over = 0, batch
+    while over - fits > 1:
+        between = (fits + over) // 2
+        too_large = oversize(parts.plan, parts.pipeline, between)
+        fits, over = (fits, between) if too_large else (between, over)
+    return why, f"set train.batch to {fits} or less" if fits else "shorten train.seq"
 
 
 def _free_replicas(parts: Composition) -> Breach | None:

@@ -4,7 +4,7 @@ manifest, so they come before any memory is taken.
 A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -16,30 +16,46 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.state.cut import SAVED_SHARE
 
 OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
-VALUES_ALONE, VALUES = 21, 31
+VALUES = 31  # of a stage
+MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
+PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
 RULE = "stage too large for any machine"
 REPLICA_RULE = "replica too large for any machine"
 
 
-def needed_bytes(plan: RunPlan) -> int:
-    """Return an upper estimate of the bytes that training this run's model takes.
+class Exchanged(NamedTuple):
+    """Memory of a method beside the model and its optimizer: its own state, what it holds while a
+    result is pending, the payloads of a round, and those of earlier rounds that are kept."""
 
-    The program's own memory comes on top.
+    state_bytes: int = 0
+    pending_bytes: int = 0
+    payload_bytes: int = 0
+    kept_bytes: int = 0
 
-    Per weight `VALUES` numbers, or `VALUES_ALONE` if nothing is exchanged: the weight, its
-    gradient and moments, the method's state, an update in flight, and the copies that
-    checkpoints are written from. The peak of whole nodes with AdamW was 28.2 to 30.3 numbers
-    (DDP, DiLoCo, NoLoCo) and 20.1 (alone), at 10.7 and 39.5 million weights. Per token of a
-    batch: what the backward pass reads again (ten widths and four hidden widths a layer,
-    attention, and the logits)."""
+
+def needed_bytes(plan: RunPlan, exchanged: Exchanged) -> int:
+    """Return an estimate of the bytes that training this run's model takes at most.
+
+    The program's own memory comes on top. Weights, gradients, moments, the method's state, the
+    payloads, and what a checkpoint copies of all that it writes. Per token of a batch: what the
+    backward pass reads again (ten widths and four hidden widths a layer, attention, and the
+    logits)."""
     model = plan.model
-    a_weight = VALUES_ALONE if plan.method == "local" else VALUES
+    weights = VALUE_BYTES * model.parameters()
+    moments = weights * MOMENTS[plan.inner.name]
+    if plan.inner.name == "sgd" and not plan.inner.momentum:
+        moments = 0
+    payloads = int(PAYLOAD_SHARE * exchanged.payload_bytes) + exchanged.kept_bytes
+    written = 2 * weights + moments + exchanged.state_bytes
     a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
-    return VALUE_BYTES * (model.parameters() * a_weight + plan.batch * plan.seq * a_token)
+    activations = VALUE_BYTES * plan.batch * plan.seq * a_token
+    state = exchanged.state_bytes + exchanged.pending_bytes
+    return 2 * weights + moments + state + payloads + written // SAVED_SHARE + activations
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
@@ -47,24 +63,29 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def kept_outer(outer: OuterPlace, plan: RunPlan) -> Literal["host", "disk"]:
+def kept_outer(outer: OuterPlace, plan: RunPlan, exchanged: Exchanged) -> Literal["host", "disk"]:
     """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
     fit this machine's free memory otherwise."""
     if outer != "auto":
         return outer
-    return "host" if needed_bytes(plan) <= int(psutil.virtual_memory().available) else "disk"
+    free_bytes = int(psutil.virtual_memory().available)
+    return "host" if needed_bytes(plan, exchanged) <= free_bytes else "disk"
 
 
 def require_memory(
-    plan: RunPlan, error: type[FarflockError], outer: OuterPlace = "host", outer_bytes: int = 0
+    plan: RunPlan,
+    error: type[FarflockError],
+    outer: OuterPlace = "host",
+    exchanged: Exchanged | None = None,
 ) -> None:
-    """Raise `error`, with the numbers, if the run takes more memory than this machine has free;
-    `outer_bytes` of it can be on the disk."""
-    on_disk = outer_bytes if kept_outer(outer, plan) == "disk" else 0
-    needed, free = needed_bytes(plan) - on_disk, int(psutil.virtual_memory().available)
+    """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
+    method's state can be on the disk."""
+    exchanged = exchanged or Exchanged()
+    on_disk = exchanged.state_bytes if kept_outer(outer, plan, exchanged) == "disk" else 0
+    needed, free = needed_bytes(plan, exchanged) - on_disk, int(psutil.virtual_memory().available)
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
-        remedy = disk if outer == "host" and outer_bytes else ""
+        remedy = disk if outer == "host" and exchanged.state_bytes else ""
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"
             f" {needed / 1e6:,.0f} MB of memory, and {free / 1e6:,.0f} MB are free here"

@@ -51,6 +51,9 @@ METHOD = "ddp"  # default with a pipeline: the usual default syncs in pairs
 BATCH = 16
 CACHE_BYTES = 1 << 28  # default sample memory at each end of an edge
 TABLE_EVERY = 4  # rounds
+# Rounds that a gradient may be late in a pipeline that does not wait. As many batches are in
+# flight: with one, as by default, it would wait for each round like any other.
+ASYNCHRONOUS_STALENESS = 4
 _SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), RebalanceTerms()
 
 ShortText = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -62,9 +65,9 @@ TimeoutSeconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
 class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[pipeline.asynchronous]: passes that need not wait for rounds (docs/decisions/016). A server
     keeps the last `versions` weights of its stage, newest included; a gradient more than
-    pipeline.staleness rounds late counts nowhere. `correction` applies to late gradients. `gone`
-    applies to a microbatch whose weights no server has any more: the rest of it is dropped, or
-    differentiated at the newest weights."""
+    pipeline.staleness rounds late (by default 4) counts nowhere. `correction` applies to late
+    gradients. `gone` applies to a microbatch whose weights no server has any more: the rest of it
+    is dropped, or differentiated at the newest weights."""
 
     versions: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSIONS)]
     correction: Correction = "none"
@@ -140,18 +143,12 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["cache_bytes"] = CACHE_BYTES
     if pipeline.get("constrain") == "pipelines":
         pipeline = {"table_every": TABLE_EVERY} | pipeline
-    asynchronous, staleness = (
-        pipeline.get("asynchronous"),
-        pipeline.get("staleness", _SERVER.staleness),
-    )
-    if (
-        isinstance(asynchronous, dict)
-        and "versions" not in asynchronous
-        and isinstance(staleness, int)
-    ):
-        pipeline["asynchronous"] = {
-            "versions": min(max(staleness + 1, 1), MAX_VERSIONS)
-        } | asynchronous
+    if isinstance(asynchronous := pipeline.get("asynchronous"), dict):
+        pipeline.setdefault("staleness", ASYNCHRONOUS_STALENESS)
+        staleness = pipeline["staleness"]
+        if "versions" not in asynchronous and isinstance(staleness, int):
+            versions = min(max(staleness + 1, 1), MAX_VERSIONS)
+            pipeline["asynchronous"] = {"versions": versions} | asynchronous
     if "plan" in pipeline:
         _fill_paths(pipeline, table)
     table["pipeline"] = pipeline

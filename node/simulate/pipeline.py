@@ -15,6 +15,7 @@ from typing import Any
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.compute import inline
@@ -33,11 +34,11 @@ LINGER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRole:
-    """A peer's role: the stage it serves (`NOTHING` for none, `EVERY` for a full replica), whether
-    it trains, its seconds for a forward pass through one stage, and the codecs that its release
-    knows (None: all that the run names)."""
+    """A peer's role: the stage it serves (`NOTHING` for none, `EVERY` for a full replica, None for
+    the one that the members choose), whether it trains, its seconds for a forward pass through one
+    stage, and the codecs that its release knows (None: all that the run names)."""
 
-    stage: int = NOTHING
+    stage: int | None = NOTHING
     trains: bool = False
     forward_s: float = 0.05
     codec: str | None = None
@@ -45,7 +46,8 @@ class PeerRole:
 
 @dataclass(frozen=True, slots=True)
 class PipelineWorld:
-    """The simulated surroundings. The first peer starts the run. `churn_s` is the mean time
+    """The simulated surroundings. The first peer starts the run; the others come `apart_s` seconds
+    after one another. `churn_s` is the mean time
     between kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
 
     parts: tuple[PeerRole, ...]
@@ -53,6 +55,7 @@ class PipelineWorld:
     link: LinkModel = field(default_factory=LinkModel)
     churn_s: float | None = None
     away_s: tuple[float, float] = (5.0, 20.0)
+    apart_s: float = 0.2
     view_s: float = 3.0
     branch_after_s: float = 600.0
     limit_s: float = 3600.0  # in virtual time; a longer run has failed
@@ -91,7 +94,9 @@ class PipelineSimulation:
         clock = asyncio.get_running_loop().time
         self._table = MemoryTable(str(plan.run_seed), plan.run_seed, clock)
         self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
-        self._stages = [part.stage for part in world.parts]  # a server may move
+        # a server may move, and a newcomer whose stage is left open serves none at first
+        self._stages = [NOTHING if part.stage is None else part.stage for part in world.parts]
+        self._open = {number for number, part in enumerate(world.parts) if part.stage is None}
         self._lives: dict[int, asyncio.Task[None]] = {}
         self.nodes: dict[int, PipelineNode] = {}
         self.tale = EventLog()
@@ -103,7 +108,7 @@ class PipelineSimulation:
         async with asyncio.timeout(self._world.limit_s):
             for number in range(len(self._world.parts)):
                 self._lives[number] = asyncio.create_task(self._live(number))
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(self._world.apart_s)
             churn = asyncio.create_task(self._churn()) if self._world.churn_s else None
             try:
                 await self._until_done()
@@ -151,6 +156,13 @@ class PipelineSimulation:
             part = self._world.parts[number]
             tokens = self._tokens if part.trains else None
             pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
+            if number in self._open:
+                await peer.meet(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+                self._stages[number] = await choose_stage(peer, len(pipeline.stages))
+                self._open.discard(number)  # its later lives serve this stage, or move
+                self.tale.events.append(
+                    (_now(), number, "reserved", {"stage": self._stages[number]})
+                )
             node = PipelineNode(
                 self._plan, pipeline, peer, self._means(number), self._stages[number], tokens
             )
@@ -180,16 +192,16 @@ class PipelineSimulation:
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)
-        role = role_of(self._stages[number])
-        record = seal(
-            identity,
-            Record(run, identity.peer, incarnation, incarnation, curve=bytes(32), role=role),
-        )
+
+        def record() -> bytes:
+            stage, peer = self._stages[number], identity.peer
+            sequence = 2 * incarnation + (number not in self._open)
+            role, key = role_of(stage), bytes(32)
+            return seal(identity, Record(run, peer, incarnation, sequence, curve=key, role=role))
+
         terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
         links = self.network.links(identity.peer)
-        return Peer(
-            terms, identity, links, directory, incarnation=incarnation, record=lambda: record
-        )
+        return Peer(terms, identity, links, directory, incarnation=incarnation, record=record)
 
     async def _introduced(self, me: str, directory: MemoryDirectory) -> list[bytes]:
         run = str(self._plan.run_seed)

@@ -7,12 +7,14 @@ every hash and that every value is finite.
 """
 
 import errno
+import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +25,16 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
-TensorGroups = Mapping[str, Mapping[str, Tensor]]
+from farflock.node.state.cut import Cut, raw
+
+TensorGroups = Mapping[str, Mapping[str, Tensor] | Cut]
 
 _MANIFEST = "manifest.json"
 _SUFFIX = ".safetensors"
 _FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+_STAGE_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -85,19 +91,19 @@ def save(
     """Write `folder/step-N` and return its path; on failure leave nothing and raise
     `CheckpointError`.
 
-    A readable checkpoint of that step is never overwritten; a corrupt one is renamed. `meta` holds
-    plain JSON values (NaN would become null). Saving needs about as much memory as the largest
-    part, in addition to the tensors.
+    A readable checkpoint of that step is never overwritten; a corrupt one is renamed. The parts are
+    written in their order, piece by piece. `meta` holds plain JSON values (NaN would become null).
     """
+    cuts = {name: part if isinstance(part, Cut) else Cut(part) for name, part in parts.items()}
     target = folder / f"step-{step}"
     partial = folder / f".step-{step}.partial"
-    _require_names(step, parts, files or {})
+    _require_names(step, cuts, files or {})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _make_room(target)
         shutil.rmtree(partial, ignore_errors=True)  # left by a crash
         partial.mkdir()
-        _write_all(partial, step, parts, meta, files or {})
+        _write_all(partial, step, cuts, meta, files or {})
         os.replace(partial, target)
         _sync_folder(folder)
     except OSError as error:
@@ -110,18 +116,16 @@ def save(
 def load(folder: Path) -> Checkpoint:
     """Read and verify a checkpoint; raise `CheckpointCorrupt`, or `CheckpointError` if it is
     unreadable."""
+    manifest = _verified(folder)
+    parts, contents = {}, {}
     try:
-        manifest = _read_manifest(folder)
-        contents = {
-            name: _read_verified(folder / name, file) for name, file in manifest.files.items()
-        }
+        for name in manifest.files:
+            if name.endswith(_SUFFIX):
+                parts[name.removesuffix(_SUFFIX)] = _tensors(folder / name)
+            else:
+                contents[name] = (folder / name).read_bytes()
     except OSError as error:
         raise _unreadable(folder, error) from error
-    parts = {
-        name.removesuffix(_SUFFIX): _tensors(folder / name, contents.pop(name))
-        for name in list(contents)
-        if name.endswith(_SUFFIX)
-    }
     return Checkpoint(folder, manifest.step, parts, manifest.meta, contents)
 
 
@@ -135,21 +139,35 @@ def latest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints that verify, and whatever crashes left behind.
+def prune(
+    folder: Path, keep: int, max_bytes: int | None = None, intact: set[Path] | None = None
+) -> None:
+    """Delete all but the `keep` newest checkpoints that verify, then the oldest while they take
+    more than `max_bytes`, and whatever crashes left behind.
 
-    Any checkpoint newer than the oldest one kept stays for inspection, even if it is broken.
+    The newest one that verifies always stays. Any checkpoint newer than the oldest one kept stays
+    for inspection, even if it is broken. Those in `intact` are not read again; what verifies is
+    added to it.
     """
     if keep < 1:
         raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
-    whole = 0
+    intact = set() if intact is None else intact
+    kept, taken_bytes, full = 0, 0, False
     for _, path in reversed(steps(folder)):
-        if whole >= keep:
+        taken_bytes += bytes_of(path)
+        full = full or kept >= keep or bool(kept and max_bytes and taken_bytes > max_bytes)
+        if full:
             shutil.rmtree(path)
-        elif _is_whole(path):
-            whole += 1
+        elif path in intact or _is_whole(path):
+            intact.add(path)
+            kept += 1
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
@@ -161,7 +179,7 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
-def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -> None:
+def _require_names(step: int, parts: Mapping[str, Cut], files: Mapping[str, bytes]) -> None:
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
     for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
@@ -170,13 +188,6 @@ def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -
             raise ValueError(
                 f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'"
             )
-    for part, tensors in parts.items():
-        for name, tensor in tensors.items():
-            if not _finite(tensor):
-                raise CheckpointError(
-                    f"{part}/{name} holds NaN or infinite values, so this state is not saved; "
-                    "resume from the last checkpoint with a lower learning rate"
-                )
 
 
 def _make_room(target: Path) -> None:
@@ -197,7 +208,7 @@ def _make_room(target: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        load(folder)
+        _verified(folder)
     except CheckpointError:
         return False
     return True
@@ -206,34 +217,102 @@ def _is_whole(folder: Path) -> bool:
 def _write_all(
     partial: Path,
     step: int,
-    parts: TensorGroups,
+    parts: Mapping[str, Cut],
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> None:
-    written: dict[str, _File] = {}
-    for part, tensors in parts.items():
-        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        name = f"{part}{_SUFFIX}"
-        written[name] = _write_file(partial / name, safetensors.save(flat))
+    names = [*(f"{part}{_SUFFIX}" for part in parts), *files]
+    for part, cut in parts.items():
+        _write(partial / f"{part}{_SUFFIX}", _finite_pieces(part, cut))
     for name, content in files.items():
-        written[name] = _write_file(partial / name, content)
+        _write(partial / name, [content])
+    # after all cuts are read: until then, a step that changes them has to copy them
+    written = {name: _finished(partial / name) for name in names}
     manifest = msgspec.json.encode(_Manifest(_FORMAT, step, written, dict(meta)))
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
-    _write_file(partial / _MANIFEST, msgspec.json.encode(sealed))
+    _write(partial / _MANIFEST, [msgspec.json.encode(sealed)])
+    _finished(partial / _MANIFEST)
     _sync_folder(partial)
 
 
-def _write_file(path: Path, content: bytes) -> _File:
-    """Write a new file and fsync it."""
+def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a cut's file; raise `CheckpointError` for values that are not finite."""
+    yield cut.head
+    for name, piece in cut.read():
+        if not _finite(piece):
+            raise CheckpointError(
+                f"{part}/{name} holds NaN or infinite values, so this state is not saved; "
+                "resume from the last checkpoint with a lower learning rate"
+            )
+        yield raw(piece)
+
+
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
+    """Write a new file, past the system's cache where that is possible: to make room there for a
+    whole checkpoint costs more than to write it."""
+    stage, filled = (
+        memoryview(mmap.mmap(-1, _STAGE_BYTES)),
+        0,
+    )  # whole pages, as the disk wants them
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        rest = memoryview(content)
-        while rest:  # one write takes at most 2 GiB
-            rest = rest[os.write(descriptor, rest) :]
+        _set_direct(descriptor, wanted=True)
+        for piece in content:
+            rest = memoryview(piece)
+            while rest:
+                part, rest = rest[: _STAGE_BYTES - filled], rest[_STAGE_BYTES - filled :]
+                stage[filled : filled + len(part)] = part
+                filled += len(part)
+                if filled == _STAGE_BYTES:
+                    _put(descriptor, stage)
+                    filled = 0
+        _set_direct(descriptor, wanted=False)
+        _put(descriptor, stage[:filled])
+    finally:
+        os.close(descriptor)
+
+
+def _put(descriptor: int, rest: memoryview) -> None:
+    while rest:
+        try:
+            written = os.write(descriptor, rest)  # it may take less
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _set_direct(descriptor, wanted=False):
+                raise
+        else:
+            rest = rest[written:]
+
+
+def _set_direct(descriptor: int, *, wanted: bool) -> bool:
+    """Let writes go past the cache, or not; return whether that changed anything."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    direct = getattr(os, "O_DIRECT", 0)
+    changed = flags | direct if wanted else flags & ~direct
+    if changed == flags:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, changed)
+    except OSError:  # not every file system can
+        return False
+    return True
+
+
+def _finished(path: Path) -> _File:
+    """Make a file's content durable, and return its description."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return _File(hashlib.sha256(content).hexdigest(), len(content))
+    return _File(_digest(path), path.stat().st_size)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while piece := content.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -270,24 +349,33 @@ def _read_manifest(folder: Path) -> _Manifest:
     return manifest
 
 
-def _read_verified(path: Path, file: _File) -> bytes:
+def _verified(folder: Path) -> _Manifest:
+    """Return the manifest of a checkpoint whose files are what it says."""
+    try:
+        manifest = _read_manifest(folder)
+        for name, file in manifest.files.items():
+            _verify(folder / name, file)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return manifest
+
+
+def _verify(path: Path, file: _File) -> None:
     size_bytes = path.stat().st_size
     if size_bytes != file.size_bytes:
         raise CheckpointCorrupt(
             _corrupt(path, f"has {size_bytes} bytes instead of {file.size_bytes}")
         )
-    content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != file.sha256:
+    if (found := _digest(path)) != file.sha256:
         raise CheckpointCorrupt(
             _corrupt(path, f"has SHA-256 {found[:16]}… instead of {file.sha256[:16]}…")
         )
-    return content
 
 
-def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Return a file's tensors, each mapped: memory is taken for what is read, or changed."""
     try:
-        tensors = safetensors.load(content)
+        tensors = safetensors.load_file(path)
     except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointCorrupt(_corrupt(path, f"is not a safetensors file ({error})")) from None
     for name, tensor in tensors.items():
@@ -297,7 +385,9 @@ def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+        return True
+    return bool(torch.isfinite(tensor).all())  # the sum of finite values may be infinite
 
 
 def _corrupt(path: Path, what: str) -> str:

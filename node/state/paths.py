@@ -50,6 +50,11 @@ class RunFolder:
         return self.path / "outer"
 
     @property
+    def snapshots(self) -> Path:
+        """The folder of snapshots that joiners download."""
+        return self.path / "snapshots"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from farflock.node.state.cut import OpenCuts
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -115,6 +116,7 @@ class Driver:
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica
+        self.cuts = OpenCuts()  # of the state; whoever changes it asks them first
         self.streams = method.streams(replica)  # one template exchange per stream
         self.contributions: ContributionLog | None = None  # stage servers only
         self._pending: dict[ExchangeKey, Pending] = {}
@@ -134,6 +136,11 @@ class Driver:
     def position(self) -> RunPosition:
         """This node's position in the run, as a checkpoint stores it."""
         return RunPosition(dict(self._rounds), self._agreed_tokens, self._own_tokens, self.members)
+
+    def local_step(self, progress: Progress) -> None:
+        """Let the method make its local step; in the worker that trains."""
+        self.cuts.before_step()
+        self.method.local_step(self.replica, progress)
 
     def trained(self, tokens: int, members: int) -> None:
         """Count the tokens of a local step; `members` is the number of peers that train at the
@@ -244,6 +251,7 @@ class Driver:
         This runs in a worker, so that no snapshot has the new state with the old count."""
         if action.result.tokens:
             set_rate(action.result.tokens)
+        self.cuts.before_change()
         exchange, result = action.exchange, action.result
         notes = self.contributions if self._is_first(exchange.key) else None
         if notes is not None:

@@ -34,6 +34,7 @@ from farflock.optimizers.method import (
     Tensors,
 )
 from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
+from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
@@ -99,11 +100,14 @@ class _Coding:
     noted: bool
 
     def decoded(
-        self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes]
+        self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes], spread: Spread
     ) -> DecodedTensors:
         """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed."""
-        for index, payload in enumerate(payloads):
-            layout.require_valid(index, round_number, payload)
+
+        def check(index: int) -> None:
+            layout.require_valid(index, round_number, payloads[index])
+
+        spread(check, range(len(payloads)))
         return DecodedTensors(layout, round_number, payloads, self.shapes)
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
@@ -123,8 +127,14 @@ class ExchangeClient:
     """The exchanges of one node's method over its peer, for one stage or (None) for the whole
     model."""
 
-    def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
-        self.peer, self._run_seed, self.stage = peer, run_seed, stage
+    def __init__(
+        self,
+        peer: ExchangePeer,
+        run_seed: int,
+        stage: int | None = None,
+        spread: Spread = in_turn,
+    ) -> None:
+        self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
         self._codings: dict[str, _Coding] = {}
 
     def open(
@@ -148,9 +158,12 @@ class ExchangeClient:
     def encode(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
         """Encode an exchange's tensors, shard by shard."""
         layout, number = self._codings[exchange.key.stream].out, exchange.key.round
-        shards = range(len(layout.shards))
-        payloads = tuple(layout.encode(index, number, exchange.tensors) for index in shards)
-        return EncodedExchange(exchange, payloads, claim)
+
+        def encoded(index: int) -> bytes:
+            return layout.encode(index, number, exchange.tensors)
+
+        payloads = self.spread(encoded, range(len(layout.shards)))
+        return EncodedExchange(exchange, tuple(payloads), claim)
 
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
         """Run an encoded exchange over the swarm.
@@ -188,7 +201,7 @@ class ExchangeClient:
         if outcome.status == "failed":
             return failed
         try:
-            mean, gathered = _tensors_of(coding, outcome)
+            mean, gathered = _tensors_of(coding, outcome, self.spread)
         except CorruptPayload:
             return failed  # the agreed bytes are malformed, so the round fails for all
         return Result(
@@ -328,18 +341,18 @@ def layout_of(template: Exchange, run_seed: int) -> ShardLayout:
 
 
 def _tensors_of(
-    coding: _Coding, outcome: RoundOutcome
+    coding: _Coding, outcome: RoundOutcome, spread: Spread
 ) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
     """Return the agreed mean, and all members' tensors if they were gathered.
 
     All payloads are decoded once here, for a method must not find half of a result malformed; their
     values are decoded again when it reads them, because no model's worth of them is kept."""
     if outcome.reduced is not None:
-        return coding.decoded(coding.back, outcome.key.round, outcome.reduced), None
+        return coding.decoded(coding.back, outcome.key.round, outcome.reduced, spread), None
     if outcome.gathered is None:
         return None, None
     gathered: dict[MemberId, Tensors] = {
-        peer: coding.decoded(coding.out, outcome.key.round, shards)
+        peer: coding.decoded(coding.out, outcome.key.round, shards, spread)
         for peer, shards in outcome.gathered.items()
     }
     return _mean_of(gathered, outcome.weights, coding.shapes), gathered

@@ -15,17 +15,20 @@ from farflock.compression.catalog import codec
 from farflock.node.errors import Usage
 from farflock.node.model.llama import Llama
 from farflock.node.model.shapes import ShapeReplica
+from farflock.node.run.memory import Exchanged
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Apply, Driver
 from farflock.node.train.exchange_client import layout_of
 from farflock.node.train.shards import SHARD_BYTES, ShardLayout
-from farflock.optimizers.catalog import method
+from farflock.optimizers.catalog import METHODS, method, unfolded
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Result
 from farflock.optimizers.parts.blocks import shapes_of
 from farflock.optimizers.parts.state import Shapes
 from farflock.optimizers.parts.state_fields import saved
 from farflock.optimizers.parts.stateful import StatefulMethod
 from farflock.swarm.messages import MAX_CHUNK_BYTES
+from farflock.swarm.peer.peer import STORE_BYTES
+from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol.exchange.bundles import max_shards
 from farflock.swarm.protocol.exchange.content import SOFT
 
@@ -113,6 +116,22 @@ def state_bytes(plan: RunPlan) -> int:
         for name, shape in owners
         if name in shapes and shape == small[name]
     )
+
+
+def exchanged(
+    plan: RunPlan, members: int = 2, streams: Sequence[StreamSize] | None = None
+) -> Exchanged:
+    """Return what the method of a run takes beside the model and its optimizer; with more members,
+    a gather takes more."""
+    payloads = 0
+    for size in stream_sizes(plan) if streams is None else streams:
+        gathered = members if size.kind == "gather" else 2  # its own, and what it reduces
+        payloads += gathered * size.out_bytes + size.back_bytes
+    # what is sent, what came since, and a mean of them, while a round is open
+    held = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 0
+    pending = held * VALUE_BYTES * plan.model.parameters()
+    kept = min(LOG_ROUNDS * payloads, STORE_BYTES)
+    return Exchanged(state_bytes(plan), pending, payloads, kept)
 
 
 def _opened(

@@ -197,10 +197,20 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
             yield Segment(name, start, min(start + step, count), columns, number)
 
 
+class _LastDecoded(threading.local):
+    """The segment that a thread decoded last."""
+
+    def __init__(self) -> None:
+        self.split: tuple[int, list[memoryview]] = -1, []  # the shard that was split last
+        self.here: Segment | None = None  # the segment in `values`
+        self.values = torch.empty(0)
+
+
 class DecodedTensors(LazyTensors):
     """The tensors in a round's payloads, decoded segment by segment when they are read.
 
-    The segment that was decoded last is kept, so that blocks in order decode each segment once."""
+    The segment that a thread decoded last is kept, so that blocks in order decode each segment
+    once."""
 
     def __init__(
         self,
@@ -211,9 +221,7 @@ class DecodedTensors(LazyTensors):
     ) -> None:
         super().__init__(shapes, self._range)
         self._layout, self._round, self._payloads = layout, round_number, payloads
-        self._split: tuple[int, list[memoryview]] = -1, []  # the shard that was split last
-        self._here: Segment | None = None  # the segment in `_values`
-        self._values = torch.empty(0)
+        self._last = _LastDecoded()
 
     def _range(self, name: str, start: int, stop: int) -> Tensor:
         starts, places = self._layout.places[name]
@@ -230,17 +238,17 @@ class DecodedTensors(LazyTensors):
     def _part(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
         """Return what the segment at `place` (shard, part) holds of a range."""
         index, part = place
-        segment = self._layout.shards[index][part]
-        if segment is not self._here:
-            if len(self._values) < segment.count:
-                self._values = torch.empty(segment.count)
-            if self._split[0] != index:
-                self._split = index, self._layout.split(index, self._payloads[index])
-            raw, out = self._split[1][part], self._values[: segment.count]
-            self._here = None  # until the values are whole
+        segment, last = self._layout.shards[index][part], self._last
+        if segment is not last.here:
+            if len(last.values) < segment.count:
+                last.values = torch.empty(segment.count)
+            if last.split[0] != index:
+                last.split = index, self._layout.split(index, self._payloads[index])
+            raw, out = last.split[1][part], last.values[: segment.count]
+            last.here = None  # until the values are whole
             self._layout.decode_segment(segment, self._round, raw, out)
-            self._here = segment
-        return self._values[start - segment.start : min(stop, segment.stop) - segment.start]
+            last.here = segment
+        return last.values[start - segment.start : min(stop, segment.stop) - segment.start]
 
 
 def decode_all(

@@ -9,15 +9,20 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-import safetensors.torch
 import torch
 
+from farflock.node.model.replica import Storage, in_memory
+from farflock.node.state.cut import Cut
+from farflock.node.state.spool import Malformed, spooled, tensors_of
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import ExchangeKey, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
+from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
@@ -25,7 +30,6 @@ from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
 NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
-CHUNK_BYTES = 1024 * 1024
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
 
@@ -48,19 +52,35 @@ class StatePeer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Spool:
+    """Where snapshots for joiners are kept, and the worker that writes them."""
+
+    compute: Compute
+    storage: Storage = in_memory
+
+
 class StateSync:
     """One node's state in one run: that of its exchange client's stage, or of the whole model."""
 
     def __init__(
-        self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute
+        self,
+        peer: StatePeer,
+        driver: Driver,
+        client: ExchangeClient,
+        compute: Compute,
+        spool: Spool | None = None,
     ) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
+        self._spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
+        self._opened = False
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Open all streams of the method after these rounds, and serve this node's state to
         newcomers."""
+        self._opened = True
         self._driver.begin(rounds or {}, tokens)
         begun = self._driver.position.rounds
         for number, template in enumerate(self._driver.streams):
@@ -123,26 +143,41 @@ class StateSync:
     ) -> None:
         """Replace this node's state with the run's; pending exchanges and local work are lost.
 
-        A snapshot with a wrong hash or for another model is discarded and another one fetched.
+        A snapshot with a wrong hash or for another model is discarded and another one fetched. At
+        a run's beginning, a peer with the same weights downloads nothing.
         """
-        method, replica, stage = self._driver.method, self._driver.replica, self._client.stage
+        replica, stage = self._driver.replica, self._client.stage
+        mine = await self._compute(self._beginning)
         async with asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
                 oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, oldest, stage, max_bytes
+                    self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine
                 )
+                if snapshot.state == mine:  # as at the run's beginning, from the same weights
+                    rounds: dict[str, int] = {}
+                    break
                 try:
-                    state = decode_state(snapshot)
+                    chunks = list(snapshot.chunks)
+                    snapshot = replace(snapshot, chunks=())  # they are freed as they are read
+                    state = _decoded(snapshot, chunks)
                     rounds = self._rounds_in(state)
-                    await self._compute(lambda: method.restore(replica, state, "adopt"))  # noqa: B023 - awaited here
+                    await self._compute(partial(self._restore, state))
                     break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
         self._driver.forget()
         self.open(rounds, snapshot.tokens)
+
+    def _beginning(self) -> bytes | None:
+        """Return the hash of the state with which a run would begin here; None once it has."""
+        return None if self._opened else state_hash(self._state(live=True))
+
+    def _restore(self, state: State) -> None:
+        self._driver.cuts.before_change()
+        self._driver.method.restore(self._driver.replica, state, "adopt")
 
     def _rounds_in(self, state: State) -> dict[str, int]:
         """Return each stream's last round in a snapshot, and remove entries unknown to methods."""
@@ -158,19 +193,36 @@ class StateSync:
         return found
 
     async def _snapshot(self) -> Snapshot:
-        return await self._compute(self._snapshot_now)
+        """Return a snapshot of the current state. It is cut in the worker that applies results, so
+        that the state and its rounds match, and written beside it."""
+        cut, made = await self._compute(self._cut)
+        with self._driver.cuts.added(cut):
+            write = partial(spooled, cut, self._spool.storage)
+            chunks, digests = await self._spool.compute(write)
+        return replace(made, chunks=chunks, digests=digests)
 
-    def _snapshot_now(self) -> Snapshot:
-        """Return a snapshot of the current state.
+    def _cut(self) -> tuple[Cut, Snapshot]:
+        """Return a cut of the current state, and its snapshot without the chunks.
 
-        This runs in the worker that applies results, so that the state and its rounds match."""
+        Local steps do not change the shared state of exact methods. Of others, and of stages, whose
+        passes may see other weights than the stage's own, the cut is of copies."""
         driver, position = self._driver, self._driver.position
-        state = driver.method.snapshot(driver.replica)
+        is_live = driver.method.equality == "exact" and self._client.stage is None
+        state = self._state(live=is_live)
+        oldest = min(position.rounds.values(), default=-1)
+        cut = Cut(state)
+        if is_live:
+            driver.cuts.add(cut, stepped=False)
+        made = Snapshot(max(oldest, -1), state_hash(state), position.agreed_tokens, ())
+        return cut, made
+
+    def _state(self, *, live: bool) -> State:
+        """Return what a snapshot holds; `live`: not copies."""
+        method, replica = self._driver.method, self._driver.replica
+        state = dict(live_state(method, replica).shared if live else method.snapshot(replica))
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
-        state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
-        oldest = min(position.rounds.values(), default=-1)
-        return encode_state(state, oldest, position.agreed_tokens)
+        return state | {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
 
 
 def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -181,17 +233,19 @@ def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
     """Encode these tensors as a snapshot taken after a round (negative: before the first)."""
-    encoded = safetensors.torch.save(dict(state))
-    chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
-    return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks)
+    chunks, digests = spooled(Cut(state), in_memory)
+    return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks, digests)
 
 
 def decode_state(snapshot: Snapshot) -> State:
-    """Return a snapshot's tensors; raise `CorruptSnapshot` for a wrong hash. safetensors runs no
-    code."""
+    """Return a snapshot's tensors; raise `CorruptSnapshot` for a wrong hash."""
+    return _decoded(snapshot, list(snapshot.chunks))
+
+
+def _decoded(snapshot: Snapshot, chunks: list[bytes | memoryview]) -> State:
     try:
-        state = safetensors.torch.load(b"".join(snapshot.chunks))
-    except (safetensors.SafetensorError, ValueError) as error:
+        state = tensors_of(chunks)
+    except Malformed as error:
         raise CorruptSnapshot(
             f"the snapshot of round {snapshot.round} cannot be read ({error}); ask another member"
         ) from None

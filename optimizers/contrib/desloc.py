@@ -225,9 +225,9 @@ class DesLoc(StatefulMethod):
             else named(stream, self._moment(stream).mean)
         )
 
-    def eval_params(self, replica: Replica) -> Tensors:
+    def evaluated(self, replica: Replica) -> Tensors:
         """Return x after its last sync."""
-        return self._x.eval_params(replica)
+        return self._x.evaluated(replica)
 
     def _exchange(self, one: AveragedMoment, number: int, tensors: Tensors) -> Exchange:
         key, both, wait = ExchangeKey(one.what, number), self.moment_codec, self.deadline_s

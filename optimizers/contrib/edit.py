@@ -47,6 +47,7 @@ from farflock.optimizers.parts.outer_state import OuterState
 from farflock.optimizers.parts.state import (
     Shapes,
     WrongState,
+    copies,
     counter,
     kept,
     named,
@@ -70,7 +71,7 @@ Early = dict[int, tuple[tuple[MemberId, ...], dict[str, Tensor]]]
 
 
 def _statistics(prefix: str, state: State, shapes: Shapes) -> Tensor:
-    stats = unnamed(prefix, state, {"stats": (len(layers_of(shapes)), 4)})["stats"]
+    stats = unnamed(prefix, state, {"stats": (len(layers_of(shapes)), 4)})["stats"].clone()
     if float(stats[:, 1::2].min()) < 0:
         raise WrongState(f"{prefix}.stats must be variances of 0 or more; ask another member")
     return stats
@@ -144,7 +145,7 @@ def _unpacked_early(key: str, state: State, shapes: Shapes) -> Early:
     for number in sorted(int(name) for name in rounds if name.isdecimal()):
         each = f"{key}.{number}"
         workers = tuple(who for who in _unpacked(each, state) if counter(f"{each}.{who}", state))
-        early[number] = (workers, kept(f"mean.{number}", state, shapes))
+        early[number] = (workers, copies(kept(f"mean.{number}", state, shapes)))
     if len(early) != counter(key, state) or any(
         bool(workers) != bool(mean) for workers, mean in early.values()
     ):

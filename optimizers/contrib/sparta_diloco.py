@@ -130,6 +130,6 @@ class SpartaDiLoCo(StatefulMethod):
         """Return DiLoCo's state for its stream; what the mask moves belongs to each peer alone."""
         return self._diloco.agreed(replica, stream) if stream == DELTA else {}
 
-    def eval_params(self, replica: Replica) -> Tensors:
+    def evaluated(self, replica: Replica) -> Tensors:
         """Return phi, the outer parameters."""
-        return self._diloco.eval_params(replica)
+        return self._diloco.evaluated(replica)

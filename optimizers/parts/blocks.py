@@ -115,6 +115,31 @@ class WholeTensors(Protocol):
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None: ...
 
 
+def stored(replica: Replica, name: str, what: What) -> Tensor:
+    """Return a whole tensor: if it is large and kept in memory as float32, the stored one itself,
+    which the next step changes; else a copy."""
+    shape = replica.shapes[name]
+    count = math.prod(shape)
+    if count > BLOCK_VALUES:
+        values = replica.block(name, what, 0, count)
+        if values.numel() == count:  # a step count is a scalar
+            return values.view(shape)
+    return replica.read((name,), what)[name]
+
+
+def is_zero(x: Tensor) -> bool:
+    """Return whether all values are zero; a few of them mostly answer that."""
+    flat = x.reshape(-1)
+    if not flat.numel() or bool(flat[:: BLOCK_VALUES // 16 + 1].any()):
+        return not flat.numel()
+    if flat.stride(0) == 0:  # one value, expanded
+        return True
+    return not any(
+        bool(flat[start : start + BLOCK_VALUES].any())
+        for start in range(0, flat.numel(), BLOCK_VALUES)
+    )
+
+
 class BlocksOfWhole:
     """`Replica.block` and `Replica.update` by whole tensors, one at a time; state in memory."""
 

@@ -65,10 +65,8 @@ def named(prefix: str, tensors: Tensors) -> State:
 
 
 def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """Return copies of a prefix's tensors; `WrongState` unless finite float32 of `shapes`."""
-    return {
-        name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()
-    }
+    """Return a prefix's tensors; raise `WrongState` unless they are finite float32 of `shapes`."""
+    return {name: _fitting(f"{prefix}.{name}", state, shape) for name, shape in shapes.items()}
 
 
 def kept(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
@@ -106,8 +104,9 @@ def tables(held: Mapping[str, Tensors]) -> State:
 
 
 def zeros(shapes: Shapes) -> dict[str, Tensor]:
-    """Return float32 zeros of these shapes: the tensors of a stream's template."""
-    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+    """Return float32 zeros of these shapes to be read, which take no memory: the tensors of a
+    stream's template."""
+    return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
 
 
 def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:

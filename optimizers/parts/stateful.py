@@ -3,18 +3,20 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from farflock.optimizers.method import (
     All,
     Exchange,
     ExchangeKey,
+    Method,
     Progress,
     Replica,
     Result,
     State,
     Tensors,
 )
+from farflock.optimizers.parts.blocks import is_zero, stored
 from farflock.optimizers.parts.outer_state import Anchor
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import copies, kept, named, unnamed, zeros
@@ -29,6 +31,15 @@ from farflock.optimizers.parts.state_fields import (
 )
 
 Mode = Literal["adopt", "carry"]
+
+
+class LiveState(NamedTuple):
+    """A method's state as it is stored, where that is possible: the next call of the method changes
+    it. What joiners get, this peer's own, and the parameters to evaluate."""
+
+    shared: State
+    own: State
+    model: Tensors
 
 
 class StatefulMethod(ABC):
@@ -57,6 +68,19 @@ class StatefulMethod(ABC):
     def snapshot(self, replica: Replica) -> State:
         """Return copies of the shared fields."""
         return copies(self._shared(replica))
+
+    def live(self, replica: Replica) -> LiveState:
+        """Return the state without copies of large tensors."""
+        shared = self._shared(replica)
+        return LiveState(shared, saved(self, "own"), self.evaluated(replica))
+
+    @abstractmethod
+    def evaluated(self, replica: Replica) -> Tensors:
+        """Return the parameters to evaluate and export, as they are stored."""
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """Return copies of the parameters to evaluate and export."""
+        return copies(dict(self.evaluated(replica)))
 
     def _shared(self, replica: Replica) -> State:
         self.begin(replica)
@@ -97,7 +121,7 @@ class ReplicaMethod(StatefulMethod):
         state: State = {}
         for what in ("param", *self.moments, *self.rare_moments):
             if what not in self.rare_moments or _has(replica, what):
-                state |= named(what, replica.read(replica.names, what))
+                state |= named(what, {name: stored(replica, name, what) for name in replica.names})
         return state | saved(self, "shared")
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
@@ -113,9 +137,9 @@ class ReplicaMethod(StatefulMethod):
             replica.write(zeros(replica.shapes), "grad")
         return mode == "carry"
 
-    def eval_params(self, replica: Replica) -> Tensors:
+    def evaluated(self, replica: Replica) -> Tensors:
         """Return the replica's parameters."""
-        return replica.read(replica.names, "param")
+        return {name: stored(replica, name, "param") for name in replica.names}
 
 
 class OuterMethod(StatefulMethod):
@@ -136,10 +160,10 @@ class OuterMethod(StatefulMethod):
         """Set the replica to the new phi; `carry` adds its work since the old one."""
         return self._state.move(replica, new._state, mode)
 
-    def eval_params(self, replica: Replica) -> Tensors:
+    def evaluated(self, replica: Replica) -> Tensors:
         """Return phi, the outer parameters."""
         self.begin(replica)
-        return {name: x.clone() for name, x in self._state.phi.items()}
+        return self._state.phi
 
 
 @dataclass(slots=True)
@@ -202,6 +226,14 @@ class PeriodicMethod(OuterMethod):
         return []
 
 
+def live_state(method: Method, replica: Replica) -> LiveState:
+    """Return a method's state without copies, if it is one of the catalog's."""
+    if isinstance(method, StatefulMethod):
+        return method.live(replica)
+    shared, own = method.snapshot(replica), method.personal(replica)
+    return LiveState(shared, own, method.eval_params(replica))
+
+
 def mean_of(exchange: Exchange, result: Result) -> Tensors:
     """Return the mean of a round that did not fail."""
     assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
@@ -209,12 +241,10 @@ def mean_of(exchange: Exchange, result: Result) -> Tensors:
 
 
 def _has(replica: Replica, moment: str) -> bool:
-    """Return whether a moment is nonzero anywhere; one tensor at a time, as most lack it."""
-    return any(bool(replica.read((name,), moment)[name].any()) for name in replica.names)
+    """Return whether a moment is nonzero anywhere."""
+    return not all(is_zero(stored(replica, name, moment)) for name in replica.names)
 
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:
     """Return a moment's shapes: mostly the parameters', but the step count is a scalar."""
-    return {
-        name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()
-    }
+    return {name: tuple(stored(replica, name, moment).shape) for name in replica.names}

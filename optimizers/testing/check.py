@@ -8,6 +8,7 @@ and a counterexample. Nothing here knows a method's periods or streams; its tria
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -440,6 +441,16 @@ def check_snapshot_is_a_copy(subject: Subject) -> None:
         6,
         "Overwriting what a method handed out has changed the method.",
     )
+    method, both = peer.method, {**peer.outer(), **peer.method.personal(peer.replica)}
+    for given, take in (
+        (peer.outer(), partial(method.restore, mode="adopt")),
+        (both, method.resume),
+    ):
+        take(peer.replica, given)
+        before = holding(peer)
+        for x in given.values():
+            x.zero_()
+        require(same(holding(peer), before), 6, "Overwriting what it took changed a method.")
 
 
 # 7

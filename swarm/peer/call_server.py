@@ -11,10 +11,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
+from farflock.swarm.peer.payloads import (
+    fetch,
+    inline_of,
+    inline_s,
+    put,
+    require_sendable,
+    sizes_of,
+    take_inline,
+)
 
 LEASE_S = 30.0  # an answer is kept this long after it was last sent: many repetitions of a call
 FETCH_S = 60.0  # for fetching a call's payloads, so that a dead caller frees its room
@@ -60,6 +70,7 @@ class _Served:
     held_bytes: int
     answer: Answer | None = None
     until_s: float = math.inf
+    quiet_s: float = 0.0  # until then, a copy of the answer with its payloads is on its way
     fetching: asyncio.Task[Any] | None = None  # cancelled when unwanted
     unwanted: bool = False
 
@@ -197,6 +208,7 @@ class CallServer:
 
     async def _fetch(self, key: _Key, served: _Served, call: Call) -> tuple[bytes, ...] | None:
         served.fetching = asyncio.current_task()
+        take_inline(self._context, call.payloads, call.inline, key)
         try:
             return await fetch(self._context, key[0], call.payloads, key, FETCH_S)
         finally:
@@ -211,10 +223,22 @@ class CallServer:
         served.answer = Answer(
             key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key)
         )
-        self._send_answer(key, served)
+        if inline := inline_of(reply.payloads, served.answer.payloads):
+            whole = msgspec.structs.replace(served.answer, inline=inline)
+            self._context.spawn(self._send_whole(key, served, whole))
+        else:
+            self._send_answer(key, served)
+
+    async def _send_whole(self, key: _Key, served: _Served, whole: Answer) -> None:
+        """Send an answer with its small payloads; repeats go without them, and not before these
+        had time to arrive."""
+        served.until_s, served.quiet_s = self._context.now() + LEASE_S, math.inf
+        sent = await self._context.send_bulk(key[0], whole, LEASE_S)
+        served.quiet_s = self._context.now() + (inline_s(whole.inline) if sent else 0.0)
+        served.until_s = self._context.now() + LEASE_S
 
     def _send_answer(self, key: _Key, served: _Served) -> None:
-        if served.answer is not None:
+        if served.answer is not None and self._context.now() >= served.quiet_s:
             served.until_s = self._context.now() + LEASE_S
             self._context.send(key[0], served.answer)
 

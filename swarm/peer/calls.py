@@ -2,7 +2,8 @@
 
 A request is repeated until its answer arrives, so links may lose anything. Payloads are chunks,
 fetched by the receiver when it has room: a refusal costs none, and no peer can fill another's
-memory.
+memory. Small ones come with the first copy of the call or answer (payloads.py), which then takes
+one round trip instead of three; a refusal drops them.
 
     caller                              server (call_server.py)
     Call, repeated ------------------>  admit: a refusal is an answer
@@ -16,8 +17,12 @@ again.
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.links import PeerId
@@ -25,7 +30,16 @@ from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
 from farflock.swarm.paths.round_robin import CallFailure
 from farflock.swarm.peer.call_server import LEASE_S, ROOM_BYTES, CallReply, CallServer, Handler
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
+from farflock.swarm.peer.payloads import (
+    Delivered,
+    fetch,
+    inline_of,
+    inline_s,
+    put,
+    require_sendable,
+    sizes_of,
+    take_inline,
+)
 
 RESEND_S = 0.5  # a lost message costs half a second; a served call is not served again
 KEEP_S = LEASE_S / 3  # while its answer's payloads are fetched, a repeated call renews their lease
@@ -62,6 +76,7 @@ class Calls:
         self._sending = ByteBudget(room_bytes)
         self._ids = itertools.count()
         self._asked: dict[int, _Asked] = {}
+        self._delivered = Delivered()
 
     @property
     def handler(self) -> Handler | None:
@@ -122,6 +137,11 @@ class Calls:
                 "deadline", f"{peer} did not answer and deliver within {timeout_s:.1f} s"
             ) from None
 
+    @property
+    def is_busy(self) -> bool:
+        """True if a call of this peer, or to it, is open or was lately."""
+        return bool(self._asked or self._serving.callers)
+
     def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
         """Handle a message of a call."""
         match message:
@@ -158,11 +178,14 @@ class Calls:
         call = Call(number, request, put(self._context, payloads, pin))
         asked = self._asked[number] = _Asked(peer, call, asyncio.get_running_loop().create_future())
         try:
-            self._send(asked)
+            known = partial(self._delivered.had, peer)
+            await self._send_first(asked, inline_of(payloads, call.payloads, known), timeout_s)
             answer = await asked.answer
             if answer is None:
                 raise CallFailed("dial", f"{peer} is gone and has not answered")
             _require_good(peer, answer.verdict, sum(sizes_of(answer.payloads)), max_reply_bytes)
+            self._delivered.add(peer, call.payloads)
+            take_inline(self._context, answer.payloads, answer.inline, pin)
             fetched = await fetch(self._context, peer, answer.payloads, pin, timeout_s)
             if fetched is None:
                 gone = self._context.life(peer) == "dead"
@@ -198,6 +221,17 @@ class Calls:
         verdict, reply = await done
         _require_good(self._context.me, verdict, sum(map(len, reply.payloads)), max_reply_bytes)
         return reply
+
+    async def _send_first(self, asked: _Asked, inline: tuple[bytes, ...], timeout_s: float) -> None:
+        """Send a call with its small payloads; repeats go without them, and not before these had
+        time to arrive."""
+        if not inline:
+            self._send(asked)
+            return
+        asked.resend_s = math.inf
+        whole = msgspec.structs.replace(asked.call, inline=inline)
+        sent = await self._context.send_bulk(asked.peer, whole, timeout_s)
+        asked.resend_s = self._context.now() + (RESEND_S + inline_s(inline) if sent else 0.0)
 
     def _send(self, asked: _Asked) -> None:
         asked.resend_s = self._context.now() + (KEEP_S if asked.answer.done() else RESEND_S)

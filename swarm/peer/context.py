@@ -75,6 +75,10 @@ class PeerContext:
         frame = pack_parts(Frame(self.incarnation, piece, body))
         return await self.links.send_bulk(peer, frame, timeout_s)
 
+    async def send_bulk(self, peer: PeerId, message: Message, timeout_s: float) -> bool:
+        """Send a large message as bulk; False if the links refused it or had no room in time."""
+        return await self.links.send_bulk(peer, pack(Frame(self.incarnation, message)), timeout_s)
+
     def life(self, peer: PeerId) -> Liveness:
         """Return the peer's apparent liveness."""
         return self.links.life(peer)

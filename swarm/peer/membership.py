@@ -54,6 +54,18 @@ class Membership:
         return self._context.is_member
 
     @property
+    def is_settled(self) -> bool:
+        """True if this peer is a member, all others are alive, and no change is under way."""
+        context, candidates = self._context, self.admission.candidates
+        if not context.is_member or candidates.joining or candidates.leaving:
+            return False
+        others = (peer for peer in context.views.newest.peers if peer != context.me)
+        return not self.next_view.is_open and all(map(self._is_here, others))
+
+    def _is_here(self, peer: PeerId) -> bool:
+        return self._context.life(peer) == "alive"
+
+    @property
     def branch(self) -> tuple[str, int] | None:
         """The (name, first round) of this peer's branch; None on the run's main chain."""
         view = self._context.chain.branch if self._context.chain else None

@@ -54,6 +54,13 @@ class NextView:
         self._changed_s, self._proposals = self._context.now(), 0
 
     @property
+    def is_open(self) -> bool:
+        """True if a change of members is wanted, or its decision has begun."""
+        chain = self._context.views
+        is_begun = self._wanted_s is not None or self._decision is not None
+        return is_begun or chain.barrier is not None or chain.held is not None
+
+    @property
     def is_overdue(self) -> bool:
         """True if the next view is due, or accepted here, and not decided yet."""
         if self._context.views.barrier is not None:

@@ -1,15 +1,21 @@
 """The payloads of calls: cut into chunks by the sender, fetched whole by the receiver.
 
-A payload may be larger than a chunk, and only one peer has it: a suspect peer is waited for.
+A payload may be larger than a chunk, and only one peer has it: a suspect peer is waited for. Small
+payloads travel with the first copy of their message, as bulk. They are announced like all others,
+and checked as fetched chunks are; a receiver that lacks them fetches them.
 """
 
 import asyncio
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
+    MAX_INLINE_BYTES,
     MAX_PAYLOAD_CHUNKS,
     MAX_PAYLOADS,
     Payload,
@@ -18,6 +24,9 @@ from farflock.swarm.peer.context import PeerContext
 
 MAX_PAYLOAD_BYTES = MAX_PAYLOAD_CHUNKS * MAX_CHUNK_BYTES
 LOOK_S = 0.1  # between checks on a suspect holder
+# Of the slowest line on which a repeat, which is small, does not overtake the bulk before it.
+INLINE_BYTES_PER_S = 125_000
+MAX_DELIVERED = 4096  # chunks that are remembered as delivered, over all peers
 
 
 def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
@@ -48,6 +57,61 @@ def put(context: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple
     )
 
 
+def inline_of(
+    payloads: Sequence[bytes],
+    announced: Sequence[Payload],
+    known: Callable[[bytes], bool] = lambda digest: False,
+) -> tuple[bytes, ...]:
+    """Return the different payloads, in order, if all of them fit into one message; otherwise
+    nothing. Leave out those that the receiver is `known` to have."""
+    inline = {
+        chunks[0][0]: payload
+        for payload, chunks in zip(payloads, announced, strict=True)
+        if chunks and not known(chunks[0][0])
+    }
+    fits = sum(map(len, inline.values())) <= MAX_INLINE_BYTES
+    return tuple(inline.values()) if fits else ()
+
+
+@dataclass(slots=True)
+class Delivered:
+    """The last chunks that peers have had from this one: they likely have them still."""
+
+    _chunks: dict[tuple[PeerId, bytes], None] = field(default_factory=dict)  # oldest first
+
+    def add(self, peer: PeerId, payloads: Sequence[Payload]) -> None:
+        """Note that a peer has had these payloads."""
+        for digest, _ in itertools.chain.from_iterable(payloads):
+            self._chunks.pop((peer, digest), None)
+            self._chunks[peer, digest] = None
+        for chunk in list(itertools.islice(self._chunks, max(len(self) - MAX_DELIVERED, 0))):
+            del self._chunks[chunk]
+
+    def had(self, peer: PeerId, digest: bytes) -> bool:
+        """True if this peer has had the chunk."""
+        return (peer, digest) in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+
+def inline_s(inline: Sequence[bytes]) -> float:
+    """Return the time that payloads inside a message may take to arrive after a small message."""
+    return sum(map(len, inline)) / INLINE_BYTES_PER_S
+
+
+def take_inline(
+    context: PeerContext, payloads: Sequence[Payload], inline: Sequence[bytes], pin: Hashable
+) -> None:
+    """Keep the chunks that came with their message; drop bytes that no payload announces."""
+    announced = {chunk for payload in payloads for chunk in payload}
+    for data in inline:
+        if ((digest := digest_of(data)), len(data)) in announced:
+            context.store.put(data, pin, verified=digest)
+        else:
+            context.drop("payload that its call does not announce")
+
+
 async def fetch(
     context: PeerContext,
     holder: PeerId,
@@ -59,8 +123,13 @@ async def fetch(
 
     Chunks that arrived are pinned in any case: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
-    fetches = (_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items())
-    if not all(await asyncio.gather(*fetches)):
+    missing = []
+    for chunk in chunks.items():
+        if chunk[0] in context.store:  # as all that came with their message are: no task is needed
+            context.store.pin(chunk[0], pin)
+        else:
+            missing.append(_fetch(context, holder, *chunk, pin, timeout_s))
+    if missing and not all(await asyncio.gather(*missing)):
         return None
     whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
     announced = [[size for _, size in payload] for payload in payloads]

@@ -32,12 +32,11 @@ from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
+from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S, Ticks
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
-LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly
 ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
 PART_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
@@ -108,6 +107,8 @@ class Peer:
             terms.branch_after_s,
         )
         self.router = self._make_router()
+        self._stirred = asyncio.Event()  # set by whatever may need the next tick
+        self.ticks = Ticks(self._stirred, self.membership, self.rounds, self.calls, self.loads)
         self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
@@ -150,6 +151,7 @@ class Peer:
 
     def ask_in(self) -> None:
         """Ask the members for admission until they admit this peer."""
+        self._stirred.set()
         self.membership.admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
@@ -165,6 +167,7 @@ class Peer:
 
     def leave(self) -> None:
         """Say goodbye; the next view will not contain this peer."""
+        self._stirred.set()
         self.membership.admission.leave()
 
     async def part(self) -> None:
@@ -207,6 +210,7 @@ class Peer:
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
+        self._stirred.set()
         if stream.is_paired:
             self.pairing.open(stream, after_round)
         else:
@@ -228,6 +232,7 @@ class Peer:
         A pair's ends by the stream's deadline; a collective's when the round is decided, however
         late: the caller trains on meanwhile. It is lost if this peer gave up the chain of views
         that its state belongs to, until the stream is opened again."""
+        self._stirred.set()
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -278,19 +283,21 @@ class Peer:
                 log.debug("a bad frame from %s, dropped: %s", sender, error)
                 continue
             self.router.deliver(sender, frame)
+            if not isinstance(frame.message, messages.TimeMessage):
+                self._stirred.set()
 
     async def _tick_loop(self) -> None:
-        for turn in itertools.count():
+        while True:
             self.membership.tick()
             self.calls.tick()
             if self.context.chain is not None:
-                if turn % LOOK_EVERY == 0:
+                if self.ticks.turn % LOOK_EVERY == 0:
                     self.branching.tick()
                 self.rounds.tick()
                 self.tallies.tick()
                 self.loads.tick()
                 self.codec_offers.tick()
-            await asyncio.sleep(TICK_S)
+            await self.ticks.wait()
 
     async def _announce_loop(self) -> None:
         """Keep this peer's record in the directory, and learn those of others from it."""

@@ -17,6 +17,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import CloseList, last_bundles
+from farflock.swarm.protocol.exchange.reminders import Reminders
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
@@ -40,6 +41,7 @@ class LoggedRound:
     taken: tuple[bool, ...]
     complete: bool = False
     content_bytes: int = 0  # once it is complete
+    reminders: Reminders = field(default_factory=Reminders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ from farflock.swarm.peer.round_log import (
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BadBundle
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_bundles
-from farflock.swarm.protocol.exchange.closing import calls_for_decision
 from farflock.swarm.protocol.exchange.collective import Collective
+from farflock.swarm.protocol.exchange.reminders import calls_for_decision
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.groups import order, rotation
@@ -354,7 +354,9 @@ class OpenRounds:
         state.seen = max(state.seen, message.key.round)
         entry = state.log.get(message.key.round)
         if entry is not None and message.key not in self._machines:
-            if isinstance(message, Prepare | Propose) or calls_for_decision(message):
+            if isinstance(message, Prepare | Propose) or (
+                calls_for_decision(message) and self._is_due(entry, member, view)
+            ):
                 self._context.send(sender, entry.decided)
             return
         machine = self.begin(state, message.key, view)
@@ -365,6 +367,11 @@ class OpenRounds:
         except BadCloseList:
             self._context.drop("bad close list")
         self._carry_out(machine)
+
+    def _is_due(self, entry: LoggedRound, member: int, view: View) -> bool:
+        me = self._context.my_index(view)
+        now_s, members = self._context.now(), len(view.peers)
+        return me is None or entry.reminders.is_due(now_s, member, me, members)
 
     def place_offers(self, state: StreamState) -> None:
         """Put our offer into its round once that is the stream's next and this peer is a member."""
@@ -491,6 +498,7 @@ class OpenRounds:
             entry = LoggedRound(
                 machine.close, roster.peers, len(roster.contributors), decided, machine.taken()
             )
+            entry.reminders = machine.closing.reminders
             self._log.enter(state, key.round, entry)
         if machine.complete and self._is_live(machine):
             del self._machines[key]

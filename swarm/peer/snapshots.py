@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext
@@ -39,12 +40,15 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then."""
+    """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then.
+
+    Chunks may be views of a mapped file. `digests` are theirs, if they are known already."""
 
     round: int
     state: bytes
     tokens: int
-    chunks: tuple[bytes, ...]
+    chunks: tuple[bytes | memoryview, ...]
+    digests: tuple[bytes, ...] = ()
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
@@ -62,6 +66,7 @@ class _Download:
     stage: int | None
     min_round: int  # the first useful round
     max_bytes: int | None
+    known: bytes | None  # the hash of the state that is here
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
 
 
@@ -156,13 +161,14 @@ class Snapshots:
         min_round: int = -1,
         stage: int | None = None,
         max_bytes: int | None = None,
+        known: bytes | None = None,
     ) -> Snapshot:
         """Download the state that most members announce, after round `min_round` or later.
 
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
-        only its members are asked. A snapshot of more than `max_bytes` is not begun. Raise
-        `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, min_round, max_bytes)
+        only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
+        state that is `known` here comes without chunks. Raise `SnapshotUnavailable` on timeout."""
+        download = self._downloads[name] = _Download(stage, min_round, max_bytes, known)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, download, timeout_s, progress)
@@ -183,9 +189,13 @@ class Snapshots:
             download.offers = {}
             await self._gather_offers(name, download)
             offer, holders = _choose(download.offers)
+            if offer.state == download.known:
+                return Snapshot(offer.round, offer.state, offer.tokens, ())
             pin = ("download", name)
             try:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
+                if chunks is not None:
+                    self._context.store.forget(pin)  # they are handed over
             finally:
                 self._context.store.release(pin)
             # After a change of chain, this state belongs to the old one.
@@ -298,7 +308,11 @@ class Snapshots:
         store = self._context.store
         largest = max(map(len, snapshot.chunks), default=0)
         assert largest <= MAX_CHUNK_BYTES, f"{name}: a chunk of {largest} bytes is too large"
-        listed = [(store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks]
+        digests = snapshot.digests or map(digest_of, snapshot.chunks)
+        listed = [
+            (store.put(chunk, pin, digest), len(chunk))
+            for chunk, digest in zip(snapshot.chunks, digests, strict=True)
+        ]
         listings = [
             msgspec.msgpack.encode(Listing(tuple(listed[first : first + MAX_LISTED])))
             for first in range(0, max(len(listed), 1), MAX_LISTED)

@@ -61,7 +61,7 @@ class GradientLeases:
             return "nothing"
         if slot is None and key not in self._committed:
             # A gradient is as large as its stage. The trainer asks again, or asks another server.
-            if self.taken >= self.places:
+            if not self.free:
                 return "busy"
             self._slots[key] = _Slot(attempt)
             return "run"
@@ -159,6 +159,11 @@ class GradientLeases:
     def taken(self) -> int:
         """The number of places taken."""
         return sum(slot.phase in ("running", "staged") for slot in self._slots.values())
+
+    @property
+    def free(self) -> int:
+        """The number of free places."""
+        return max(self.places - self.taken, 0)
 
     def __len__(self) -> int:
         """Return the number of gradients that are not yet committed or dropped."""

@@ -16,6 +16,7 @@ timeout without a key and may count a gradient twice. Sans I/O: the owner of the
 send and reports what arrived.
 """
 
+import collections
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -47,6 +48,8 @@ class Ledger:
 
     stages: int
     _entries: dict[StageVisit, LedgerEntry] = field(default_factory=dict)
+    # by stage, the microbatches that are not committed there
+    _uncommitted: collections.Counter[int] = field(default_factory=collections.Counter)
 
     def begin(self, microbatch: int, order: Iterable[int] | None = None) -> None:
         """Add a new microbatch, which visits the stages in `order` (None: all)."""
@@ -54,6 +57,7 @@ class Ledger:
         entries = {(microbatch, stage): LedgerEntry() for stage in stages}
         assert not entries.keys() & self._entries.keys(), f"microbatch {microbatch} is under way"
         self._entries |= entries
+        self._uncommitted.update(stage for _, stage in entries)
 
     def send(self, place: StageVisit, peer: PeerId) -> int:
         """Note a backward request to this peer; return the attempt that the request carries."""
@@ -110,8 +114,9 @@ class Ledger:
         """Note that the close list of one of the stage's rounds names these microbatches."""
         for microbatch in microbatches:
             entry = self._entries.get((microbatch, stage))
-            if entry is not None:
+            if entry is not None and entry.phase != "committed":
                 entry.phase = "committed"
+                self._uncommitted[stage] -= 1
 
     def lost(self, stage: int, peer: PeerId) -> None:
         """Reopen everything that was bound to a peer that left its stage's group.
@@ -125,6 +130,12 @@ class Ledger:
         ]
         for entry in gone:
             entry.reopen()
+
+    @property
+    def uncommitted(self) -> int:
+        """The number of microbatches that no round of a stage names yet, at the stage that has most
+        of them."""
+        return max(self._uncommitted.values(), default=0)
 
     def phase(self, place: StageVisit) -> Phase:
         """Return a visit's phase; `committed` if it was forgotten."""

@@ -22,6 +22,7 @@ class Guard:
         self._lock = threading.Lock()  # a descriptor that is looked at must not be closed
         self._ticked_s = time.monotonic()
         self._ended = threading.Event()
+        self._occupied = threading.Event()  # set while a connection is watched, and at the end
         self._thread = threading.Thread(target=self._run, name="links guard", daemon=True)
         self._thread.start()
 
@@ -29,12 +30,15 @@ class Guard:
         """Bound this connection's unread bytes."""
         with self._lock:
             self.watched[connection] = None
+            self._occupied.set()
 
     def forget(self, connection: Connection) -> None:
         """Close a connection, which has ended."""
         with self._lock:
             self.watched.pop(connection, None)
             connection.close()
+            if not self.watched and not self._ended.is_set():
+                self._occupied.clear()
 
     def tick(self) -> None:
         """Note that the loop runs, and that each connection's backlog is up to date."""
@@ -43,9 +47,12 @@ class Guard:
             self.enforce()
 
     def _run(self) -> None:
-        while not self._ended.wait(WATCH_S):
-            if time.monotonic() - self._ticked_s > BLOCKED_S:
+        while self._occupied.wait() and not self._ended.is_set():
+            since_s = time.monotonic() - self._ticked_s
+            if since_s > BLOCKED_S:
                 self.enforce()
+            # While the loop ticks, there is nothing to see before the next tick is overdue.
+            self._ended.wait(max(WATCH_S, BLOCKED_S - since_s))
 
     def enforce(self) -> None:
         """Cut off each connection that is too far ahead of us, by the sum over all if need be.
@@ -64,4 +71,5 @@ class Guard:
     def close(self) -> None:
         """End the thread; no connection may be left."""
         self._ended.set()
+        self._occupied.set()
         self._thread.join()

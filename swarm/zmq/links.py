@@ -94,7 +94,7 @@ class ZmqLinks:
 
     @property
     def me(self) -> PeerId:
-        return self._identity.peer
+        return self._table.me
 
     def record(
         self,

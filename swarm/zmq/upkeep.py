@@ -2,6 +2,7 @@
 
 import asyncio
 
+from farflock.swarm.zmq.arrivals import Arrivals
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import PING, TOKEN_BYTES
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
@@ -11,8 +12,10 @@ from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
 
 MAX_DIALS = 96  # a cell has 64 members; each dial takes about ten descriptors
-TICK_S = 0.05
+TICK_S = 0.05  # while there are connections
 UPKEEP_S = 0.25
+LOOK_S = 1.0  # between looks at all connections while this machine receives next to nothing
+QUIET_BYTES = 256 * 1024  # received by the whole machine since the last look: next to nothing
 LATE_S = 1.0  # a tick this late was blocked by us: no partner's silence counts
 PING_EVERY_S = 2.0
 
@@ -31,24 +34,44 @@ class Upkeep:
         self._table, self._sockets, self._handshakes = table, sockets, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
-        self._tick_s = self._upkeep_s = self._loop.time()
+        self._arrivals = Arrivals()
+        self._watched = 0  # connections at the last look
+        self._upkeep_s = self._look_s = self._due_s = self._loop.time()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def cancel(self) -> None:
         """Stop ticking."""
         self._timer.cancel()
+        self._arrivals.close()
 
     def _tick(self) -> None:
         now_s = self._loop.time()
-        late_s = now_s - self._tick_s - TICK_S
-        self._tick_s = now_s
-        self._timer = self._loop.call_later(TICK_S, self._tick)
-        for port in list(self._sockets.ports()):
-            port.tick(now_s, late_s > LATE_S)
+        late_s = now_s - self._due_s
+        pause_s = TICK_S if self._sockets.guard.watched else UPKEEP_S
+        self._due_s = now_s + pause_s
+        self._timer = self._loop.call_later(pause_s, self._tick)
+        if late_s > LATE_S or now_s >= self._look_s or self._is_busy():
+            self._look(now_s, late_s > LATE_S)
         self._sockets.guard.tick()
         if now_s >= self._upkeep_s:
             self._upkeep_s = now_s + UPKEEP_S
             self._tend_all(now_s, late_s)
+
+    def _is_busy(self) -> bool:
+        """Return whether frames wait, connections have come, or one may be near a limit."""
+        watched = self._sockets.guard.watched
+        if self._sender.waiting or len(watched) > self._watched:
+            return True
+        arrived = self._arrivals.since() if watched else 0
+        return arrived is None or arrived >= QUIET_BYTES
+
+    def _look(self, now_s: float, is_late: bool) -> None:
+        """Check the limits of all connections, and read and write what may be stuck."""
+        self._look_s = now_s + LOOK_S
+        self._arrivals.begin()
+        self._watched = len(self._sockets.guard.watched)
+        for port in list(self._sockets.ports()):
+            port.tick(now_s, is_late)
 
     def _tend_all(self, now_s: float, late_s: float) -> None:
         for peer in self._detours.relays:

@@ -114,7 +114,7 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
 )
 def test_while_peers_of_two_releases_come_and_go_nothing_is_lost_or_doubled(seed):
-    one = codecs(old={1, 2 + STAGES}, steps=12, seed=seed, servers=3, churn_s=5.0)
+    one = codecs(old={1, 2 + STAGES}, steps=18, seed=seed, servers=3, churn_s=5.0)
     one.run().check()
     assert one.tale.kills > 2
     assert all(len(one.codecs_of(stage)) == 2 for stage in (0, 1)), (

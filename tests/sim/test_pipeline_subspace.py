@@ -269,7 +269,7 @@ def test_outer_steps_on_weights_sent_in_four_bits_end_in_the_subspace():
 def test_under_churn_newcomers_adopt_projected_weights_and_the_same_basis(seed):
     inner = InnerConfig("adamw", 0.02, (0.9, 0.95), 0.1)
     one = single(
-        inner, stages=2, servers=3, trainers=1, steps=10, seed=seed, world={"churn_s": 4.0}
+        inner, stages=2, servers=3, trainers=1, steps=20, seed=seed, world={"churn_s": 4.0}
     )
     one.run().check().check_finished()
     assert one.tale.kills > 1

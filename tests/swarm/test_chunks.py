@@ -616,6 +616,24 @@ def test_nothing_is_left_of_pins_that_are_released():
     assert (store.size_bytes, len(store), store.pinned_chunks, store.pins) == (0, 0, 0, ())
 
 
+def test_what_a_user_forgets_stays_only_if_another_has_pinned_it():
+    store = Store(1000)
+    own, common = (store.put(data, "a") for data in (b"own", b"common"))
+    store.pin(common, "b")
+    store.forget("a")
+    assert (store.get(own), store.get(common), store.size_bytes) == (None, b"common", 6)
+    store.forget("b")
+    store.forget("nobody")
+    assert (len(store), store.size_bytes, store.pins) == (0, 0, ())
+
+
+def test_views_of_a_file_are_chunks_too():
+    store, data = Store(1000), bytes(range(200))
+    name = store.put(memoryview(data), "a")
+    assert (store.get(name), store.view(name), store.size_bytes) == (data, data, 200)
+    assert store.view(bytes(32)) is None
+
+
 def test_the_same_content_is_kept_once():
     store = Store(1000)
     assert store.put(b"x" * 100, "a") == store.put(b"x" * 100, "b") == digest_of(b"x" * 100)

@@ -25,6 +25,7 @@ from farflock.swarm.messages import (
     MAX_CHANGES,
     MAX_CHUNK_BYTES,
     MAX_CODECS,
+    MAX_INLINE_BYTES,
     MAX_MEMBERS,
     MAX_PAYLOAD_CHUNKS,
     MAX_PAYLOADS,
@@ -190,6 +191,7 @@ def filled(kind, chance):
         "mask": chance.randbytes(8),
         "views": tuple(chance.randbytes(50) for _ in range(many)),
         "record": chance.randbytes(200),
+        "inline": tuple(chance.randbytes(many * 100) for _ in range(many // 2)),
         "stream": key.stream,
         "state": offer.state,
         "digests": offer.digests,
@@ -466,8 +468,16 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
             bytes(MAX_BODY_BYTES),
             ((((A, MAX_CHUNK_BYTES),) * MAX_PAYLOAD_CHUNKS),) * MAX_PAYLOADS,
         ),
+        Call(2**62, bytes(MAX_BODY_BYTES), *_inline()),
+        Answer(2**63 - 1, 2**62, "failed", bytes(MAX_BODY_BYTES), *_inline()),
     ):
         assert unpack(pack(Frame(2**64 - 1, message))).message == message
+
+
+def _inline():
+    """The most payloads inside a message that the product sends, as announced and as bytes."""
+    each = MAX_INLINE_BYTES // MAX_PAYLOADS
+    return (((A, MAX_CHUNK_BYTES),),) * MAX_PAYLOADS, (bytes(each),) * MAX_PAYLOADS
 
 
 def test_unpacking_takes_no_copy_of_the_body():

@@ -56,7 +56,7 @@ class World:
     me = "t"
     stages = STAGES
 
-    def __init__(self, codec="raw", others=(), gone=None, **terms):
+    def __init__(self, codec="raw", others=(), gone=None, allowance=None, **terms):
         self.calls = self.codec_offers = self
         self.reads = {}  # by server, what it has said that it reads
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
@@ -71,7 +71,7 @@ class World:
         terms = TrainerTerms(**{**usual, **terms})
         source = MicrobatchSource(self, edges, self, gone=gone)
         inputs = SampleInputs(edges, self) if edges.remembers else WholeInputs()
-        self.trainer = Trainer(self, self, self, source, terms, self.report, inputs)
+        self.trainer = Trainer(self, self, self, source, terms, self.report, inputs, allowance)
 
     def of(self, peer, life):
         assert life == LIFE

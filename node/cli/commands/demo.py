@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS
 from farflock.node.cli.output import Output
 from farflock.node.errors import Terminated, Usage
 
@@ -45,6 +46,13 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     help="Train a model in three stages, none of whose six processes holds all of it.",
 )
 @click.option(
+    "--codec-threads",
+    type=click.IntRange(1, MAX_CODEC_THREADS),
+    default=1,
+    show_default=True,
+    help="CPU threads of each process that encode what is sent and check what comes back.",
+)
+@click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     help="Where to write (default: a new folder).",
@@ -56,7 +64,13 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     help="Print one JSON object as the last line of standard output.",
 )
 def command(
-    peers: int, steps: int, method: str, pipeline: bool, folder: Path | None, as_json: bool
+    peers: int,
+    steps: int,
+    method: str,
+    pipeline: bool,
+    codec_threads: int,
+    folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Watch a swarm of real processes train a language model on this machine.
 
@@ -87,7 +101,7 @@ def command(
         contributors = _contributors(described.plan())
         with (
             live("farflock demo") as show,
-            Demo(place, file, peers, show, steps, contributors).running() as demo,
+            Demo(place, file, peers, show, steps, contributors, codec_threads).running() as demo,
         ):
             demo.run()
         from farflock.node.demo.report import report

@@ -75,12 +75,12 @@ class Line:
 def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     """Return the sizes of a run for `--json`; raise `Usage` if a stream cannot travel at all."""
     from farflock.node.run.memory import needed_bytes, needed_stage_bytes
-    from farflock.node.train.run_size import stream_sizes
+    from farflock.node.train.run_size import exchanged, stream_sizes
 
     plan, pipeline = described.plan(), described.pipeline_plan()
     streams = stream_sizes(plan, pipeline)
     memory = (
-        [needed_bytes(plan)]
+        [needed_bytes(plan, exchanged(plan, line.peers, streams))]
         if pipeline is None
         else [needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages))]
     )

@@ -1,5 +1,6 @@
 """Options that `run` and `join` share: what this machine contributes to the run."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +10,12 @@ import click
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
 
+MAX_CODEC_THREADS = 256
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNORECASE)
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SHOWN = 64
 
 
 def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
@@ -18,70 +24,104 @@ def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
     return require_host(host, "--host")
 
 
+def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    spelt = _SIZE.fullmatch(text.strip())
+    if spelt is None or not (size := int(float(spelt[1]) * _FACTORS[(spelt[2] or "").lower()])):
+        raise click.BadParameter(
+            f"{text[:_SHOWN]!r} is not a size; write it as in 20GB, 500MB or 1.5TB"
+        )
+    return size
+
+
+_MACHINE = (
+    click.option(
+        "--folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder of this node's files (default: in the user's data folder).",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, 256),
+        default=1,
+        show_default=True,
+        help="CPU threads to train with.",
+    ),
+    click.option(
+        "--codec-threads",
+        type=click.IntRange(1, MAX_CODEC_THREADS),
+        default=1,
+        show_default=True,
+        help="CPU threads that encode what is sent and check what comes back.",
+    ),
+    click.option(
+        "--host",
+        default="127.0.0.1",
+        show_default=True,
+        callback=_host,
+        help="IP address of this machine that members elsewhere can reach.",
+    ),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65534),
+        default=0,
+        help="Port for traffic between members (default: any free one).",
+    ),
+    click.option(
+        "--dht-port",
+        type=click.IntRange(0, 65535),
+        default=0,
+        help="Port for peer discovery, the DHT (default: any free one).",
+    ),
+    click.option(
+        "--checkpoint-every",
+        type=click.FloatRange(1, 86400),
+        default=600.0,
+        show_default=True,
+        help="Seconds between checkpoints.",
+    ),
+    click.option(
+        "--keep",
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        help="Checkpoints to keep: the newest ones, of each stage if there are stages.",
+    ),
+    click.option(
+        "--keep-bytes",
+        metavar="SIZE",
+        callback=_bytes,
+        help="Keep fewer of them if they take more than this, as in 20GB; the newest intact one"
+        " always stays.",
+    ),
+    click.option(
+        "--role",
+        default="auto",
+        show_default=True,
+        metavar="ROLE",
+        help="In a run whose model is split into stages: trainer, replica (all stages),"
+        " stage (the one with the fewest servers), stage:N, or auto.",
+    ),
+    click.option(
+        "--outer",
+        type=click.Choice(["auto", "host", "disk"]),
+        default="auto",
+        show_default=True,
+        help="Where the method keeps its own copies of the model: in memory (host), in files of"
+        " the folder that are mapped into memory (disk), or in memory if they fit (auto).",
+    ),
+    click.option(
+        "--no-listen",
+        is_flag=True,
+        help="Accept no incoming connections (behind NAT or a firewall).",
+    ),
+)
+
+
 def machine_options(command: Command) -> Command:
     """Add the options to a command; the help lists them in this order."""
-    options = (
-        click.option(
-            "--folder",
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Folder of this node's files (default: in the user's data folder).",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(1, 256),
-            default=1,
-            show_default=True,
-            help="CPU threads to train with.",
-        ),
-        click.option(
-            "--host",
-            default="127.0.0.1",
-            show_default=True,
-            callback=_host,
-            help="IP address of this machine that members elsewhere can reach.",
-        ),
-        click.option(
-            "--port",
-            type=click.IntRange(0, 65534),
-            default=0,
-            help="Port for traffic between members (default: any free one).",
-        ),
-        click.option(
-            "--dht-port",
-            type=click.IntRange(0, 65535),
-            default=0,
-            help="Port for peer discovery, the DHT (default: any free one).",
-        ),
-        click.option(
-            "--checkpoint-every",
-            type=click.FloatRange(1, 86400),
-            default=600.0,
-            show_default=True,
-            help="Seconds between checkpoints; the last three are kept.",
-        ),
-        click.option(
-            "--role",
-            default="auto",
-            show_default=True,
-            metavar="ROLE",
-            help="In a run whose model is split into stages: trainer, replica (all stages),"
-            " stage (the one with the fewest servers), stage:N, or auto.",
-        ),
-        click.option(
-            "--outer",
-            type=click.Choice(["auto", "host", "disk"]),
-            default="auto",
-            show_default=True,
-            help="Where the method keeps its own copies of the model: in memory (host), in files of"
-            " the folder that are mapped into memory (disk), or in memory if they fit (auto).",
-        ),
-        click.option(
-            "--no-listen",
-            is_flag=True,
-            help="Accept no incoming connections (behind NAT or a firewall).",
-        ),
-    )
-    for option in reversed(options):
+    for option in reversed(_MACHINE):
         command = option(command)
     return command
 
@@ -97,8 +137,11 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         port=options["port"],
         dht_port=options["dht_port"],
         threads=options["threads"],
+        codec_threads=options["codec_threads"],
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
+        keep=options["keep"],
+        keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
     )

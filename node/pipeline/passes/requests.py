@@ -167,11 +167,24 @@ class Unknown(_Body, frozen=True, tag="unknown"):
 
 StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
 
+
+class Reserve(_Body, frozen=True, tag="reserve"):
+    """Asks a member which stage the caller, a newcomer, should serve; it is for no stage."""
+
+
+class Reserved(_Body, frozen=True, tag="reserved"):
+    """The stage that a newcomer should serve."""
+
+    stage: StageIndex
+
+
+RESERVE = msgspec.msgpack.encode(Reserve())
+_reserved: msgspec.msgpack.Decoder[Reserved] = msgspec.msgpack.Decoder(Reserved)
 _requests: msgspec.msgpack.Decoder[StageRequest] = msgspec.msgpack.Decoder(StageRequest)
 _answers: msgspec.msgpack.Decoder[StageAnswer] = msgspec.msgpack.Decoder(StageAnswer)
 
 
-def encode(body: StageRequest | StageAnswer) -> bytes:
+def encode(body: StageRequest | StageAnswer | Reserved) -> bytes:
     """Encode a request or an answer."""
     return msgspec.msgpack.encode(body)
 
@@ -190,3 +203,11 @@ def decode_answer(raw: bytes) -> StageAnswer:
         return _answers.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"not an answer of a stage: {error}") from None
+
+
+def decode_reserved(raw: bytes) -> int:
+    """Return the stage in an answer to `RESERVE`; raise `BadRequest` for anything else."""
+    try:
+        return _reserved.decode(raw).stage
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"not a reservation: {error}") from None

@@ -1,8 +1,10 @@
-"""The order of a stage server's work: backward passes first, each kind in order of arrival.
+"""The order of a stage server's work: backward and forward passes in turn, each kind in order of
+arrival, as in one-forward-one-backward schedules (PipeDream, arXiv:1806.03377).
 
-A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass
-adds to the work in flight. Several waiting forward passes are computed together, each with the
-result that it would have alone. Sans I/O."""
+Either kind first would let the microbatches in flight gather into one crowd, which the stages then
+serve one after the other: while one stage is done with the crowd's backward passes, the others wait
+for the forward passes that wait behind them. Where no backward pass waits, several forward passes
+are computed together, each with the result that it would have alone. Sans I/O."""
 
 import collections
 from dataclasses import dataclass, field
@@ -13,13 +15,13 @@ Job = TypeVar("Job")
 
 @dataclass(slots=True)
 class StageQueue(Generic[Job]):
-    """A queue of at most `room` jobs of each kind, so that neither kind crowds out the other.
-    Forward jobs are taken up to `together` at once."""
+    """A queue of at most `room` jobs of each kind, so that neither kind crowds out the other."""
 
     room: int
     together: int = 1
     _forward: collections.deque[Job] = field(default_factory=collections.deque)
     _backward: collections.deque[Job] = field(default_factory=collections.deque)
+    _was_backward: bool = False  # the job taken last
 
     def has_room(self, *, backward: bool) -> bool:
         """True if one more job of this kind can wait."""
@@ -31,10 +33,13 @@ class StageQueue(Generic[Job]):
         (self._backward if backward else self._forward).append(job)
 
     def take(self) -> list[Job]:
-        """Take one backward job, else up to `together` forward jobs; empty if none waits."""
-        if self._backward:
+        """Take the next jobs; empty if none waits. One backward job and one forward job take
+        turns; where no backward job waits, up to `together` forward jobs are taken at once."""
+        if self._backward and not (self._forward and self._was_backward):
+            self._was_backward = True
             return [self._backward.popleft()]
-        count = min(self.together, len(self._forward))
+        self._was_backward = False
+        count = min(1 if self._backward else self.together, len(self._forward))
         return [self._forward.popleft() for _ in range(count)]
 
     def __len__(self) -> int:

@@ -2,8 +2,8 @@
 confirmed. The confirmed ones go to the ordinary training loop, which syncs the stage like a whole
 model.
 
-Requests wait in a queue, backward passes first; a trainer that finds the queue full asks another
-server. Only one piece of work runs at a time, so that no pass sees weights in the middle of a step.
+Requests wait in a queue; a trainer that finds it full asks another server. Only one piece of work
+runs at a time, so that no pass sees weights in the middle of a step.
 
 In node/pipeline/server, a request is admitted or refused (passes.py), waits (queue.py) and is
 computed (passes.py); its gradient waits for a confirmation (pending.py), then counts
@@ -112,6 +112,7 @@ class StageServer:
         )
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
+        self._line: collections.deque[asyncio.Future[bool]] = collections.deque()
         self._pass_s = Ema()
         self._served: collections.Counter[str] = collections.Counter()
 
@@ -151,6 +152,7 @@ class StageServer:
                 return CallReply(encode(await self._confirm(key, attempt)))
             case Revoke(attempt=attempt):
                 self.pending.revoke(key, attempt)
+                self._call_up()
                 return CallReply(encode(Unknown()))
 
     async def _enqueue(self, job: _Job) -> CallReply:
@@ -163,7 +165,10 @@ class StageServer:
 
     async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
         """Compute a pass once. A repeated request gets the same reply, under its own attempt."""
-        match self.pending.begin(key, attempt, job.reply):
+        begun = self.pending.begin(key, attempt, job.reply)
+        while begun == "busy" and await self._place():
+            begun = self.pending.begin(key, attempt, job.reply)
+        match begun:
             case "busy":
                 return CallReply(encode(Busy()))
             case "nothing":
@@ -178,8 +183,28 @@ class StageServer:
                 # a repeat that is cancelled must not cancel the first request's reply
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
+    async def _place(self) -> bool:
+        """Wait in line for a gradient's place. Return False if the line is full, or if it does not
+        move because all places hold gradients that their trainers do not confirm."""
+        if len(self._line) >= self._queue.room:
+            return False
+        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._line.append(place)
+        return await place
+
+    def _call_up(self) -> None:
+        """Give the free places to the first in line."""
+        for _ in range(min(self.pending.staging.free, len(self._line))):
+            self._line.popleft().set_result(True)
+
+    def _turn_away(self) -> None:
+        """Let all in line ask another server."""
+        while self._line:
+            self._line.popleft().set_result(False)
+
     async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
         found = self.pending.confirm(key, attempt)
+        self._call_up()
         if isinstance(found, PendingGradient):
             await self._merge(key, found)
         return Merged() if found else Unknown()
@@ -205,6 +230,7 @@ class StageServer:
         """Compute waiting passes forever."""
         while True:
             self.pending.expire(self._now())
+            self._call_up()
             jobs = self._queue.take()
             if jobs:
                 await self._do(jobs)
@@ -214,7 +240,7 @@ class StageServer:
                 async with asyncio.timeout(EXPIRE_EVERY_S):
                     await self._waiting.wait()
             except TimeoutError:
-                continue
+                self._turn_away()
 
     async def _do(self, jobs: list[_Job]) -> None:
         started_s = self._now()

@@ -1,7 +1,7 @@
 """A trainer's microbatches that count at each stage, because a round names them (decision 014)."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.reporting import Report
@@ -36,7 +36,8 @@ class CommitTracker:
     """Tracks a trainer's microbatches until they count. `ledger` holds their phase at each stage;
     rounds decide which ones count.
 
-    A microbatch in one of the `doubtful` phases may already be in a round."""
+    A microbatch in one of the `doubtful` phases may already be in a round. `heard` is told the
+    stage of each round and how many microbatches it names."""
 
     def __init__(
         self,
@@ -44,9 +45,10 @@ class CommitTracker:
         stage_directory: StageDirectory,
         report: Report,
         doubtful: tuple[Phase, ...] = ("bound", "merged"),
+        heard: Callable[[int, int], None] = lambda stage, size: None,
     ) -> None:
         self._me, self._stage_directory, self._report = me, stage_directory, report
-        self._doubtful = doubtful
+        self._doubtful, self._heard = doubtful, heard
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self.ledger = Ledger(stage_directory.stages)
         self._named = DuplicateDetector(me, stage_directory.stages)
@@ -84,6 +86,7 @@ class CommitTracker:
         finished microbatches and return their numbers."""
         for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
+            self._heard(stage, len(keys))
         self._hear_of_late()
         # before the servers that left: what may already count must not be asked for again
         while (doubtful := self._stage_directory.skipped()) is not None:

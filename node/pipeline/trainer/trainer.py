@@ -6,6 +6,7 @@ trainer keeps, walker.py the walk, stage_client.py one call of a walk, and commi
 microbatches that count. The path policy chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -25,10 +26,11 @@ from farflock.node.reporting import Report
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.peer.peer import OpenWait, Peer
+from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.tasks import cancel
 
-TICK_S = 0.1  # between two checks for lost gradients and for room for more microbatches
+TICK_S = 0.1  # between two checks for lost gradients; a walk that ends makes room at once
 
 
 class Trainer:
@@ -45,18 +47,22 @@ class Trainer:
         terms: TrainerTerms,
         report: Report = lambda kind, fields: None,
         inputs: StageInputs | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self._stage_directory, self._terms = stage_directory, terms
         self.source, self.inputs = source, WholeInputs() if inputs is None else inputs
         codecs, quarantine = EdgeCodecs(source.edges, peer.codec_offers.of), Quarantine()
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
         self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
-        self.commits = CommitTracker(peer.me, stage_directory, report)
+        self._allowance = allowance or Allowance(terms.kept, terms.kept)
+        self.commits = CommitTracker(peer.me, stage_directory, report, heard=self._heard)
         parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
         self._walker = Walker(*parts, report, self._spawn)
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
+        self._walk_ended = asyncio.Event()
+        self._next_tick_s = 0.0
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
@@ -70,11 +76,20 @@ class Trainer:
             while not (self.stopping or enough()):
                 if self._failure is not None:
                     raise self._failure
-                self._look_around()
+                if _now() >= self._next_tick_s:
+                    self._next_tick_s = _now() + TICK_S
+                    self._look_around()
                 self.begin_more()
-                await asyncio.sleep(TICK_S)
+                await self._until_walk_ends()
         finally:
             await cancel(*self._tasks)
+
+    async def _until_walk_ends(self) -> None:
+        """Wait until a walk has ended, but not beyond the next tick."""
+        self._walk_ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_tick_s):
+                await self._walk_ended.wait()
 
     # status
 
@@ -115,12 +130,17 @@ class Trainer:
             if stage not in flight.asking:
                 self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
+    def _heard(self, stage: int, size: int) -> None:
+        if not stage:  # one stage's rounds are enough, and every microbatch visits the first
+            self._allowance.named(size, _now())
+
     def begin_more(self) -> None:
         """Begin as many microbatches as may be in flight."""
-        # depth hides the latency; `kept` bounds what waits until a round names it
+        # depth hides the latency, `kept` bounds the memory, the allowance the size of rounds
         while (
             len(self._walking) < self._depth.wanted
             and len(self._flights) < self._terms.kept
+            and self._allowance.has_room(self.commits.ledger.uncommitted, _now())
             and self.may_begin()
         ):
             flight = self.source.draw(self._stage_directory.epoch)
@@ -135,6 +155,7 @@ class Trainer:
             self._depth.came_back(_now(), flight.trip_s)
         finally:
             self._walking.discard(flight.number)
+            self._walk_ended.set()
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -20,16 +20,18 @@ decided content before it is complete ("held"); a voter does not need it and is 
 No transition leads back and none is a timeout: a decision may come at any time.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
-from farflock.swarm.messages import Holds, Message, Offer, Reduced
+from farflock.swarm.messages import Message
 from farflock.swarm.protocol.decide import TAKEOVER_S, Decision, Sends
 from farflock.swarm.protocol.exchange.availability import RoundItem, has
 from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_list
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
+from farflock.swarm.protocol.exchange.reminders import Reminders, calls_for_decision
 from farflock.swarm.protocol.transitions import after
 
 # Limit on doublings of the time between a proposer's ballots. Without one, a group whose links heal
@@ -90,6 +92,7 @@ class Closing:
         self._table = CLOSING_TABLES["contributor" if roster.contributes else "voter"]
         self._ready_s = self._proposed_s = 0.0
         self._proposals = 0
+        self.reminders = Reminders(math.inf)
 
     @property
     def is_decided(self) -> bool:
@@ -114,12 +117,13 @@ class Closing:
         self._proposed_s, self._proposals = now_s, self._proposals + 1
         return self.decision.propose(value)
 
-    def settle(self) -> None:
+    def settle(self, now_s: float) -> None:
         """Fetch what is missing of the decided list, until it can be applied."""
         if self.close is None:
             assert self.decision.decided is not None
             self.close = self.require_list(self.decision.decided)
             self._move("decided")
+            self.reminders = Reminders(now_s)
         if self.state == "fetching":
             held = self._content.availability.held
             missing = [item for item in self.close.items if item.digest not in held]
@@ -128,12 +132,14 @@ class Closing:
             if all(item.digest in held for item in missing):
                 self._move("held")
 
-    def remind(self, sender: int, message: Message) -> Sends:
+    def remind(self, now_s: float, sender: int, message: Message) -> Sends:
         """Answer a member that does not know yet that the exchange is decided."""
         answer = self.decision.receive(sender, message)
-        if not answer and calls_for_decision(message):
-            return [(sender, self.decision.announcement())]
-        return answer
+        if answer or not calls_for_decision(message):
+            return answer
+        roster = self._roster
+        is_due = self.reminders.is_due(now_s, sender, roster.me, len(roster.peers))
+        return [(sender, self.decision.announcement())] if is_due else []
 
     def _move(self, event: ClosingEvent) -> None:
         self.state = after(self._table, self.state, event)
@@ -177,10 +183,3 @@ class Closing:
     def _included(self, items: tuple[RoundItem, ...]) -> list[int]:
         members = range(len(self._roster.peers))
         return [member for member in members if any(has(item, member) for item in items)]
-
-
-def calls_for_decision(message: Message) -> bool:
-    """Return whether the sender of a message about content must be told that the round is decided.
-
-    A report that only answers was sent before its sender could hear of the decision."""
-    return isinstance(message, Offer | Reduced) or (isinstance(message, Holds) and message.asks)

@@ -37,7 +37,7 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.closing import Closing
 from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
-from farflock.swarm.protocol.exchange.holdings import RESEND_S, Holdings
+from farflock.swarm.protocol.exchange.holdings import RESEND_S, Holdings, collect_s
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.voter import Voter
@@ -69,6 +69,7 @@ class Collective:
         changes = self.content.availability.changes
         self._holdings = Holdings(key, view, roster.others, changes, started_s, terms.deadline_s)
         self._sent_s = 0.0
+        self._offer_repeats, self._offer_due_s = 0, started_s
         self._rely_on_the_living()
 
     # events
@@ -88,7 +89,7 @@ class Collective:
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
             self.closing.require_list(message.value)
         if self.closing.is_decided and not isinstance(message, Decided):
-            self._actions.send(self.closing.remind(sender, message))
+            self._actions.send(self.closing.remind(now_s, sender, message))
             return
         match message:
             # Content concerns contributors only; a voter would wait for what it never fetches.
@@ -179,7 +180,7 @@ class Collective:
             self._report(now_s)
             self._actions.send(self.closing.put_forward(now_s))
         if self.closing.is_decided:
-            self.closing.settle()
+            self.closing.settle(now_s)
 
     def _rely_on_the_living(self) -> None:
         """If some members only vote, propose items that most live contributors hold.
@@ -200,7 +201,11 @@ class Collective:
     def _repeat(self, now_s: float) -> None:
         """Repeat messages that may have been lost."""
         me, offers = self.roster.me, self.content.offers
-        if me in offers:
+        if me in offers and now_s >= self._offer_due_s:
+            # An answer may be late behind content, and an offer is long.
+            self._offer_repeats += 1
+            wait_s = min(2 * RESEND_S * 2.0**self._offer_repeats, collect_s(self._terms.deadline_s))
+            self._offer_due_s = now_s + wait_s
             unsure = set(self.roster.others) - self._holdings.offered
             self._actions.send((member, offers[me]) for member in sorted(unsure))
         self._actions.send(self.content.repeats(now_s))

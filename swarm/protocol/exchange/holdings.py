@@ -15,12 +15,17 @@ _CHANGE = struct.Struct("<I8s")
 RESEND_S = 0.5  # short against a deadline, so that a lost message costs little of it
 CONFIRM_S = 0.2  # a report is small, and repeated only until it is confirmed
 QUICK_REPEATS = 4  # after this time, before they become rarer: what is not lost may be late
-# Between reports while holdings grow, so that each has many changes, and the longest wait for a
-# confirmation: a share of the deadline, at least `RESEND_S` and at most `MAX_COLLECT_S`.
+# Between reports while holdings grow, so that each has many changes, and the longest wait before a
+# message is repeated: a share of the deadline, at least `RESEND_S` and at most `MAX_COLLECT_S`.
 COLLECT = 0.05
-MAX_COLLECT_S = 2.0
+MAX_COLLECT_S = 10.0
 
 HoldingsChange = tuple[int, bytes]
+
+
+def collect_s(deadline_s: float) -> float:
+    """Return the time between reports of holdings that grow, in a round with this deadline."""
+    return min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
 
 
 class Holdings:
@@ -41,7 +46,7 @@ class Holdings:
         self._sent = dict.fromkeys(others, 0)  # of ours, on their way or there
         self._sent_s = dict.fromkeys(others, started_s)
         self._repeats = dict.fromkeys(others, 0)  # since the last confirmation
-        self._collect_s = min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
+        self._collect_s = collect_s(deadline_s)
         self._unanswered: set[int] = set()  # members that sent news, or sent it again
         self.offered: set[int] = set()  # members that have our offer
 
@@ -90,7 +95,9 @@ class Holdings:
         first, count = self._confirmed[member], len(self._changes)
         waited_s = now_s - self._sent_s[member]
         news = count > self._sent[member] and at_once
-        again = self._sent[member] > first and waited_s >= self._confirm_s(member)
+        # While holdings grow, the next report brings what was lost of this one.
+        unsure = self._sent[member] > first and at_once
+        again = unsure and waited_s >= self._confirm_s(member)
         # Even without news: if the round is decided, the answer says so.
         if not (news or again or waited_s >= self._collect_s):
             return None

@@ -27,8 +27,6 @@ from farflock.swarm.protocol.transitions import after
 # Fraction of the deadline after which a live but silent reducer is replaced: after `SOFT`, when it
 # should have begun, and early enough for another to reduce and be heard.
 LATE_REDUCER = 0.7
-QUICK_RESENDS = 8  # of a reduction, before they become rarer
-MAX_RESEND_S = 8.0
 
 BundleState = Literal["idle", "reducing", "announced"]
 BundleEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -122,13 +120,14 @@ class Mean(Content):
     def repeats(self, now_s: float) -> list[tuple[int, Message]]:
         """Return our reductions, to the members that do not hold them.
 
-        Less and less often, for a member may know of a bundle and still be fetching it."""
+        Less and less often, for a member may know of a bundle and still be fetching it: after an
+        outage, the next repeat comes at the latest when it has been over for as long as it
+        lasted."""
         sends: list[tuple[int, Message]] = []
         for bundle, message in self._results.items():
             due_s, count = self._repeats.get(bundle, (now_s, 0))
             if now_s >= due_s:
-                wait_s = min(RESEND_S * 2.0 ** max(count - QUICK_RESENDS, 0), MAX_RESEND_S)
-                self._repeats[bundle] = (now_s + wait_s, count + 1)
+                self._repeats[bundle] = (now_s + RESEND_S * 2.0**count, count + 1)
                 holders = {self._roster.me, *self.availability.said(item_of(message))}
                 sends += [(other, message) for other in self._roster.others if other not in holders]
         return sends

@@ -6,7 +6,7 @@ import pytest
 
 from farflock.experiments.bench import kill
 from farflock.experiments.bench.kill import Blow, Diverged, Watch
-from farflock.experiments.bench.kill_peer import PERIOD, Reductions
+from farflock.experiments.bench.workers.kill_peer import PERIOD, Reductions
 from farflock.experiments.measure.metric import Options
 
 

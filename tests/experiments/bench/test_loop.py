@@ -3,12 +3,14 @@
 import asyncio
 import importlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from farflock.experiments.bench import loop
-from farflock.experiments.bench.bare import Bare, plan_of
+from farflock.experiments.bench.workers import loop_process
+from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 
@@ -18,20 +20,34 @@ def tokens():
     return ByteTokenizer().encode(load_corpus(SHIPPED).train[:50_000])
 
 
-def test_one_line_with_both_rates(quick):
-    (line,) = loop.run(quick())
-    assert line.metric == "loop"
-    assert 0 < line.value < math.inf
-    assert 0 < line.yardstick < math.inf
-    assert 0 < line.ratio < 10
-    assert line.n == 2
+def test_the_ratio_and_the_time_outside_of_the_training_thread(quick):
+    ratio, outside = loop.run(quick())
+    assert (ratio.metric, outside.metric) == ("loop", "loop.outside")
+    assert 0 < ratio.value < math.inf
+    assert 0 < ratio.yardstick < math.inf
+    assert 0 < ratio.ratio < 10
+    assert 0 < outside.value < 1000
+    assert ratio.n == outside.n == 2
+
+
+def test_a_turn_splits_the_processor_time_by_threads(tokens):
+    async def turns():
+        with ThreadPoolExecutor(1) as thread:
+            return [turn async for turn in loop_process.measured(loop_process.QUICK, thread)]
+
+    first, second = asyncio.run(turns())
+    for turn in (first, second):
+        parts = turn["train_s"] + turn["loop_s"] + turn["other_s"]
+        assert parts == pytest.approx(turn["ours_s"])
+        assert 0 < turn["train_s"] < turn["ours_s"]
+        assert turn["loop_s"] > 0
 
 
 def test_node_and_bare_loop_come_to_the_same_loss(tokens):
     plan = plan_of("tiny", 2, 16, "local")
 
     async def losses():
-        async with loop.alone(plan, tokens) as node:
+        async with loop_process.alone(plan, tokens) as (node, _):
             await node.loop.run(7 * 2 * 16)
             bare = Bare(plan, tokens, node.peer.me)
             bare.train(4)
@@ -64,8 +80,8 @@ def test_the_bare_loop_clips_only_where_the_plan_does(tokens):
 
 @pytest.mark.parametrize("ours", [None, 2.01, math.nan])
 def test_loops_that_did_not_train_alike_are_not_compared(ours):
-    with pytest.raises(loop.Unalike):
-        loop.require_alike(ours, 2.0)
+    with pytest.raises(loop_process.Unalike):
+        loop_process.require_alike(ours, 2.0)
 
 
 def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):
@@ -74,7 +90,7 @@ def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def live():
-        async with loop.alone(plan_of("tiny", 2, 16, "local"), tokens) as node:
+        async with loop_process.alone(plan_of("tiny", 2, 16, "local"), tokens) as (node, _):
             await node.loop.run(32)
             assert list(tmp_path.iterdir())
 

@@ -7,7 +7,7 @@ import pytest
 
 from farflock.experiments.bench import memory
 from farflock.experiments.bench.memory import NoExchange, Taken, one_exchange, whole_run
-from farflock.experiments.bench.memory_peer import Peak
+from farflock.experiments.bench.workers.memory_peer import Peak
 
 MIB = 1024 * 1024
 ROUNDS = [

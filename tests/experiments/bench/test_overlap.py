@@ -7,7 +7,6 @@ import json
 import pytest
 
 from farflock.experiments.bench import overlap
-from farflock.experiments.bench.netns import NoHosts, hosts
 from farflock.experiments.bench.overlap import (
     ARMS,
     FULL,
@@ -18,6 +17,7 @@ from farflock.experiments.bench.overlap import (
     measure,
     metric_of,
 )
+from farflock.experiments.bench.workers.netns import NoHosts, hosts
 from farflock.experiments.measure.metric import Options
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.fit import require_layers

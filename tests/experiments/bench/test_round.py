@@ -3,7 +3,7 @@
 import pytest
 
 from farflock.experiments.bench import round as bench
-from farflock.experiments.bench.round_member import Member, Settings, matrices
+from farflock.experiments.bench.workers.round_member import Member, Settings, matrices
 from farflock.experiments.measure.metric import NotMeasured
 
 
@@ -30,6 +30,14 @@ def test_a_metric_is_measured_in_a_process_of_its_own(quick):
     assert 0 < speed.value < 1000
     assert "encode" in speed.note
     assert memory.yardstick > 64 * bench.MIB
+
+
+def test_codec_threads_are_compared_with_one_in_turns(quick):
+    (line,) = bench.run(quick(parameters=1_000_000, method="lean", codec_threads=2))
+    assert line.metric == "round.threads.lean.1m"
+    assert line.n == 2
+    assert 0 < line.ratio < 10
+    assert "2 threads next to one" in line.note
 
 
 def test_a_member_that_fails_is_no_measurement(monkeypatch, quick):

@@ -4,8 +4,8 @@ sync."""
 import pytest
 
 from farflock.experiments.bench import sync
-from farflock.experiments.bench.netns import NoHosts, hosts
 from farflock.experiments.bench.sync import NoSync, Size, each_way_bytes, measure
+from farflock.experiments.bench.workers.netns import NoHosts, hosts
 from farflock.experiments.measure.metric import Options
 
 
@@ -37,16 +37,25 @@ def test_a_round_that_was_no_sync_of_all_is_not_timed(answers):
         sync.require_sync(answers)
 
 
+@pytest.mark.parametrize("members", [[2, 1], [1, 1], [2, 0]])
+def test_a_step_of_the_averagers_that_did_not_average_all_is_not_timed(members):
+    sync.require_average([{"members": 2}, {"members": 2}])
+    with pytest.raises(NoSync):
+        sync.require_average([{"members": each} for each in members])
+
+
 @pytest.mark.net
-def test_on_loopback_two_processes_sync_and_the_yardstick_is_plain_tcp():
-    metric, gloo, cpu = measure(Size(60_000), 2, Options(repeats=2))
+def test_on_loopback_two_processes_sync_and_the_yardsticks_are_other_systems():
+    metric, gloo, hivemind, cpu = measure(Size(60_000), 2, Options(repeats=2))
     assert (metric.metric, metric.n, metric.unit) == ("sync.2", 2, "s")
     assert 0 < metric.yardstick < metric.value
     assert metric.ratio == pytest.approx(metric.yardstick / metric.value, abs=1e-4)
     assert "loopback" in metric.note
-    assert [each.metric for each in (gloo, cpu)] == ["sync.2.gloo", "sync.2.cpu"]
-    assert gloo.value == metric.value
-    assert gloo.ratio == pytest.approx(gloo.yardstick / gloo.value, abs=1e-4)
+    names = [each.metric for each in (gloo, hivemind, cpu)]
+    assert names == ["sync.2.gloo", "sync.2.hivemind", "sync.2.cpu"]
+    for other in (gloo, hivemind):
+        assert other.value == metric.value
+        assert other.ratio == pytest.approx(other.yardstick / other.value, abs=1e-4)
     assert cpu.unit == "s/GB"
     assert 0 < cpu.yardstick < cpu.value
 
@@ -58,7 +67,7 @@ def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
             pass
     except NoHosts as why:
         pytest.skip(str(why))
-    metric, gloo, _ = measure(Size(400_000), 3, Options(repeats=1, rate_bits=20e6))
+    metric, gloo, *_ = measure(Size(400_000), 3, Options(repeats=1, rate_bits=20e6))
     assert metric.yardstick == pytest.approx(2 / 3 * 1_600_000 * 8 / 20e6)
     assert 0 < metric.ratio < 1
     assert gloo.yardstick > metric.yardstick  # the same bytes cross the same links
@@ -68,7 +77,7 @@ def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
 @pytest.mark.net
 def test_where_a_rate_cannot_be_had_the_note_says_so_first(monkeypatch):
     monkeypatch.setattr(sync, "obstacle", lambda: "no root here")
-    metric, *_ = measure(Size(60_000), 2, Options(repeats=1, rate_bits=1e8))
+    metric, *_ = measure(Size(60_000, out="bf16"), 2, Options(repeats=1, rate_bits=1e8))
     assert metric.note.startswith("NOT at the requested rate (no root here)")
     assert metric.yardstick < 0.1
 
@@ -76,7 +85,7 @@ def test_where_a_rate_cannot_be_had_the_note_says_so_first(monkeypatch):
 def test_one_size_is_measured_alone(monkeypatch):
     monkeypatch.setattr(sync, "measure", lambda size, peers, options: [peers])
     assert list(sync.run(Options(only="sync.4"))) == [4]
-    assert list(sync.run(Options(only="sync.8.cpu"))) == [8]
+    assert list(sync.run(Options(only="sync.8.hivemind"))) == [8]
     assert list(sync.run(Options())) == [2, 4, 8]
 
 
@@ -85,4 +94,4 @@ def test_one_size_is_measured_alone(monkeypatch):
 def test_quick_goes_through_its_sizes(monkeypatch):
     monkeypatch.setattr(sync, "QUICK", Size(1000, (2,), "int8", "fp32"))
     names = [metric.metric for metric in sync.run(Options(repeats=1, quick=True))]
-    assert names == ["sync.2", "sync.2.gloo", "sync.2.cpu"]
+    assert names == ["sync.2", "sync.2.gloo", "sync.2.cpu"]  # hivemind has no such codec

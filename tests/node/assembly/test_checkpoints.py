@@ -2,14 +2,24 @@
 restart continues from."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
 
 import pytest
+import safetensors.torch
 
 from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.state import checkpoint
+from farflock.node.state import cut as cuts
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
+from farflock.node.state.cut import Cut, raw
 from farflock.node.state.paths import RunFolder
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.parts.state import state_hash
+from farflock.optimizers.parts.stateful import live_state
+from farflock.optimizers.trial_options import law_options
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -33,6 +43,7 @@ def test_every_step_is_a_checkpoint_where_no_time_is_to_pass_and_the_last_ones_a
         for step in range(KEPT + 2):
             node.loop.step = step
             await keeper.pause()
+            await keeper.written()
 
     kept_by(bench, text, tmp_path, 0.0, work)
     assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == list(
@@ -65,6 +76,7 @@ def test_a_disk_that_fails_does_not_end_the_training(bench, text, tmp_path, monk
     async def work(keeper, node):
         monkeypatch.setattr(checkpoint, "save", full)
         await keeper.pause()
+        await keeper.written()
         with pytest.raises(CheckpointError, match="no room"):
             await keeper.save()
 
@@ -117,3 +129,76 @@ def test_what_is_written_says_where_the_run_is(bench, text, tmp_path):
     assert saved.meta["step"] == saved.step == node.loop.step
     assert saved.meta["manifest"] == "text"
     assert b"hidden_size" in saved.files["config.json"] or b"dim" in saved.files["config.json"]
+
+
+def take(pieces, count=None):
+    """The next pieces of a cut, as bytes."""
+    return b"".join(bytes(raw(piece)) for _, piece in itertools.islice(pieces, count))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
+    bench, text, tmp_path, monkeypatch, method
+):
+    """It is read in pieces over several steps and rounds; each change saves what is not read."""
+    monkeypatch.setattr(cuts, "PIECE_BYTES", 4096)
+    made = bench(text, method, **law_options(METHODS[method]))
+    expected, found, readers, opened = {}, {}, {}, contextlib.ExitStack()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            keeper = CheckpointManager(node, RunFolder(tmp_path), "a" * 32, "text", 0.0)
+
+            async def pause():
+                if node.loop.step == 10:
+                    parts, _ = checkpoint_state(node)
+                    parts_cut = {name: Cut(part) for name, part in parts.items()}
+                    for name, cut in parts_cut.items():
+                        expected[name] = safetensors.torch.save(dict(parts[name]))
+                        found[name], readers[name] = cut.head, cut.read()
+                    opened.enter_context(keeper.opened(parts_cut))
+                if node.loop.step % 4 == 2:
+                    for name, reader in readers.items():
+                        found[name] += take(reader, 3)
+
+            node.peer.found()
+            node.state_sync.open()
+            node.loop.pause = pause
+            await node.loop.run(1400)
+
+    run_virtual(main())
+    with opened:
+        assert {name: found[name] + take(reader) for name, reader in readers.items()} == expected
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_live_state_is_what_joiners_and_restarts_get(bench, text, method):
+    made = bench(text, method, **law_options(METHODS[method]))
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.peer.found()
+            node.state_sync.open()
+            await node.loop.run(700)
+            own, replica = node.loop.driver.method, node.loop.driver.replica
+            copied = own.snapshot(replica), own.personal(replica), dict(own.eval_params(replica))
+            return copied, live_state(own, replica)
+
+    copied, live = run_virtual(main())
+    assert [state_hash(dict(state)) for state in live] == [state_hash(state) for state in copied]
+
+
+def test_the_newest_checkpoint_stays_even_if_it_alone_takes_more_than_may_be_kept(
+    bench, text, tmp_path, caplog
+):
+    async def work(keeper, node):
+        keeper.keep_bytes = 1000
+        for node.loop.step in (1, 2):
+            await keeper.save()
+
+    with caplog.at_level(logging.WARNING, logger="farflock"):
+        kept_by(bench, text, tmp_path, 0.0, work)
+    assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == [2]
+    assert "above the 1000 of --keep-bytes; it stays" in caplog.text

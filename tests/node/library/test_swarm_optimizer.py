@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -448,3 +449,29 @@ def test_ranks_with_other_models_are_told_apart():
 
     with pytest.raises(RefusedByRun, match="this model differs from the run's"):
         two(work, "diloco")
+
+
+def test_the_outer_state_can_be_on_the_disk(tmp_path):
+    options = {"method": "diloco", "period": 2, "inner": "sgd", "lr": 0.1}
+    model, plain = nn.Linear(600, 600), nn.Linear(600, 600)
+    plain.load_state_dict(model.state_dict())
+    with (
+        SwarmOptimizer(model, folder=tmp_path / "disk", outer="disk", **options) as one,
+        SwarmOptimizer(plain, folder=tmp_path / "host", **options) as other,
+    ):
+        for step in range(4):
+            for each, optimizer in ((model, one), (plain, other)):
+                optimizer.zero_grad()
+                x = torch.randn(2, 600, generator=torch.Generator().manual_seed(step))
+                each(x).square().mean().backward()
+                optimizer.step()
+        maps = Path("/proc/self/maps")
+        if maps.exists():
+            assert f"{tmp_path / 'disk' / 'outer'}" in maps.read_text()
+            assert f"{tmp_path / 'host' / 'outer'}" not in maps.read_text()
+        assert equal(weights(model), weights(plain))
+
+
+def test_an_outer_state_on_the_disk_needs_a_folder():
+    with pytest.raises(Usage, match='outer="disk": no folder is named; give `folder`'):
+        SwarmOptimizer(net(), outer="disk")

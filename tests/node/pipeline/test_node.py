@@ -295,7 +295,7 @@ def driver_of(node, stage):
 def test_a_stage_of_any_method_that_died_out_restarts_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
     made = plan(
-        20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
+        28 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05
     )
     one = audit(parts(3, 2, 1), made, 3)
 

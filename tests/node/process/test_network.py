@@ -5,7 +5,11 @@ import resource
 import pytest
 
 from farflock.node.errors import Failure
-from farflock.node.process.network import DESCRIPTORS, identity_of, raise_descriptor_limit
+from farflock.node.process.network import (
+    DESCRIPTORS,
+    identity_of,
+    raise_descriptor_limit,
+)
 from farflock.node.state.paths import RunFolder
 
 

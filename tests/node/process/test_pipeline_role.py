@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from farflock.node.assembly.checkpoints import folder_of, save_all
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
+from farflock.node.pipeline.lifecycle.reservations import emptiest
 from farflock.node.process import pipeline_role as pipeline_part
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.pipeline_role import (
-    emptiest,
     founders,
     held,
     joiners,
@@ -29,6 +29,7 @@ from farflock.node.run.terms import PipelinePlan
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
@@ -60,7 +61,10 @@ class Members:
         self.me, self._gone, self._answers, self.asked = me, gone, answers, 0
         members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
         self._view = Certified(View(1, bytes(32), 0, members))
-        self.context = self
+        self.context = self.calls = self
+
+    async def ask(self, peer, request, payloads=(), *, timeout_s, max_reply_bytes):
+        raise CallFailed("rpc", "an older build, which names no stage")
 
     @property
     def views(self):

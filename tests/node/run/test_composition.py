@@ -7,6 +7,7 @@ import pytest
 
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.run.composition import (
     RULES,
     Composition,
@@ -24,6 +25,8 @@ from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.skippipe import PathPlan, PlannedPaths, Stop
+from farflock.swarm.peer.call_server import ROOM_BYTES
+from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 
 MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
 SIZES = (1, 2, 2, 1)
@@ -415,9 +418,32 @@ def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batc
     assert refusal(of_microbatches(most + 1)).rule == "payload"
 
 
-def of_microbatches(sequences):
-    """Parts whose microbatches have this many sequences of 64 tokens."""
-    made = parts(seq=64, codec="raw")
+@pytest.mark.parametrize("codec", ["raw", "int8", "topk:410/4096"])
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 2, 2)])
+def test_all_payloads_of_a_backward_pass_have_to_fit_the_room_for_calls(codec, sizes):
+    seq, most = 8192, 0
+    for sequences in range(1, 2000):
+        made = of_microbatches(sequences, codec, seq, sizes)
+        edges = edges_of(made.plan, made.pipeline)
+        forward, backward = map(edges.max_bytes, ("forward", "backward"))
+        inner = [edges.token_bytes, backward] + [forward] * (len(sizes) - 2 + edges.is_masked())
+        if max(forward, backward) > MAX_PAYLOAD_BYTES or sum(inner) > ROOM_BYTES:
+            break
+        most = sequences
+    require_composable(of_microbatches(most, codec, seq, sizes))
+    refused = refusal(of_microbatches(most + 1, codec, seq, sizes))
+    assert refused.rule == "payload"
+    assert refused.remedy == f"set train.batch to {most} or less"
+
+
+def test_the_room_for_calls_is_named_where_each_payload_alone_fits():
+    largest = MAX_PAYLOAD_BYTES // (64 * 4 * 16)
+    assert "all payloads of a backward pass" in refusal(of_microbatches(largest)).why
+
+
+def of_microbatches(sequences, codec="raw", seq=64, sizes=SIZES):
+    """Parts whose microbatches have this many sequences of `seq` tokens."""
+    made = parts(sizes=sizes, seq=seq, codec=codec)
     plan = dataclasses.replace(made.plan, batch=sequences)
     pipeline = dataclasses.replace(made.pipeline, batch_tokens=16 * sequences * plan.seq)
     return dataclasses.replace(made, plan=plan, pipeline=pipeline)

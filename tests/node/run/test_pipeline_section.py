@@ -214,6 +214,9 @@ def test_as_many_versions_are_kept_as_may_be_used_unless_fewer_are_named():
             ).pipeline.asynchronous.versions
             == staleness + 1
         )
+    assert resolved({"stages": 2, "asynchronous": {}}).pipeline.staleness == 4
+    assert resolved({"stages": 2, "asynchronous": {}}).pipeline.asynchronous.versions == 5
+    assert resolved({"stages": 2}).pipeline.staleness == 1
     assert (
         resolved(
             {"stages": 2, "staleness": 4, "asynchronous": {"versions": 2}}
@@ -324,7 +327,7 @@ WRONG = [
         ">= 1, got 0",
     ),
     (
-        {"stages": 2, "asynchronous": {"versions": 3}},
+        {"stages": 2, "staleness": 1, "asynchronous": {"versions": 3}},
         "'versions in use'",
         "set pipeline.staleness to 2, or versions to 2",
     ),

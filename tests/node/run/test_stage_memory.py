@@ -116,7 +116,8 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
 
 def test_versions_and_predictions_take_memory():
     none, two = (
-        needed_stage_bytes(*planned([1, 3, 2], **terms), 1) for terms in ({}, {"asynchronous": {}})
+        needed_stage_bytes(*planned([1, 3, 2], staleness=1, **terms), 1)
+        for terms in ({}, {"asynchronous": {}})
     )
     terms = {"staleness": 3, "asynchronous": {}}
     plan, pipeline = planned([1, 3, 2], **terms)

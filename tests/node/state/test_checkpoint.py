@@ -4,12 +4,14 @@ Nothing is overwritten.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import (
     CheckpointCorrupt,
     CheckpointError,
+    bytes_of,
     latest,
     load,
     prune,
@@ -347,6 +350,27 @@ def test_pruning_keeps_the_newest_whole_ones(tmp_path):
         prune(tmp_path, 0)
 
 
+def test_pruning_by_size_deletes_the_oldest_and_never_the_last_intact_one(tmp_path):
+    for step in range(1, 7):
+        write(tmp_path, step)
+    one = bytes_of(tmp_path / "step-1")
+    prune(tmp_path, 9, 4 * one)
+    assert [step for step, _ in steps(tmp_path)] == [3, 4, 5, 6]
+    (tmp_path / "step-6" / "manifest.json").write_bytes(b"broken")
+    prune(tmp_path, 9, 1)
+    assert [step for step, _ in steps(tmp_path)] == [5, 6], "5 is the newest intact one"
+    prune(tmp_path, 9, 2 * one)
+    assert [step for step, _ in steps(tmp_path)] == [5, 6]
+
+
+def test_pruning_does_not_read_again_what_is_known_to_be_intact(tmp_path):
+    paths = [write(tmp_path, step) for step in (1, 2)]
+    intact = {paths[1]}
+    (paths[1] / "manifest.json").unlink()
+    prune(tmp_path, 2, intact=intact)
+    assert intact == set(paths)
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "manifest.json", "extra.safetensors"])
 def test_a_file_that_could_not_be_read_back_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="cannot be the name of a checkpoint's file"):
@@ -357,3 +381,21 @@ def test_a_file_that_could_not_be_read_back_is_refused(tmp_path, name):
 def test_a_negative_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match="0 or more, got -1"):
         save(tmp_path, -1, {}, {})
+
+
+@pytest.mark.parametrize("writes", ["as asked", "short", "not past the cache"])
+def test_large_parts_are_written_in_stages_of_whole_pages(tmp_path, monkeypatch, writes):
+    monkeypatch.setattr(checkpoint, "_STAGE_BYTES", 8192)
+    whole, direct = os.write, getattr(os, "O_DIRECT", 0)
+
+    def write_some(descriptor, content):
+        if writes == "not past the cache" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct:
+            raise OSError(errno.EINVAL, "not here")
+        return whole(descriptor, content[:5000] if writes == "short" else content)
+
+    parts = {"inner": {"a": torch.randn(10_000), "b": torch.randn(77)}}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        path = save(tmp_path, 1, parts, {})
+    assert (path / "inner.safetensors").read_bytes() == safetensors.torch.save(parts["inner"])
+    assert torch.equal(load(path).parts["inner"]["a"], parts["inner"]["a"])

@@ -132,6 +132,30 @@ def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, 
     assert found == truth
 
 
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("name", ["diloco", "noloco", "sparseloco", "ddp"])
+def test_a_peer_with_the_same_weights_downloads_nothing_at_the_beginning(bench, text, name, same):
+    made, shown = bench(text, name, peers=2), []
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            ours, theirs = first.loop.driver, second.loop.driver
+            if not same:
+                theirs.replica.write(
+                    {name: torch.zeros(shape) for name, shape in theirs.replica.shapes.items()},
+                    "param",
+                )
+            first.found()
+            await second.join([made.record(0)], 60.0, lambda here, total: shown.append(here))
+            assert theirs.position == ours.position
+            return [state_hash(driver.method.snapshot(driver.replica)) for driver in (ours, theirs)]
+
+    one, other = run_virtual(main())
+    assert one == other
+    assert (shown == []) == same
+
+
 def padded(state, size_bytes):
     chunk = bytes(1024 * 1024)
     return replace(

@@ -87,9 +87,7 @@ def test_names_come_back_as_they_went():
     tensors = {"x.weight": torch.ones(2), "y": torch.zeros(1)}
     state = named("phi", tensors) | named("philo", {"z": torch.ones(1)})
     assert unnamed("phi", state, {"x.weight": (2,), "y": (1,)}).keys() == tensors.keys()
-    back = unnamed("phi", state, {"x.weight": (2,), "y": (1,)})
-    tensors["y"] += 1
-    assert float(back["y"]) == 0.0, "what is taken out is a copy"
+    assert unnamed("phi", state, {"y": (1,)})["y"] is tensors["y"]
 
 
 def test_every_method_is_to_be_had_by_name():

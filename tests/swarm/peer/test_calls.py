@@ -8,11 +8,13 @@ import pytest
 from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
 from worlds.waiting import now
 
+from farflock.swarm.chunks import PIECE_BYTES
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
+    MAX_INLINE_BYTES,
     MAX_PAYLOADS,
     Answer,
     Call,
@@ -21,11 +23,14 @@ from farflock.swarm.messages import (
     Want,
 )
 from farflock.swarm.peer import call_server as server_module
+from farflock.swarm.peer import payloads as payloads_module
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
+
+LARGE = data_of(5 * PIECE_BYTES)  # one request asks for whole pieces
 
 # Without faults.
 
@@ -59,19 +64,32 @@ def test_a_call_brings_back_what_its_handler_returns(sizes):
     [
         (Echo(), (), 1),
         (Echo(refuse=b"busy"), (b"much",), 1),
-        (Echo(answer=CallReply(b"done")), (b"much",), 2),
-        (Echo(answer=CallReply(b"", (b"more",))), (), 2),
-        (Echo(), (b"much", b"more"), 3),
+        (Echo(answer=CallReply(b"done")), (b"small",), 1),
+        (Echo(answer=CallReply(b"", (b"small",))), (), 1),
+        (Echo(), (b"small", b"other"), 1),
+        (Echo(answer=CallReply(b"done")), (LARGE,), 2),
+        (Echo(answer=CallReply(b"", (LARGE,))), (), 2),
+        (Echo(), (b"small", LARGE), 3),
     ],
-    ids=["no payload", "refused", "payload there", "payload back", "payloads both ways"],
+    ids=[
+        "no payload",
+        "refused",
+        "small there",
+        "small back",
+        "small both ways",
+        "large there",
+        "large back",
+        "large both ways",
+    ],
 )
-def test_a_call_takes_a_round_trip_and_one_more_for_the_payloads_of_each_way(
+def test_a_call_takes_a_round_trip_and_one_more_for_large_payloads_of_each_way(
     handler, payloads, round_trips
 ):
     async def main(world):
         caller, _ = world.pair(handler)
         await caller.ask("server", b"do", payloads)
-        assert now() == pytest.approx(round_trips * RTT_S, abs=0.001)
+        wire_s = 0.02 if LARGE in payloads or handler.answer else 0.001
+        assert now() == pytest.approx(round_trips * RTT_S, abs=wire_s)
         await asyncio.sleep(RTT_S)
         assert (world.sent[Call], world.sent[Answer], world.sent[Heard]) == (1, 1, 1)
 
@@ -100,8 +118,119 @@ async def test_many_calls_at_once_get_each_their_own_answer(world):
 @in_a_world
 async def test_the_same_payload_twice_travels_once(world):
     caller, _ = world.pair(Echo(answer=CallReply(b"done")))
+    calls = []
+    world.taps.append(lambda sender, message: isinstance(message, Call) and calls.append(message))
     await caller.ask("server", b"do", (b"x" * 1000,) * 4)
-    assert world.sent[Piece] == 1
+    assert [call.inline for call in calls] == [(b"x" * 1000,)]
+    assert world.sent[Piece] == 0
+    await caller.ask("server", b"do", (LARGE,) * 4)
+    assert world.sent[Piece] == -(-len(LARGE) // PIECE_BYTES)
+
+
+# Small payloads inside the message.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "travel"),
+    [
+        ((MAX_INLINE_BYTES,), True),
+        ((MAX_INLINE_BYTES + 1,), False),
+        ((MAX_INLINE_BYTES // 2, MAX_INLINE_BYTES // 2), True),
+        ((MAX_INLINE_BYTES // 2, MAX_INLINE_BYTES // 2, 1), False),
+        ((0, 0), True),
+    ],
+)
+def test_payloads_travel_inside_the_message_as_long_as_they_are_small_together(sizes, travel):
+    async def main(world):
+        caller, _ = world.pair()
+        payloads = tuple(data_of(size, place) for place, size in enumerate(sizes))
+        assert await caller.ask("server", b"do", payloads) == CallReply(b"do", backwards(*payloads))
+        assert (world.sent[Want] == world.sent[Piece] == 0) is travel
+        await world.empty(within_s=RTT_S + 0.1)
+
+    in_a_world(main)()
+
+
+@in_a_world
+async def test_repeats_are_small_and_small_payloads_are_kept_once(world):
+    caller, server = world.pair(Echo(slow_s=3.0))
+    calls = []
+    world.taps.append(lambda sender, message: isinstance(message, Call) and calls.append(message))
+    asking = asyncio.create_task(caller.ask("server", b"do", (data_of(1000),)))
+    await asyncio.sleep(2.5)
+    server.calls.receive("caller", caller.context.incarnation, calls[0])  # a copy, payload and all
+    assert server.kept[:4] == (0, 1, 1000, 0), "the handler has the only one"
+    await asking
+    assert len(calls) > 3
+    assert [len(call.inline) for call in calls] == [1] + [0] * (len(calls) - 1)
+
+
+@in_a_world
+async def test_a_full_server_drops_small_payloads_too_and_gets_them_when_it_has_room(world):
+    caller, server = world.pair(Echo(slow_s=2.0), room_bytes=1500)
+    asked = [caller.ask("server", b"%d" % n, (data_of(1000, n),)) for n in range(2)]
+    asking = asyncio.gather(*asked)
+    await asyncio.sleep(1.0)
+    assert server.kept[:3] == (0, 1, 1000)
+    assert caller.context.counters["calls to a full peer"] > 0
+    assert [reply.body for reply in await asking] == [b"0", b"1"]
+
+
+@in_a_world
+async def test_a_payload_that_a_server_has_had_is_not_sent_again_but_fetched_if_it_is_gone(
+    world,
+):
+    caller, server = world.pair(Echo(answer=CallReply(b"done")))
+    server.store.budget_bytes = 10_000  # keeps what no call needs any more, as peers do
+    calls = []
+    world.taps.append(lambda sender, message: isinstance(message, Call) and calls.append(message))
+    first, second = data_of(1000, 1), data_of(1000, 2)
+    await caller.ask("server", b"1", (first,))
+    await caller.ask("server", b"2", (first, second))
+    assert [call.inline for call in calls] == [(first,), (second,)]
+    assert world.sent[Want] == 0
+    server.store.budget_bytes = 0
+    await world.peer("other").ask("server", b"3", (data_of(9),))  # makes the server tidy up
+    await caller.ask("server", b"4", (first, second))
+    assert world.sent[Want] == 2
+    assert set(server.calls.handler.served.values()) == {1}
+    await world.empty()
+
+
+def test_few_chunks_are_remembered_as_delivered(monkeypatch):
+    monkeypatch.setattr(payloads_module, "MAX_DELIVERED", 3)
+    delivered = payloads_module.Delivered()
+    for number in range(9):
+        delivered.add("server", [((b"%d" % number, 1), (b"same", 1))])
+    assert len(delivered) == 3
+    assert [delivered.had("server", name) for name in (b"same", b"8", b"7", b"6")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not delivered.had("other", b"8")
+
+
+@in_a_world
+async def test_a_refusal_keeps_nothing_of_a_small_payload(world):
+    caller, server = world.pair(Echo(refuse=b"busy"))
+    world.lose(Heard, times=1)
+    assert await caller.ask("server", b"do", (data_of(1000),)) == CallReply(b"busy")
+    assert server.kept == (0, 1, 0, 0, 0)
+    assert not server.calls.handler.served
+
+
+@in_a_world
+async def test_on_a_slow_line_no_repeat_has_the_payloads_sent_again(world):
+    for name in ("caller", "server"):
+        world.network.set_link(name, LinkModel(up_bytes_per_s=125_000, latency_s=RTT_S / 4))
+    caller, server = world.pair()
+    payload = data_of(MAX_INLINE_BYTES)
+    assert (await caller.ask("server", b"do", (payload,))).payloads == backwards(payload)
+    assert now() > 2 * MAX_INLINE_BYTES / 125_000
+    assert world.sent[Want] == world.sent[Piece] == 0
+    assert set(server.calls.handler.served.values()) == {1}
 
 
 # Calls that cannot be made.

@@ -9,7 +9,7 @@ import pytest
 from worlds.switchboard import RTT_S, Echo, Switchboard, backwards, data_of, in_a_world
 from worlds.waiting import now
 
-from farflock.swarm.messages import Answer, Call, Heard, Piece, Want
+from farflock.swarm.messages import MAX_INLINE_BYTES, Answer, Call, Heard, Piece, Want
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.calls import KEEP_S, RESEND_S, CallFailed
 from farflock.swarm.sim.network import Faults, LinkModel
@@ -18,14 +18,18 @@ from farflock.swarm.sim.virtual_time import run_virtual
 # Losses, duplicates and reordering.
 
 
-@pytest.mark.parametrize("kind", [Call, Answer, Want, Piece, Heard])
-def test_a_lost_message_of_any_kind_costs_time_only(kind):
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(kind, size) for size in (7, MAX_INLINE_BYTES + 1) for kind in (Call, Answer, Heard)]
+    + [(kind, MAX_INLINE_BYTES + 1) for kind in (Want, Piece)],
+)
+def test_a_lost_message_of_any_kind_costs_time_only(kind, size):
     async def main(world):
         caller, server = world.pair()
         world.lose(kind, times=2)
-        assert await caller.ask("server", b"do", (b"payload",)) == CallReply(
-            b"do", backwards(b"payload")
-        )
+        payload = data_of(size)
+        reply = await caller.ask("server", b"do", (payload,))
+        assert reply == CallReply(b"do", backwards(payload))
         assert world.sent[kind] >= 2 if kind is not Heard else world.sent[kind] == 1
         assert set(server.calls.handler.served.values()) == {1}
 
@@ -186,7 +190,7 @@ async def test_a_server_that_comes_back_is_asked_anew_and_knows_nothing_of_befor
 
 @in_a_world
 async def test_a_server_that_comes_back_without_what_it_answered_fails_the_call(world):
-    caller, server = world.pair(Echo(answer=CallReply(b"", (data_of(1000),))))
+    caller, server = world.pair(Echo(answer=CallReply(b"", (data_of(MAX_INLINE_BYTES + 1),))))
     world.lose(Want, times=1)
     asking = asyncio.create_task(caller.fails("server", timeout_s=60.0))
     await asyncio.sleep(1.5 * RTT_S)

@@ -78,6 +78,35 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
     in_a_world(main)()
 
 
+@pytest.mark.parametrize("inline", [(b"bent",), (b"held!",), (b"", b"other", b"bent")])
+def test_bytes_inside_a_call_that_it_does_not_announce_are_dropped(inline):
+    async def main(world):
+        liar, server = world.pair()
+        announced = ((digest_of(b"held"), 4),)
+        world.say(liar, server, Call(0, b"do", (announced,), inline))
+        await asyncio.sleep(2.0)
+        assert not server.calls.handler.served
+        assert server.store.size_bytes == 0
+        dropped = server.context.counters["dropped: payload that its call does not announce"]
+        assert dropped == len(inline)
+
+    in_a_world(main)()
+
+
+@in_a_world
+async def test_bytes_inside_an_answer_that_it_does_not_announce_are_fetched_from_its_server(world):
+    caller, server = world.pair(Echo(slow_s=2.0))
+    server.store.put(b"held", "mine")
+    asking = asyncio.create_task(caller.ask("server"))
+    await asyncio.sleep(RTT_S)
+    announced = (((digest_of(b"held"), 4),),)
+    life = caller.context.incarnation
+    world.say(server, caller, Answer(life, 0, "ok", b"", announced, (b"bent",)))
+    assert (await asking).payloads == (b"held",)
+    assert caller.context.counters["dropped: payload that its call does not announce"] == 1
+    server.store.release("mine")
+
+
 @in_a_world
 async def test_payloads_that_never_come_are_waited_for_only_so_long(world):
     """The caller holds the chunk but says that it is larger, so its pieces fit no buffer of that

@@ -13,6 +13,7 @@ from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
 from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
+from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
@@ -36,8 +37,17 @@ def stream(name=MEAN, group=0):
     return Stream(name, terms, 1000, reduce, lambda number, shard, data: True)
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["ticks", "rests"])
+def rests(request, monkeypatch):
+    """Peers that tick all the time, and peers that rest while nothing is under way."""
+    monkeypatch.setattr(PeerWorld, "rests", request.param)
+    return request.param
+
+
 class PeerWorld:
     """Peers on one network; they run until the test's end."""
+
+    rests = False
 
     def __init__(self, stack):
         self.network, self.stack = SimNetwork(1), stack
@@ -58,6 +68,7 @@ class PeerWorld:
             incarnation=number,
             record=lambda: self.record(number),
         )
+        peer.ticks.rests = self.rests
         self.peers.append(peer)
         return peer
 
@@ -95,6 +106,29 @@ def in_a_world(main):
 
     test.__doc__ = main.__doc__
     return test
+
+
+# Ticks.
+
+
+@in_a_world
+async def test_a_peer_that_rests_ticks_less_often_until_something_stirs_it(world):
+    peers = await world.members(2)
+    await asyncio.sleep(20.0)
+    ticks = []
+    for peer in peers:
+        tick = peer.membership.tick
+        peer.membership.tick = lambda tick=tick: (ticks.append(now()), tick())
+    await asyncio.sleep(10.0)
+    rare = 2 * 10.0 / (LOOK_EVERY * TICK_S)
+    assert abs(len(ticks) - (rare if world.rests else rare * LOOK_EVERY)) <= 4
+    asked_s = now()
+    contribution = asyncio.create_task(
+        peers[0].exchange(MEAN, peers[0].newest(MEAN) + 1, [b"x"], weight=1.0)
+    )
+    await until(lambda: any(moment > asked_s for moment in ticks), 1.0)
+    assert now() <= asked_s + TICK_S + 1e-6
+    contribution.cancel()
 
 
 # Joining and leaving.

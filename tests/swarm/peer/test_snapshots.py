@@ -310,7 +310,7 @@ async def test_if_no_peer_answers_in_time_the_message_says_what_came_and_what_to
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
     lazy = world.peer("a").serve(snapshot())
-    lazy.store.get = lambda digest: None  # it offers what it does not hold
+    lazy.store.view = lambda digest: None  # it offers what it does not hold
     with pytest.raises(SnapshotUnavailable, match="1 members offered one"):
         await world.joiner.fetch(timeout_s=5.0)
 
@@ -513,11 +513,12 @@ async def test_a_peer_whose_download_is_no_longer_held_asks_for_a_newer_one(worl
 
 
 @in_a_world
-async def test_nothing_stays_pinned_at_the_joiner(world):
+async def test_nothing_stays_in_the_joiner_s_store_however_much_room_it_has(world):
     world.peer("a").serve(snapshot())
-    joiner = Peer(world, "another", budget_bytes=0)
-    assert await joiner.fetch() == snapshot()
-    assert joiner.store.size_bytes == 0
+    for name, budget_bytes in (("another", 0), ("a third", 2**30)):
+        joiner = Peer(world, name, budget_bytes)
+        assert await joiner.fetch() == snapshot()
+        assert joiner.store.size_bytes == 0
 
 
 @in_a_world

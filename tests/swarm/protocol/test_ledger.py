@@ -108,3 +108,16 @@ def test_what_is_committed_stays_so(ledger):
 def test_a_microbatch_begins_once(ledger):
     with pytest.raises(AssertionError, match="microbatch 4 is under way"):
         ledger.begin(4)
+
+
+def test_what_no_round_of_a_stage_names_is_counted_where_it_is_most(ledger):
+    before = ledger.uncommitted
+    ledger.begin(5)
+    ledger.begin(6, (0,))
+    assert ledger.uncommitted == before + 2
+    ledger.committed(0, [5, 5, 6, 99])
+    assert ledger.uncommitted == before + 1, "5 at stage 1"
+    ledger.committed(1, [5])
+    assert ledger.uncommitted == before
+    ledger.finish()
+    assert ledger.uncommitted == before

@@ -24,8 +24,9 @@ from farflock.node.pipeline.lifecycle.state import (
 from farflock.node.pipeline.recovery.policy import MAX_AGE_ROUNDS
 from farflock.node.pipeline.recovery.rebuild import GradientScale
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.state.spool import CHUNK_BYTES
 from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, max_state_bytes
+from farflock.node.train.state_sync import MARK, NEXT, STATE, max_state_bytes
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.inner import InnerConfig

@@ -1,4 +1,4 @@
-"""A server's order of work: backward passes first, each kind in order, and neither starves."""
+"""A server's order of work: both kinds in turn, each in order, and neither starves."""
 
 import random
 
@@ -23,12 +23,29 @@ def drained(queue):
     return taken
 
 
-def test_backward_passes_come_first_and_each_kind_in_its_order():
-    assert drained(filled(2, 2)) == [["b0"], ["b1"], ["f0"], ["f1"]]
+def test_the_kinds_take_turns_a_backward_pass_first_and_each_in_its_order():
+    assert drained(filled(2, 2)) == [["b0"], ["f0"], ["b1"], ["f1"]]
+    assert drained(filled(1, 3)) == [["b0"], ["f0"], ["b1"], ["b2"]]
 
 
-def test_forward_passes_are_taken_several_at_once_and_backward_ones_are_not():
-    assert drained(filled(5, 2, together=3)) == [["b0"], ["b1"], ["f0", "f1", "f2"], ["f3", "f4"]]
+def test_forward_passes_are_taken_several_at_once_where_no_backward_one_waits():
+    assert drained(filled(7, 2, together=3)) == [
+        ["b0"],
+        ["f0"],
+        ["b1"],
+        ["f1", "f2", "f3"],
+        ["f4", "f5", "f6"],
+    ]
+
+
+def test_a_crowd_of_one_kind_does_not_hold_up_the_other():
+    queue, kinds = filled(1, 8), []
+    for number in range(8):
+        (job,) = queue.take()
+        kinds.append(job[0])
+        if job[0] == "f":
+            queue.put(f"f{number}", backward=False)
+    assert kinds == ["b", "f"] * 4
 
 
 def test_a_backward_pass_that_comes_meanwhile_is_next():

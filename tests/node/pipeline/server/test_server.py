@@ -37,7 +37,7 @@ from farflock.node.pipeline.passes.requests import (
     encode,
 )
 from farflock.node.pipeline.passes.stage import GradientAccumulator
-from farflock.node.pipeline.server.server import BACKWARD_COST
+from farflock.node.pipeline.server.server import BACKWARD_COST, EXPIRE_EVERY_S
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.messages import CodecId
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -468,6 +468,34 @@ async def test_gradients_that_are_put_aside_are_as_many_as_there_are_places(benc
     )
     await bench.say(Confirm(1, 1, 1))
     await bench.put_aside(3)
+
+
+@served(places=1)
+async def test_a_pass_waits_for_a_place_and_has_it_as_soon_as_it_is_free(bench):
+    await bench.put_aside(1)
+    second = asyncio.create_task(bench.ask(*bench.backward(2)))
+    third = asyncio.create_task(bench.ask(*bench.backward(3)))
+    await asyncio.sleep(0.5 * EXPIRE_EVERY_S)
+    assert not second.done()
+    assert await bench.say(Confirm(1, 1, 1)) == Merged()
+    assert isinstance((await second)[0], Done)
+    assert not third.done(), "the line keeps its order"
+    assert await bench.say(Revoke(2, 1, 1)) == Unknown()
+    assert isinstance((await third)[0], Done)
+    assert len(bench.server.pending.gradients) == 1
+
+
+@served(places=1, queue=2)
+async def test_a_line_for_places_is_as_long_as_the_queue_and_ends_if_no_place_comes_free(bench):
+    await bench.put_aside(1)
+    waiting = [asyncio.create_task(bench.ask(*bench.backward(number))) for number in (2, 3, 4)]
+    await asyncio.sleep(0)
+    done, _ = await asyncio.wait(waiting, timeout=0.1)
+    assert [task.result()[0] for task in done] == [Busy()], "only two may wait"
+    answers = await asyncio.gather(*waiting)
+    assert [answer for answer, _ in answers] == [Busy()] * 3, "nobody confirms the first"
+    assert await bench.say(Confirm(1, 1, 1)) == Merged()
+    await bench.put_aside(2)
 
 
 # What counts.

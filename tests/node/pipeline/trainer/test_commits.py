@@ -48,7 +48,9 @@ class Tracked:
     def __init__(self, *numbers):
         self.stage_directory, self.events = Heard(), []
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
-        self.commits = CommitTracker("me", self.stage_directory, report)
+        self.sizes = []
+        heard = lambda stage, size: self.sizes.append((stage, size))  # noqa: E731
+        self.commits = CommitTracker("me", self.stage_directory, report, heard=heard)
         for number in numbers:
             self.commits.begin(number, (0, 1), 10.0)
 
@@ -69,6 +71,13 @@ def test_what_all_stages_name_is_over_and_counts():
     assert one.name(3, stages=(1,)) == [3]
     assert one.events == [("microbatch", {"number": 3, "took_s": 2.5})]
     assert (one.commits.finished, list(one.commits.begun_s)) == (1, [4])
+
+
+def test_it_tells_how_many_microbatches_each_round_names_also_of_other_trainers():
+    one = Tracked(3)
+    one.stage_directory.next_named += [(1, [("me", 3), ("you", 3)]), (0, [])]
+    one.commits.hear(12.5)
+    assert one.sizes == [(1, 2), (0, 0)]
 
 
 def test_what_a_stage_leaves_out_is_over_and_does_not_count():

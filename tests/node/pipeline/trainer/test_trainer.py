@@ -1,9 +1,11 @@
 """A trainer among scripted servers: what it asks of each, and how it meets silence and loss."""
 
 import asyncio
+import itertools
 
 import pytest
 from worlds.trainer_world import (
+    CALL_S,
     EPOCH,
     LIFE,
     STAGES,
@@ -31,6 +33,7 @@ from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_num
 from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE_S
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
+from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -53,6 +56,31 @@ async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_
     await world.close(0, stages=(2,))
     assert ("microbatch", 0) in world.events
     assert world.trainer.source.begun == 2
+
+
+@trained(kept=9)
+async def test_the_next_microbatch_begins_when_a_walk_ends_and_not_with_the_next_tick(world):
+    begun_s = []
+    draw, now = world.trainer.source.draw, asyncio.get_running_loop().time
+    world.trainer.source.draw = lambda epoch: begun_s.append(now()) or draw(epoch)
+    await world.until(lambda: len(begun_s) == 5)
+    walk_s = 5 * CALL_S  # two forward passes and three backward ones
+    apart_s = [after - before for before, after in itertools.pairwise(begun_s)]
+    assert apart_s == pytest.approx([walk_s] * 4)
+
+
+@trained(kept=9, allowance=Allowance(2, 2))
+async def test_no_more_begin_while_too_many_wait_for_a_round_and_rounds_of_others_count(world):
+    source = world.trainer.source
+    await world.until(lambda: source.begun == 2)
+    await asyncio.sleep(20 * CALL_S)
+    assert (source.begun, world.trainer.walking) == (2, 0)
+    await world.close(0)
+    await world.until(lambda: source.begun == 4)
+    others = [("u", number) for number in range(3)]
+    world.closed += [(stage, [("t", 1), *others]) for stage in range(STAGES)]
+    await asyncio.sleep(20 * CALL_S)
+    assert source.begun == 4, "a round of 4 where 2 belong: the allowance of 3 is 1.5 now"
 
 
 @trained()

@@ -6,7 +6,13 @@ import random
 import pytest
 
 from farflock.swarm.messages import MAX_CHANGES, Holds, Key
-from farflock.swarm.protocol.exchange.holdings import CONFIRM_S, MAX_COLLECT_S, Holdings
+from farflock.swarm.protocol.exchange.holdings import (
+    CONFIRM_S,
+    MAX_COLLECT_S,
+    RESEND_S,
+    Holdings,
+    collect_s,
+)
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 
@@ -15,12 +21,16 @@ def change(place, name):
     return place, bytes([name]) * 8
 
 
+DEADLINE_S = 100.0
+COLLECT_S = collect_s(DEADLINE_S)
+
+
 class Side:
     """One member of two, and what it knows of the other."""
 
     def __init__(self, me):
         self.me, self.other, self.changes, self.heard = me, 1 - me, [], {}
-        self.holdings = Holdings(KEY, VIEW, [self.other], self.changes, 0.0, 100.0)
+        self.holdings = Holdings(KEY, VIEW, [self.other], self.changes, 0.0, DEADLINE_S)
 
     def hear(self, message):
         fresh = self.holdings.hear(self.other, message)
@@ -75,10 +85,10 @@ def test_news_goes_out_once_and_is_sent_again_only_until_it_is_confirmed(sides):
 def test_a_report_to_a_silent_member_is_repeated_less_and_less_often(sides):
     a, _ = sides
     a.changes.append(change(0, 1))
-    sent = [(tick, said) for tick in range(100) for said in a.says(tick / 10)]
+    sent = [(tick, said) for tick in range(200) for said in a.says(tick / 10)]
     gaps = [after - before for (before, _), (after, _) in itertools.pairwise(sent)]
-    most = 10 * MAX_COLLECT_S
-    assert gaps == pytest.approx([2, 2, 2, 2, 2, 4, 8, 16, most, most], abs=1)  # in ticks
+    most = 10 * COLLECT_S
+    assert gaps == pytest.approx([2, 2, 2, 2, 2, 4, 8, 16, 32, most, most], abs=1)  # in ticks
 
 
 def test_after_a_confirmation_repeats_come_soon_again(sides):
@@ -102,12 +112,12 @@ def test_holdings_that_grow_are_collected(sides):
         sent += a.says(tick / 10, at_once=False)
         for message in sent[-1:]:
             a.hear(Holds(KEY, VIEW, 0, b"", message.first + len(message.changes) // 12))
-    assert len(sent) == 6 / MAX_COLLECT_S
+    assert len(sent) == int(6 / COLLECT_S)
 
 
 def test_a_member_without_news_asks_now_and_then_whether_it_is_over(sides):
     a, b = sides
-    assert [tick for tick in range(100) if a.says(tick / 10)] == [20, 40, 60, 80]
+    assert [tick for tick in range(100) if a.says(tick / 10)] == [50]
     (question,) = a.says(20.0)
     b.hear(question)
     assert b.says(0.1) == [], "nothing was said that wants an answer"
@@ -152,3 +162,10 @@ def test_nonsense_changes_nothing_but_what_it_says(sides, known, first, raw):
         for answer in b.says(10.1):
             a.hear(answer)
     assert b.heard == {0: change(0, 1)[1]} or known
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "most_s"), [(2.0, RESEND_S), (30.0, 1.5), (100.0, 5.0), (3600.0, MAX_COLLECT_S)]
+)
+def test_reports_are_collected_for_a_share_of_the_deadline(deadline_s, most_s):
+    assert collect_s(deadline_s) == pytest.approx(most_s)

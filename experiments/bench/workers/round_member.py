@@ -1,9 +1,9 @@
 """One member of a round of two, without a network: what it computes, phase by phase, and the memory
 that this takes.
 
-`python -m farflock.experiments.bench.round_member SETTINGS` prints one JSON line for each round.
-The other member's payloads are this one's own, in memory of their own. The other half of a mean is
-reduced here too, but is not counted: it is the other member's work.
+`python -m farflock.experiments.bench.workers.round_member SETTINGS` prints one JSON line for each
+round. The other member's payloads are this one's own, in memory of their own. The other half of a
+mean is reduced here too, but is not counted: it is the other member's work.
 """
 
 import json
@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from farflock.compression.catalog import codec
-from farflock.experiments.bench.memory_peer import Peak
+from farflock.experiments.bench.workers.memory_peer import Peak
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.driver import Apply, Driver, EncodedExchange
 from farflock.node.train.exchange_client import ExchangeClient, layout_of
 from farflock.node.train.shards import Reducer
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Progress
+from farflock.optimizers.parts.spread import in_turn, spread_over
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.context import PeerContext
@@ -48,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
     parameters: int
     rounds: int
     moments: bool  # True for a method that reads the inner optimizer's
+    codec_threads: int = 1  # above 1: of every second round
 
 
 def matrices(parameters: int) -> dict[str, tuple[int, ...]]:
@@ -62,16 +64,18 @@ def matrices(parameters: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class Clock:
-    """The processor time of each phase of a round, in seconds."""
+    """The processor time of each phase of a round, and what it lasted, in seconds."""
 
     phases: dict[str, float] = field(default_factory=dict)
+    lasted: dict[str, float] = field(default_factory=dict)
 
     def timed(self, phase: str, work: Callable[[], Result]) -> Result:
         """Do a piece of work as part of a phase."""
-        begin_s = time.process_time()
+        begin_s, begun_s = time.process_time(), time.perf_counter()
         result = work()
-        lasted_s = time.process_time() - begin_s
-        self.phases[phase] = self.phases.get(phase, 0.0) + lasted_s
+        spent_s, lasted_s = time.process_time() - begin_s, time.perf_counter() - begun_s
+        self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
+        self.lasted[phase] = self.lasted.get(phase, 0.0) + lasted_s
         return result
 
 
@@ -132,6 +136,7 @@ class Member:
         self.client = ExchangeClient(self._peer, RUN_SEED)
         (template,) = self.driver.streams
         self.client.open(template)
+        self.spread = spread_over(settings.codec_threads)
         self.steps, self.peak = 0, Peak()
 
     def _fill(self, what: str) -> None:
@@ -153,6 +158,8 @@ class Member:
         """Make one round; return the seconds of its phases, and bytes."""
         clock, driver, replica = Clock(), self.driver, self.replica
         self.steps += 1
+        # in turns, so that both see the same load on the machine
+        self.client.spread = in_turn if self.steps % 2 else self.spread
         driver.method.local_step(replica, Progress(self.steps))
         self._add("param")
         self.peak.forget()
@@ -172,6 +179,8 @@ class Member:
         clock.timed("apply", lambda: driver.apply(action, Progress(self.steps)))
         return {
             "seconds": clock.phases,
+            "lasted": clock.lasted,
+            "spread": self.client.spread is not in_turn,
             "extra_bytes": self.peak.highest_bytes() - before,
             "payload_bytes": carried,
             "parameters": self.count,

@@ -1,7 +1,7 @@
 """A worker of the kill benchmark: a node that trains a small model with DiLoCo.
 
-`python -m farflock.experiments.bench.kill_peer SETTINGS`, started by experiments/bench/fleet.py. On
-command it holds back its next reduction, so that the signal comes in mid-exchange, while it owes
+`python -m farflock.experiments.bench.workers.kill_peer SETTINGS`, started by fleet.py.
+On command it holds back its next reduction, so that the signal comes in mid-exchange, while it owes
 the others a shard.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from farflock.experiments.bench.fleet import Owner
-from farflock.experiments.bench.member import SEED, Place, meet, member
+from farflock.experiments.bench.workers.fleet import Owner
+from farflock.experiments.bench.workers.member import SEED, Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig

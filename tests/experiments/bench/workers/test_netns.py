@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farflock.experiments.bench import netns
-from farflock.experiments.bench.netns import NoHosts, hosts
+from farflock.experiments.bench.workers import netns
+from farflock.experiments.bench.workers.netns import NoHosts, hosts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,7 +91,7 @@ def test_nothing_stays_however_the_block_is_left(able, end):
 def test_nothing_stays_when_the_owner_is_killed(able):
     code = (
         "import time\n"
-        "from farflock.experiments.bench.netns import hosts\n"
+        "from farflock.experiments.bench.workers.netns import hosts\n"
         "with hosts(2, 1e8):\n"
         "    print('up', flush=True)\n"
         "    time.sleep(60)\n"

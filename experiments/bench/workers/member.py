@@ -7,11 +7,12 @@ the swarm alone.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from farflock.experiments.bench.fleet import Owner
+from farflock.experiments.bench.workers.fleet import Owner
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.protocol.views import View
@@ -38,8 +39,10 @@ async def member(
     place: Place,
     compute: Callable[[Callable[[], Any]], Awaitable[Any]],
     terms: RunTerms = TERMS,
+    role: str | None = None,
 ) -> AsyncIterator[Peer]:
-    """Run a peer on real links, not yet in any view; send its record to the owner, if any."""
+    """Run a peer on real links, not yet in any view; send its record to the owner, if any. Its
+    record has this `role`; without one, that of a whole model."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
     links = await ZmqLinks.open(
@@ -52,12 +55,13 @@ async def member(
             links,
             None,
             incarnation=incarnation,
-            record=links.record,
+            record=partial(links.record, role=role),
             compute=compute,
         )
+        peer.ticks.rests = True
         async with peer.running():
             if owner is not None:
-                owner.say("record", record=links.record().hex())
+                owner.say("record", record=links.record(role=role).hex())
             yield peer
     finally:
         await links.close()

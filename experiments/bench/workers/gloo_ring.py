@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from farflock.experiments.bench.member import Place
+from farflock.experiments.bench.workers.member import Place
 
 TIMEOUT = timedelta(seconds=120)
 

@@ -1,6 +1,6 @@
 """A worker of the memory benchmark: a node that exchanges on command and reports its memory.
 
-`python -m farflock.experiments.bench.memory_peer SETTINGS`, started by experiments/bench/fleet.py.
+`python -m farflock.experiments.bench.workers.memory_peer SETTINGS`, started by fleet.py.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ import msgspec
 import psutil
 import torch
 
-from farflock.experiments.bench.bare import plan_of
-from farflock.experiments.bench.fleet import Owner
-from farflock.experiments.bench.member import Place, meet, member
+from farflock.experiments.bench.workers.bare import plan_of
+from farflock.experiments.bench.workers.fleet import Owner
+from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from farflock.experiments.bench.fleet import Worker, WorkerFailed, fleet, hear_all
-from farflock.experiments.bench.netns import Host
+from farflock.experiments.bench.workers.fleet import Worker, WorkerFailed, fleet, hear_all
+from farflock.experiments.bench.workers.netns import Host
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.net
 
 ECHO = """
 import asyncio, sys, msgspec
-from farflock.experiments.bench.fleet import Owner
+from farflock.experiments.bench.workers.fleet import Owner
 
 async def main():
     owner = await Owner.open()
@@ -103,8 +103,8 @@ def test_a_stopped_worker_ends_with_the_block(echo):
 def test_no_worker_outlives_its_owner_stopped_or_not(echo, number):
     code = (
         "import asyncio, signal\n"
-        "from farflock.experiments.bench.fleet import fleet, hear_all\n"
-        "from farflock.experiments.bench.netns import Host\n"
+        "from farflock.experiments.bench.workers.fleet import fleet, hear_all\n"
+        "from farflock.experiments.bench.workers.netns import Host\n"
         "async def main():\n"
         "    async with fleet('echo_worker', [Host()] * 2, {}) as workers:\n"
         "        await hear_all(workers, 'settings')\n"

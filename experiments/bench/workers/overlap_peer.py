@@ -1,6 +1,6 @@
 """A worker of the overlap benchmark: nodes that train timed pieces of their runs on command.
 
-`python -m farflock.experiments.bench.overlap_peer SETTINGS`, started by experiments/bench/fleet.py.
+`python -m farflock.experiments.bench.workers.overlap_peer SETTINGS`, started by fleet.py.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import torch
 
-from farflock.experiments.bench.bare import plan_of
-from farflock.experiments.bench.fleet import Owner
-from farflock.experiments.bench.member import Place, meet, member
+from farflock.experiments.bench.workers.bare import plan_of
+from farflock.experiments.bench.workers.fleet import Owner
+from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from farflock.experiments.bench.netns import Host
+from farflock.experiments.bench.workers.netns import Host
 from farflock.experiments.measure.metric import NotMeasured
 from farflock.swarm.tasks import cancel
 
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 120.0
 BARRIER_S = 0.1  # for the start time to reach all workers
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PR_SET_PDEATHSIG = 1
 
 Fields = dict[str, Any]

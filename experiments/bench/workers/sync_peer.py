@@ -1,7 +1,7 @@
 """A worker of the sync benchmark: the product's own exchange client, peer and links.
 
 The yardsticks are the same bytes over plain TCP, and in gloo's ring.
-`python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
+`python -m farflock.experiments.bench.workers.sync_peer SETTINGS`, started by fleet.py.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farflock.experiments.bench.fleet import Fields, Owner
-from farflock.experiments.bench.gloo_ring import Ring
-from farflock.experiments.bench.member import SEED, Place, meet, member
+from farflock.experiments.bench.workers.fleet import Fields, Owner
+from farflock.experiments.bench.workers.gloo_ring import Ring
+from farflock.experiments.bench.workers.member import SEED, Place, meet, member
 from farflock.node.train.driver import Claim
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
@@ -175,7 +175,7 @@ async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) ->
     ]
     await plain.connect([(str(host), int(port)) for host, port in others])
     await ring.join(*peers["ring"])
-    yardsticks = {"swap": plain.swap, "ring": ring.reduce}
+    yardsticks = {"tcp": plain.swap, "gloo": ring.reduce}
     while True:
         command = await owner.next()
         if command["kind"] == "sync":

@@ -1,0 +1,65 @@
+"""A whole run is that of two processes over real links, and its memory is held against a sum."""
+
+import dataclasses
+
+import pytest
+
+from farflock.experiments.bench import whole
+from farflock.experiments.measure.metric import NotMeasured
+from farflock.node.model.llama import PRESETS
+
+GIB = 1024**3
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_exchange_and_end_with_one_state(quick):
+    memory, time = whole.run(quick(method="diloco"))
+    size = PRESETS["demo"].parameters()
+    assert [memory.metric, time.metric] == [f"whole.diloco.{size}", f"whole.cpu.diloco.{size}"]
+    assert 50e6 < memory.value < GIB
+    assert memory.yardstick > GIB
+    assert time.value > 0
+    assert time.n == 2 * whole.QUICK.rounds
+
+
+@pytest.mark.parametrize(
+    ("parameters", "found"), [(None, 0), (124_000_000, 0), (300_000_000, 1), (1_200_000_000, 2)]
+)
+def test_a_size_names_its_case(parameters, found):
+    assert whole.case_of(parameters) is whole.CASES[found]
+
+
+def test_a_size_without_a_case_is_refused():
+    with pytest.raises(NotMeasured, match=r"one of 123\.6m, .*, 1\.236b parameters"):
+        whole.case_of(50_000_000)
+
+
+def test_what_is_needed_is_counted_by_its_parts():
+    case = dataclasses.replace(whole.QUICK, dtype="bfloat16")
+    count = case.model.parameters()
+    needed = whole.needed_bytes(case, "diloco")
+    assert needed["weights"] == needed["gradients"] == 2 * count
+    assert needed["moments"] == 4 * count
+    assert needed["state"] == 8 * count, "phi and the momentum, in float32"
+    # Its own contribution, half of the other's, and the whole result in bf16.
+    assert needed["payloads"] == pytest.approx(1.5 * count + 2 * count, rel=0.02)
+    assert whole.needed_bytes(dataclasses.replace(case, outer="disk"), "diloco")["state"] == 0
+    assert whole.needed_bytes(case, "sparseloco")["payloads"] < 0.1 * count
+
+
+GOOD = [{"kind": "round", "status": "ok", "peers": 2}, {"kind": "done", "state": "aa"}]
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (GOOD[:1], "ended early"),
+        ([], "ended early"),
+        ([{"kind": "round", "status": "alone", "peers": 1}, GOOD[1]], "not complete"),
+        ([GOOD[0], {"kind": "done", "state": "bb"}], "different states"),
+    ],
+)
+def test_rounds_that_are_not_of_two_are_no_measurement(other, why):
+    whole.require_rounds([GOOD, GOOD])
+    with pytest.raises(NotMeasured, match=why):
+        whole.require_rounds([GOOD, other])

@@ -1,0 +1,44 @@
+"""The options that `run` and `join` share."""
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from farflock.node.assembly.checkpoints import KEPT
+from farflock.node.cli.commands.options import machine_of, machine_options
+
+
+def given(*arguments):
+    """The machine of these options, or what is said against them."""
+    made = []
+
+    @click.command()
+    @machine_options
+    def command(**options):
+        made.append(machine_of(options))
+
+    answer = CliRunner().invoke(command, arguments)
+    return made[0] if made else answer.output
+
+
+def test_without_options_the_last_checkpoints_are_kept_whatever_they_take():
+    machine = given()
+    assert (machine.keep, machine.keep_bytes) == (KEPT, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("20GB", 20 * 10**9), ("1.5 tb", 1_500 * 10**9), ("500M", 500 * 10**6), ("1234", 1234)],
+)
+def test_sizes_are_written_as_people_write_them(text, size):
+    assert given("--keep", "7", "--keep-bytes", text).keep_bytes == size
+
+
+@pytest.mark.parametrize("text", ["lots", "-3GB", "0", "3 miles", "", "1e9", "nan", "9" * 99])
+def test_what_is_no_size_is_refused_in_words(text):
+    said = given("--keep-bytes", text)
+    assert "is not a size; write it as in 20GB, 500MB or 1.5TB" in said
+
+
+def test_not_to_keep_any_checkpoint_is_refused():
+    assert "0 is not in the range x>=1" in given("--keep", "0")
