@@ -360,7 +360,10 @@ class Masked(_FlatForward):
         require_length(
             payload, Int8().max_bytes(kept), f"{self.name} for {kept} values under the mask"
         )
-        values, out = torch.empty(kept), torch.zeros(ctx.count)
+        values, out = (
+            torch.empty(kept, dtype=torch.float32),
+            torch.zeros(ctx.count, dtype=torch.float32),
+        )
         Int8().decode(payload, ctx.flat(), values)
         out[mask] = values
         return restored(out, ctx)
@@ -468,7 +471,7 @@ def decoded(codec: Codec, payload: Buffer, ctx: ActivationContext, direction: Di
     """Return the flat values; the payload's length is checked before memory is allocated."""
     require_direction(ctx, direction)
     require_length(payload, codec.max_bytes(ctx.count), f"{codec.name} for {ctx.shape} values")
-    out = torch.empty(ctx.count)
+    out = torch.empty(ctx.count, dtype=torch.float32)
     codec.decode(payload, ctx.flat(), out)
     return out
 

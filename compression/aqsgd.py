@@ -232,7 +232,7 @@ class AqSgd(FlatGradient):
         self._require_pinned(ctx)
         require_direction(ctx, "forward")
         parts = self.parts(payload, ctx)
-        rows = torch.empty(ctx.shape)
+        rows = torch.empty(ctx.shape, dtype=torch.float32)
         for part, row in zip(parts, rows, strict=True):
             self._read(part, ctx, row)
         lost = []
@@ -261,7 +261,7 @@ class AqSgd(FlatGradient):
         entry, payload = self.cache.get(sample), bytearray()
         if entry is not None and entry.values.shape == row.shape:
             self.difference.encode((row - entry.values.float()).view(-1), ctx.flat(), payload)
-            change = torch.empty(row.numel())
+            change = torch.empty(row.numel(), dtype=torch.float32)
             self.difference.decode(payload, ctx.flat(), change)
             values = _advanced(entry.values, change)
             self.cache.put(sample, values, _tag(values))
@@ -279,7 +279,7 @@ class AqSgd(FlatGradient):
         """Return m after this part, float16 (L, D), for an end that holds `before`; None if the
         part does not build on `before`. Raise `CorruptPayload` if no sender could have written the
         part."""
-        row = torch.empty(ctx.shape[1:])
+        row = torch.empty(ctx.shape[1:], dtype=torch.float32)
         self._read(part, ctx, row)
         return _after(part, before, row)
 

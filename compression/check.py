@@ -126,7 +126,7 @@ def encoded(codec: Codec, x: Tensor) -> bytes:
 
 def decoded(codec: Codec, payload: Buffer, count: int) -> Tensor:
     """Return the values of a payload; NaN where `decode` wrote none."""
-    out = torch.full((count,), float("nan"))
+    out = torch.full((count,), float("nan"), dtype=torch.float32)
     codec.decode(payload, CONTEXT, out)
     return out
 
@@ -271,9 +271,9 @@ def _require_unencodable(codec: Codec, x: Tensor, words: str, case: str) -> None
 def check_zeros(codec: Codec) -> None:
     """Check that empty and all-zero tensors come back exactly."""
     for count in sizes(codec):
-        back = _round_trip(codec, torch.zeros(count), 3)
+        back = _round_trip(codec, torch.zeros(count, dtype=torch.float32), 3)
         _require(
-            torch.equal(back, torch.zeros(count)),
+            torch.equal(back, torch.zeros(count, dtype=torch.float32)),
             3,
             f"{count} zeros came back as {back[:4].tolist()}.",
         )
@@ -284,7 +284,7 @@ def check_zeros(codec: Codec) -> None:
 
 def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
     """Check that these bytes give `count` finite values, or are refused and leave `out` alone."""
-    out = torch.full((count,), UNTOUCHED)
+    out = torch.full((count,), UNTOUCHED, dtype=torch.float32)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
         _require(
@@ -325,7 +325,7 @@ def check_cut_and_extended(codec: Codec) -> None:
         cut = (payload[:stop] for stop in range(len(payload)))
         for wrong in (*cut, *(payload + bytes(n) for n in (1, 2, 4, 64))):
             case = f"{len(wrong)} bytes for {count} values, whose payload has {len(payload)},"
-            refused = _is_refused(codec, wrong, torch.empty(count), case)
+            refused = _is_refused(codec, wrong, torch.empty(count, dtype=torch.float32), case)
             _require(
                 refused,
                 4,
@@ -335,7 +335,7 @@ def check_cut_and_extended(codec: Codec) -> None:
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
     """Check that `decode` allocates at most `multiple` times `out` in tensors, half in Python."""
-    payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
+    payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE, dtype=torch.float32)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
     for taken, limit, what in (
         (tensors, multiple, "in tensors"),
@@ -350,7 +350,7 @@ def check_memory(codec: Codec, multiple: int = 4) -> None:
 
 def check_refused_before_memory(codec: Codec) -> None:
     """Check that a payload of the wrong length is refused before anything is allocated."""
-    out = torch.empty(1_000_000)
+    out = torch.empty(1_000_000, dtype=torch.float32)
     for payload in (b"", b"\x00" * 1000, bytes(codec.max_bytes(len(out)) + 1)):
         tensors, python = _memory_taken(lambda payload=payload: codec.decode(payload, CONTEXT, out))  # type: ignore[misc]
         case = f"{len(payload)} bytes for {len(out)} values"
@@ -394,7 +394,9 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
     """Run `action`, which may refuse its input. Return the bytes of its tensors and the peak of
     Python's own memory."""
     with _TakenTensors():
-        torch.empty(1)  # torch's imports at its first watched call are not the codec's memory
+        torch.empty(
+            1, dtype=torch.float32
+        )  # torch's imports at its first watched call are not the codec's memory
     tracemalloc.start()
     try:
         with _TakenTensors() as taken, contextlib.suppress(CorruptPayload):
@@ -475,7 +477,12 @@ def check_codec(
     check_length(codec)
     for bad in (float("nan"), float("inf"), -float("inf")):
         check_only_finite(codec, bad)
-    for x in (torch.zeros(2, 2), torch.zeros(4).double(), torch.zeros(4).int(), torch.tensor(1.0)):
+    for x in (
+        torch.zeros(2, 2, dtype=torch.float32),
+        torch.zeros(4, dtype=torch.float32).double(),
+        torch.zeros(4, dtype=torch.float32).int(),
+        torch.tensor(1.0, dtype=torch.float32),
+    ):
         check_only_flat(codec, x)
     check_zeros(codec)
     check_hostile_bytes(codec)

@@ -82,7 +82,7 @@ class Hadamard:
         require_length(
             payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values"
         )
-        rotated = torch.empty(blocks_of(out.numel(), self.tile) * self.tile)
+        rotated = torch.empty(blocks_of(out.numel(), self.tile) * self.tile, dtype=torch.float32)
         self._inner.decode(payload, ctx, rotated)
         size = rotated.abs()
         if bool(((size > LARGEST_READ) | ((size > 0) & (size < SMALLEST_READ))).any()):
@@ -109,7 +109,10 @@ def butterflies(tiles_TG: Tensor) -> Tensor:
     """Return each row times the unnormalised Hadamard matrix in Sylvester's order; G is a power of
     two. There are log2 G passes, from neighbours to halves; each replaces two values by their sum
     and their difference."""
-    now, then = tiles_TG.clone(memory_format=torch.contiguous_format), torch.empty(tiles_TG.shape)
+    now, then = (
+        tiles_TG.clone(memory_format=torch.contiguous_format),
+        torch.empty(tiles_TG.shape, dtype=torch.float32),
+    )
     tiles, length = tiles_TG.shape
     half = 1
     while half < length:

@@ -110,7 +110,9 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
     """Return approximately the leading left singular vectors (M, K); K = rank <= min(M, N)."""
     columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
     scaled_MN = values_MN / scale if scale > 0 else values_MN
-    right_NK = torch.randn(columns, rank, generator=torch.Generator().manual_seed(rank))
+    right_NK = torch.randn(
+        columns, rank, generator=torch.Generator().manual_seed(rank), dtype=torch.float32
+    )
     left_MK: Tensor = torch.linalg.qr(scaled_MN @ right_NK).Q
     for _ in range(ITERATIONS):
         left_MK = torch.linalg.qr(scaled_MN @ torch.linalg.qr(scaled_MN.T @ left_MK).Q).Q

@@ -117,7 +117,7 @@ class Basis:
         others, because QR rounds differently on different machines."""
         chance = torch.Generator().manual_seed(seed)
         normal_DK = torch.randn(width, rank, dtype=torch.float64, generator=chance)
-        empty = torch.empty(0, width)
+        empty = torch.empty(0, width, dtype=torch.float32)
         return cls(version, _orthonormal(normal_DK).float(), empty, empty)
 
     @property
@@ -256,7 +256,11 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
     """Return the projection of a tensor in parts, because float64 products take many times its
     memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
-    around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
+    around_ND = (
+        torch.zeros(1, basis.width, dtype=torch.float32).expand(rows_ND.shape)
+        if around is None
+        else around
+    )
     parts = zip(
         torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True
     )
@@ -476,7 +480,7 @@ class Subspace:
         if codec is None:
             inside = values_at(payload, STAMP.size, count, ctx.dtype)
         else:
-            inside = torch.empty(count)
+            inside = torch.empty(count, dtype=torch.float32)
             codec.decode(memoryview(payload)[STAMP.size :], ctx.flat(), inside)
         if count and not float(inside.abs().amax()) <= 2 * LARGEST:
             raise CorruptPayload(f"a coordinate of {self.name} is above 2^61 or is not a number")
@@ -486,7 +490,7 @@ class Subspace:
         """Return the sum of the frozen tables' rows for this microbatch, (N, D), or one row of
         zeros if there are no frozen tables."""
         batch, length, width = ctx.shape
-        fixed = torch.zeros(1, 1, width)
+        fixed = torch.zeros(1, 1, width, dtype=torch.float32)
         if not len(basis.fixed_VD) + len(basis.fixed_LD):
             return fixed[0]
         if len(basis.fixed_VD):

@@ -94,7 +94,7 @@ class TopK(ChunkedTopK, ExactCodec):
             raise CorruptPayload(
                 f"positions of {self.name} for {count} values must rise and stay in their chunk"
             )
-        values = torch.empty(kept)
+        values = torch.empty(kept, dtype=torch.float32)
         Int8(self.k).decode(memoryview(payload)[at:], ctx, values)
         out.zero_()
         out[places] = values

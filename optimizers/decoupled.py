@@ -111,7 +111,10 @@ class Decoupled(ReplicaMethod):
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return templates of the parts and of the sketches, sent every `check_rounds` rounds."""
         parts = self._part(zeros(replica.shapes))
-        return [self._exchange(parts), self._check(self.check_rounds - 1, torch.zeros(SUMS))]
+        return [
+            self._exchange(parts),
+            self._check(self.check_rounds - 1, torch.zeros(SUMS, dtype=torch.float32)),
+        ]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Move the gradient from the replica into the momentum; no parameter changes."""

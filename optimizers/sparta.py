@@ -88,14 +88,16 @@ class Mixing:
 
     def template(self, replica: Replica) -> Exchange:
         """Return the stream's first exchange, with zeros."""
-        return self._exchange(0, torch.zeros(-(-_size(replica) // self.one_in)))
+        return self._exchange(
+            0, torch.zeros(-(-_size(replica) // self.one_in), dtype=torch.float32)
+        )
 
     def due(self, replica: Replica) -> list[Exchange]:
         """Request the mean of the masked values, `period` local steps after the last one."""
         if self.since < self.period or self.pending:
             return []
         places = self._places(replica, self.round)
-        values = torch.zeros(len(places))
+        values = torch.zeros(len(places), dtype=torch.float32)
         for name, inside, at in _cut(replica, places):
             values[inside] = replica.read([name], "param")[name].reshape(-1)[at]
         self.pending, self.since = True, 0

@@ -41,13 +41,13 @@ class Slots:
         if what not in SCALARS:
             return torch.zeros_like(parameter.detach())
         begins_at_1 = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
-        return torch.full((), float(begins_at_1))
+        return torch.full((), float(begins_at_1), dtype=torch.float32)
 
     def peek(self, name: str, what: What) -> Tensor:
         """Return `find` to be read only: zeros that are missing take no memory."""
         if what in SCALARS or self._stored(name, what) is not None:
             return self.find(name, what)
-        return torch.zeros(()).expand(self.parameters[name].shape)
+        return torch.zeros((), dtype=torch.float32).expand(self.parameters[name].shape)
 
     def _stored(self, name: str, what: What) -> Tensor | None:
         parameter = self.parameters[name]
@@ -92,7 +92,9 @@ class Slots:
         options = inner.defaults
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
             on_device = options.get("fused") or options.get("capturable")
-            step = torch.zeros((), device=parameter.device if on_device else "cpu")
+            step = torch.zeros(
+                (), device=parameter.device if on_device else "cpu", dtype=torch.float32
+            )
             first = {
                 "step": step,
                 "exp_avg": torch.zeros_like(parameter),
@@ -174,7 +176,7 @@ class PlainReplica:
 
 def in_memory(shape: Sequence[int]) -> Tensor:
     """Return float32 zeros in memory."""
-    return torch.zeros(tuple(shape))
+    return torch.zeros(tuple(shape), dtype=torch.float32)
 
 
 def float_block(stored: Tensor) -> Tensor:

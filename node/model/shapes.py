@@ -23,7 +23,7 @@ class ShapeReplica(BlocksOfWhole):
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
         """Return zeros."""
-        return {name: torch.zeros(self.shapes[name]) for name in names}
+        return {name: torch.zeros(self.shapes[name], dtype=torch.float32) for name in names}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
         """Do nothing: there are no weights."""

@@ -48,7 +48,7 @@ def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
         .float()
         .view(vocabulary, width)
     )
-    return Basis(1, columns_DK, fixed_VD, torch.empty(0, width))
+    return Basis(1, columns_DK, fixed_VD, torch.empty(0, width, dtype=torch.float32))
 
 
 def require_digest(basis: Basis, named: str | None) -> Basis:

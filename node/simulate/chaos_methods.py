@@ -111,7 +111,7 @@ class CountingReplica(BlocksOfWhole):
         self._tensors = {what: self._zeros() for what in kept}
 
     def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros(size) for name, size in self._sizes.items()}
+        return {name: torch.zeros(size, dtype=torch.float32) for name, size in self._sizes.items()}
 
     @property
     def names(self) -> tuple[str, ...]:

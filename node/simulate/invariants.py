@@ -363,7 +363,7 @@ def _decoded(exchange: Exchange) -> dict[str, Tensor]:
     spec = codec(exchange.codec)
     decoded = {}
     for name, tensor in exchange.tensors.items():
-        out, payload = torch.empty(tensor.numel()), bytearray()
+        out, payload = torch.empty(tensor.numel(), dtype=torch.float32), bytearray()
         spec.encode(tensor.reshape(-1).contiguous(), Context(), payload)
         spec.decode(payload, Context(), out)
         decoded[name] = out.reshape(tensor.shape)

@@ -29,7 +29,7 @@ class OuterFiles:
         """Return float32 zeros; raise `Failure` if the disk has no room for them."""
         count = math.prod(shape)
         if count * VALUE_BYTES < MIN_FILE_BYTES:
-            return torch.zeros(tuple(shape))
+            return torch.zeros(tuple(shape), dtype=torch.float32)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".outer") as file:

@@ -131,7 +131,7 @@ class ShardLayout:
     def decode(self, index: int, round_number: int, payload: bytes) -> list[Tensor]:
         """Return one flat tensor per segment; raise `CorruptPayload` for bytes that no correct
         peer sends."""
-        values = [torch.empty(segment.count) for segment in self.shards[index]]
+        values = [torch.empty(segment.count, dtype=torch.float32) for segment in self.shards[index]]
         self.decode_into(index, round_number, payload, values)
         return values
 
@@ -179,7 +179,7 @@ class ShardLayout:
     def require_valid(self, index: int, round_number: int, payload: bytes) -> None:
         """Raise `CorruptPayload` unless a correct peer could have sent this payload of a shard."""
         shard = self.shards[index]
-        scratch = torch.empty(max(segment.count for segment in shard))
+        scratch = torch.empty(max(segment.count for segment in shard), dtype=torch.float32)
         for segment, raw in zip(shard, self.split(index, payload), strict=True):
             self.decode_segment(segment, round_number, raw, scratch[: segment.count])
 
@@ -203,7 +203,7 @@ class _LastDecoded(threading.local):
     def __init__(self) -> None:
         self.split: tuple[int, list[memoryview]] = -1, []  # the shard that was split last
         self.here: Segment | None = None  # the segment in `values`
-        self.values = torch.empty(0)
+        self.values = torch.empty(0, dtype=torch.float32)
 
 
 class DecodedTensors(LazyTensors):
@@ -241,7 +241,7 @@ class DecodedTensors(LazyTensors):
         segment, last = self._layout.shards[index][part], self._last
         if segment is not last.here:
             if len(last.values) < segment.count:
-                last.values = torch.empty(segment.count)
+                last.values = torch.empty(segment.count, dtype=torch.float32)
             if last.split[0] != index:
                 last.split = index, self._layout.split(index, self._payloads[index])
             raw, out = last.split[1][part], last.values[: segment.count]
@@ -274,7 +274,7 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
 
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight over their sum, as float32 values."""
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32)
     for weight in weights:
         total = total + torch.tensor(weight, dtype=torch.float32)
     return [float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights]
@@ -367,7 +367,10 @@ class Reducer:
                 raws[peer] = self._layout.split(index, payload)
         mean, by_share = [], shares([weight for _, weight, _ in inputs])
         for number, segment in enumerate(self._layout.shards[index]):
-            values, total = torch.empty(segment.count), torch.empty(segment.count)
+            values, total = (
+                torch.empty(segment.count, dtype=torch.float32),
+                torch.empty(segment.count, dtype=torch.float32),
+            )
             for share, (peer, _, _) in zip(by_share, inputs, strict=True):
                 with _CorruptInput.of(peer):
                     self._layout.decode_segment(segment, round_number, raws[peer][number], values)
@@ -459,7 +462,7 @@ class Reducer:
     def _decoded(self, round_number: int, index: int, payload: bytes) -> Iterator[Tensor]:
         """Yield this payload's values, each segment in the same memory."""
         segments = self._layout.shards[index]
-        scratch = torch.empty(max(segment.count for segment in segments))
+        scratch = torch.empty(max(segment.count for segment in segments), dtype=torch.float32)
         for segment, raw in zip(segments, self._back.split(index, payload), strict=True):
             self._back.decode_segment(segment, round_number, raw, scratch[: segment.count])
             yield scratch[: segment.count]

@@ -195,7 +195,9 @@ class EDiT(OuterMethod):
         ),
     )
     _state: OuterState = part(OuterState)
-    _stats: Tensor = shared(lambda: torch.zeros(0, 4), "layers", STATISTICS)  # a row for each layer
+    _stats: Tensor = shared(
+        lambda: torch.zeros(0, 4, dtype=torch.float32), "layers", STATISTICS
+    )  # a row for each layer
     _seen: int = shared(0)  # rounds whose norms are in `_stats`
     _round: int = shared(0)  # the next round of norms
     _delta_round: int = shared(0)  # the next round of means
@@ -396,7 +398,7 @@ class EDiT(OuterMethod):
     def begun(self, replica: Replica) -> None:
         """Start with empty statistics for each layer, unless there are some."""
         if not self._stats.numel():
-            self._stats = torch.zeros(len(layers_of(replica.names)), 4)
+            self._stats = torch.zeros(len(layers_of(replica.names)), 4, dtype=torch.float32)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Return the norms' statistics, or the means' phi, momentum and next round's weights."""
@@ -414,7 +416,7 @@ class EDiT(OuterMethod):
         usable = [norm if norm < HUGE else HUGE for norm in norms]  # HUGE for NaN too
         tensors = {
             "norms": torch.tensor(usable, dtype=torch.float32),
-            "steps": torch.tensor([float(steps)]),
+            "steps": torch.tensor([float(steps)], dtype=torch.float32),
         }
         key = ExchangeKey(NORMS, self._round)
         return Exchange(

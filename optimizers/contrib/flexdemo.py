@@ -97,7 +97,7 @@ class FlexDeMo(Decoupled):
         """Return the tensors with these blocks in their places."""
         counts = [torch.Size(shape).numel() for shape in shapes.values()]
         blocks = self._blocks(sum(counts))
-        row = torch.zeros(blocks, BLOCK)
+        row = torch.zeros(blocks, BLOCK, dtype=torch.float32)
         row[self.chosen(blocks, round_number)] = part["blocks"].view(-1, BLOCK)
         cut = torch.split(row.view(-1)[: sum(counts)], counts)
         return {

@@ -49,7 +49,7 @@ class LazyTensors(Mapping[str, Tensor]):
     @classmethod
     def spent(cls, shapes: Mapping[str, tuple[int, ...]]) -> "LazyTensors":
         """Return tensors that were dropped already."""
-        none = cls(shapes, lambda name, start, stop: torch.empty(0))
+        none = cls(shapes, lambda name, start, stop: torch.empty(0, dtype=torch.float32))
         none.drop()
         return none
 
@@ -76,7 +76,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if self._held is not None:
             return self._held[name]
-        whole = torch.empty(self._shapes[name])
+        whole = torch.empty(self._shapes[name], dtype=torch.float32)
         for block in blocks(name, self._shapes[name]):
             block.of(whole).copy_(self.read(*block))
         return whole
@@ -149,7 +149,7 @@ class BlocksOfWhole:
 
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """Return zeros in memory."""
-        return torch.zeros(tuple(shape))
+        return torch.zeros(tuple(shape), dtype=torch.float32)
 
     def update(
         self: WholeTensors, names: Sequence[str], whats: Sequence[What], change: BlockChange

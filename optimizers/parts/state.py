@@ -106,7 +106,9 @@ def tables(held: Mapping[str, Tensors]) -> State:
 def zeros(shapes: Shapes) -> dict[str, Tensor]:
     """Return float32 zeros of these shapes to be read, which take no memory: the tensors of a
     stream's template."""
-    return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+    return {
+        name: torch.zeros((), dtype=torch.float32).expand(shape) for name, shape in shapes.items()
+    }
 
 
 def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:

@@ -198,3 +198,31 @@ def test_a_swarm_trains_once_and_a_rank_has_one_optimizer():
 def test_a_swarm_has_one_to_sixty_four_peers(peers):
     with pytest.raises(Usage, match="1 to 64"):
         farflock.local_swarm(peers)
+
+
+@pytest.mark.parametrize("name", ["diloco", "sparseloco", "lean", "streaming", "noloco", "ddp"])
+def test_torch_s_default_type_is_the_program_s_own_affair(name):
+    """Some programs set it for good once their model is loaded."""
+    options = {"ddp": {}, "streaming": {"period": 4, "fragments": 2}}.get(name, {"period": 2})
+    models = [net() for _ in range(4)]
+
+    def work(rank, optimize):
+        model = models.pop()
+        optimizer = optimize(model, inner="adamw", lr=1e-2)
+        chance = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            x = torch.randn(16, 4, generator=chance, dtype=torch.float32)
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        return optimizer.eval_params()
+
+    results = []
+    for default in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            with farflock.local_swarm(2, method=name, **QUICK, **options) as swarm:
+                results.append(swarm.train(work))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert equal(results[0][0].values(), results[1][0].values())
