@@ -19,6 +19,11 @@ class ByteBudget:
         """True if no task holds or awaits any of the budget."""
         return self.free_bytes == self.size_bytes and not self._waiting
 
+    @property
+    def waiting(self) -> int:
+        """The number of tasks that await some of the budget."""
+        return len(self._waiting)
+
     async def take(self, min_bytes: int, max_bytes: int, *, ahead: bool = False) -> int:
         """Wait for at least `min_bytes`, take up to `max_bytes`, and return the number taken.
 

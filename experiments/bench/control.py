@@ -30,7 +30,7 @@ from farflock.swarm.sim.virtual_time import run_virtual
 RUN, STREAM = "control", "weights"
 RATE_BITS = 100e6
 SHARD_BYTES = 1024 * 1024  # of the product (node/train/shards.py)
-SMALL_BYTES = 16  # of a shard here
+SMALL_BYTES = 1024  # of a shard here: much longer than its entry in a list, as in the product
 VIEW_S = 5.0
 DEADLINE_S = 600.0
 MEET_TIMEOUT_S = 600.0
@@ -99,7 +99,7 @@ def metrics(name: str, cost: RoundCost, rate: float) -> Iterator[Metric]:
 def small_shards() -> Iterator[None]:
     """Let fetches count a small shard as a whole one, which comes in one long piece here."""
     scales = dict.fromkeys(("STALL_S", "GAP_S", "SERVE_TIMEOUT_S"), float(PIECES))
-    scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES"), 1 / SCALE)
+    scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES", "QUEUED_BYTES"), 1 / SCALE)
     scales["WINDOW_BYTES"] = 2 / SCALE  # of which room comes back by shards, not by pieces
     kept = {name: getattr(chunks, name) for name in scales}
     try:
@@ -171,10 +171,7 @@ class Swarm:
         return len(peer.context.views.newest.members) == len(self._peers)
 
     async def _exchange(self, peer: Peer) -> RoundOutcome:
-        shards = [
-            hashlib.sha256(f"{peer.me}/{shard}".encode()).digest()[:SMALL_BYTES]
-            for shard in range(self._shards)
-        ]
+        shards = [small_shard(f"{peer.me}/{shard}".encode()) for shard in range(self._shards)]
         return await peer.exchange(STREAM, 0, shards)
 
     def _count(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
@@ -189,12 +186,17 @@ def line_bytes(frame: bytes) -> int:
     return SHARD_BYTES if body == SMALL_BYTES else len(frame)
 
 
+def small_shard(text: bytes) -> bytes:
+    """Return a shard that depends on the text."""
+    digest = hashlib.sha256(text).digest()
+    return digest * (SMALL_BYTES // len(digest))
+
+
 def stream_of(shards: int) -> Stream:
     """Return the stream of a mean; a reduction depends on its inputs only."""
 
     def reduce(number: int, shard: int, inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
-        digest = hashlib.sha256(b"".join(payload for _, _, payload in inputs))
-        return Reduction(digest.digest()[:SMALL_BYTES])
+        return Reduction(small_shard(b"".join(payload for _, _, payload in inputs)))
 
     terms = RoundTerms("mean", shards, DEADLINE_S)
     return Stream(STREAM, terms, SMALL_BYTES, reduce, lambda number, shard, payload: True)

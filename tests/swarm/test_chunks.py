@@ -509,6 +509,21 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
 
 
 @in_virtual_time
+async def test_a_long_queue_for_one_holder_leaves_the_lines_of_the_others_busy(net):
+    queued = [data_of(MAX_CHUNK_BYTES, seed) for seed in range(2 * INBOUND_BYTES // MAX_CHUNK_BYTES)]
+    other = data_of(1024 * 1024)
+    net.peer("long", *queued)
+    net.peer("short", other)
+    reader = net.peer("reader")
+    for data in queued:
+        net.spawn(fetch(reader, data, ["long"], timeout_s=3600))
+    began = now()
+    assert await fetch(reader, other, ["short"])
+    assert now() - began < 2 * len(other) / net.rate
+    assert reader.fetching_bytes < INBOUND_BYTES / 2
+
+
+@in_virtual_time
 async def test_two_fetches_of_one_chunk_that_wait_for_room_transfer_it_once(
     net,
 ):

@@ -15,7 +15,9 @@ from farflock.swarm.messages import MAX_BUNDLES, MAX_CHUNK_BYTES, MAX_MEMBERS
 
 _ENTRY = struct.Struct("<32sI")  # a shard's digest and size
 MAX_BUNDLE_SHARDS = 65_536  # the list of so many is one chunk
-MAX_MEAN_BUNDLES = 256  # enough to share a mean's work evenly among `MAX_MEMBERS` members
+# Two for each of `MAX_MEMBERS` members. More share a mean's work no better and are named in offers,
+# reports and reductions, which each member sends to all others.
+MAX_MEAN_BUNDLES = 2 * MAX_MEMBERS
 MAX_GATHER_BUNDLES = MAX_BUNDLES // MAX_MEMBERS  # of one member
 # Shards of a small contribution to a gather, each a bundle: a list would cost one more round trip.
 MAX_LONE_SHARDS = 4

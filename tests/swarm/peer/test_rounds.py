@@ -529,7 +529,7 @@ async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
 
 @pytest.mark.parametrize(
     ("kind", "group", "most"),
-    [("mean", 0, 256 * 65_536), ("gather", 0, 64 * 65_536), ("gather", 2, 64 * 65_536)],
+    [("mean", 0, 128 * 65_536), ("gather", 0, 64 * 65_536), ("gather", 2, 64 * 65_536)],
 )
 def test_a_stream_with_more_shards_than_a_close_list_can_name_is_refused(kind, group, most):
     def made(shards):

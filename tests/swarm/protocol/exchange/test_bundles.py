@@ -45,8 +45,8 @@ def test_bundles_have_every_shard_once_in_order_and_sizes_that_differ_by_one_at_
 
 
 def test_few_shards_have_a_bundle_each_and_of_a_gather_more_shards_have_one_bundle():
-    assert BundleCut.of_mean(256) == BundleCut(256, 256)
-    assert BundleCut.of_mean(257).bundles == MAX_MEAN_BUNDLES == 256
+    assert BundleCut.of_mean(128) == BundleCut(128, 128)
+    assert BundleCut.of_mean(129).bundles == MAX_MEAN_BUNDLES == 128
     assert BundleCut.of_gather(MAX_LONE_SHARDS).bundles == MAX_LONE_SHARDS
     assert BundleCut.of_gather(MAX_LONE_SHARDS + 1).bundles == 1
     assert BundleCut.of_gather(MAX_BUNDLE_SHARDS).bundles == 1
