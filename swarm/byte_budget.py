@@ -1,10 +1,12 @@
-"""A budget of bytes shared by many tasks, which wait their turn in order when it is used up.
+"""Budgets of bytes shared by many tasks, which wait their turn when they are used up.
 
-Unlike a semaphore it counts bytes, grants as much of a request as is free, and starves no task.
+Unlike a semaphore they count bytes. One grants as much of a request as is free, in order; the other
+shares its bytes evenly among users. No task starves.
 """
 
 import asyncio
 import collections
+from collections.abc import Hashable
 
 
 class ByteBudget:
@@ -18,11 +20,6 @@ class ByteBudget:
     def idle(self) -> bool:
         """True if no task holds or awaits any of the budget."""
         return self.free_bytes == self.size_bytes and not self._waiting
-
-    @property
-    def waiting(self) -> int:
-        """The number of tasks that await some of the budget."""
-        return len(self._waiting)
 
     async def take(self, min_bytes: int, max_bytes: int, *, ahead: bool = False) -> int:
         """Wait for at least `min_bytes`, take up to `max_bytes`, and return the number taken.
@@ -62,3 +59,70 @@ class ByteBudget:
         granted = min(max_bytes, self.free_bytes)
         self.free_bytes -= granted
         return granted
+
+
+class SharedBudget:
+    """A budget of `size_bytes` for several users. Each has at most `share_bytes` of it, or one
+    request, and what becomes free goes to the one that has the least."""
+
+    def __init__(self, size_bytes: int, share_bytes: int) -> None:
+        self.size_bytes = self.free_bytes = size_bytes
+        self._share_bytes = share_bytes
+        self._taken: collections.Counter[Hashable] = collections.Counter()
+        # By user, in the order in which they began to wait.
+        self._waiting: dict[Hashable, collections.deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True if no task holds or awaits any of the budget."""
+        return self.free_bytes == self.size_bytes and not self._waiting
+
+    def load(self, user: Hashable) -> tuple[int, int]:
+        """Return how many of a user's tasks wait, and how many bytes the others hold."""
+        return len(self._waiting.get(user, ())), self._taken[user]
+
+    async def take(self, user: Hashable, size_bytes: int) -> None:
+        """Wait for `size_bytes`, in the order of this user's requests."""
+        assert size_bytes <= self.size_bytes, f"{size_bytes} bytes of {self.size_bytes}"
+        entry = size_bytes, asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(user, collections.deque()).append(entry)
+        self._grant()
+        try:
+            await entry[1]
+        except asyncio.CancelledError:
+            if entry[1].done() and not entry[1].cancelled():
+                self.give(user, size_bytes)
+            else:
+                self._grant()  # what waited behind it may fit now
+            raise
+
+    def give(self, user: Hashable, size_bytes: int) -> None:
+        """Return a user's bytes to the budget and wake the waiting tasks that now fit."""
+        self.free_bytes += size_bytes
+        self._taken[user] -= size_bytes
+        if not self._taken[user]:
+            del self._taken[user]
+        self._grant()
+
+    def _grant(self) -> None:
+        while True:
+            self._drop_cancelled()
+            below = [user for user in self._waiting if self._may_have_more(user)]
+            user = min(below, key=self._taken.__getitem__, default=None)
+            if user is None or self._waiting[user][0][0] > self.free_bytes:
+                return
+            size_bytes, turn = self._waiting[user].popleft()
+            self.free_bytes -= size_bytes
+            self._taken[user] += size_bytes
+            turn.set_result(None)
+
+    def _may_have_more(self, user: Hashable) -> bool:
+        taken = self._taken[user]
+        return not taken or taken + self._waiting[user][0][0] <= self._share_bytes
+
+    def _drop_cancelled(self) -> None:
+        for user, queue in list(self._waiting.items()):
+            while queue and queue[0][1].cancelled():
+                queue.popleft()
+            if not queue:
+                del self._waiting[user]

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 from blake3 import blake3
 
-from farflock.swarm.byte_budget import ByteBudget
+from farflock.swarm.byte_budget import ByteBudget, SharedBudget
 from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 
@@ -31,7 +31,7 @@ ASK_BYTES = 20 * PIECE_BYTES
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 # of them, for fetches that one holder is asked for first: if those that wait for its window could
 # take all, the lines of the others would be idle
-QUEUED_BYTES = 8 * 1024 * 1024
+SHARE_BYTES = 8 * 1024 * 1024
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 SERVE_TIMEOUT_S = 5.0
@@ -261,9 +261,8 @@ class Chunks:
         self._carrier = carrier
         self._incoming: dict[bytes, _Fetching] = {}
         self._wants: dict[PeerId, collections.deque[Want]] = {}
-        self._inbound = ByteBudget(INBOUND_BYTES)
+        self._inbound = SharedBudget(INBOUND_BYTES, SHARE_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
-        self._queues: dict[PeerId, ByteBudget] = {}  # of holders with a part of `_inbound`
         self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -318,9 +317,7 @@ class Chunks:
     @property
     def idle(self) -> bool:
         """True if no fetch is in progress and no request waits to be served."""
-        return self._inbound.idle and not (
-            self._incoming or self._windows or self._queues or self._wants
-        )
+        return self._inbound.idle and not (self._incoming or self._windows or self._wants)
 
     @property
     def fetching_bytes(self) -> int:
@@ -378,20 +375,17 @@ class Chunks:
         Peers that do not have the chunk are added to `without`."""
         fetching = _Fetching(digest, 0, set(), mixing, without)
         self._incoming[digest] = fetching
-        first = max(self._living(holders()), key=self._queue_room)
-        queue, queued, taken = self._queues.setdefault(first, ByteBudget(QUEUED_BYTES)), 0, 0
+        first = min(self._living(holders()), key=self._inbound.load)
+        taken = 0
         try:
-            queued = await queue.take(size, size)
-            taken = await self._inbound.take(size, size)
+            await self._inbound.take(first, size)
+            taken = size
             fetching.size = size
             fetching.begin_again()
             while fetching.missing and await self._ask_somebody(fetching, holders()):
                 pass
         finally:
-            self._inbound.give(taken)
-            queue.give(queued)
-            if queue.idle and self._queues.get(first) is queue:
-                del self._queues[first]
+            self._inbound.give(first, taken)
             del self._incoming[digest]
             fetching.changed.set()
         return fetching
@@ -482,10 +476,6 @@ class Chunks:
     def _room(self, holder: PeerId) -> int:
         window = self._windows.get(holder)
         return window.free_bytes if window is not None else WINDOW_BYTES
-
-    def _queue_room(self, holder: PeerId) -> tuple[int, int]:
-        queue = self._queues.get(holder)
-        return (-queue.waiting, queue.free_bytes) if queue is not None else (0, QUEUED_BYTES)
 
     def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
         fetching = self._incoming.get(piece.digest)

@@ -99,7 +99,7 @@ def metrics(name: str, cost: RoundCost, rate: float) -> Iterator[Metric]:
 def small_shards() -> Iterator[None]:
     """Let fetches count a small shard as a whole one, which comes in one long piece here."""
     scales = dict.fromkeys(("STALL_S", "GAP_S", "SERVE_TIMEOUT_S"), float(PIECES))
-    scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES", "QUEUED_BYTES"), 1 / SCALE)
+    scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES", "SHARE_BYTES"), 1 / SCALE)
     scales["WINDOW_BYTES"] = 2 / SCALE  # of which room comes back by shards, not by pieces
     kept = {name: getattr(chunks, name) for name in scales}
     try:

@@ -5,8 +5,9 @@ import asyncio
 import random
 
 import pytest
+from worlds.waiting import now
 
-from farflock.swarm.byte_budget import ByteBudget
+from farflock.swarm.byte_budget import ByteBudget, SharedBudget
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -130,3 +131,63 @@ def test_a_turn_that_comes_in_the_moment_of_cancellation_is_not_lost():
         assert window.idle
 
     run_virtual(main())
+
+
+def test_shared_bytes_go_to_the_user_that_has_the_least_and_each_has_at_most_its_share():
+    async def main():
+        budget, order = SharedBudget(100, 60), []
+
+        async def task(user, seconds):
+            await budget.take(user, 20)
+            order.append((user, now()))
+            await asyncio.sleep(seconds)
+            budget.give(user, 20)
+
+        async with asyncio.TaskGroup() as group:
+            for user, count in (("first", 6), ("second", 4), ("third", 1)):
+                for place in range(count):
+                    group.create_task(task(user, 1 + place / 10))
+            await asyncio.sleep(0)
+            assert budget.load("first") == (3, 60)
+        at_once = [("first", 0)] * 3 + [("second", 0)] * 2
+        assert order[:6] == [*at_once, ("third", 1)], "the first was 40 ahead of the third"
+        assert budget.idle
+
+    run_virtual(main())
+
+
+def test_a_request_beyond_a_share_is_granted_alone():
+    async def main():
+        budget = SharedBudget(100, 10)
+        await budget.take("large", 80)
+        assert budget.load("large") == (0, 80)
+        with pytest.raises(AssertionError):
+            await budget.take("larger", 101)
+
+    run_virtual(main())
+
+
+def test_under_chance_and_cancellation_shares_are_never_overdrawn_and_end_whole():
+    async def main(seed):
+        chance, budget = random.Random(seed), SharedBudget(1000, 300)
+
+        async def task(user):
+            size = chance.randint(1, 400)
+            await budget.take(user, size)
+            try:
+                assert budget.free_bytes >= 0
+                assert budget.load(user)[1] <= max(300, size)
+                await asyncio.sleep(chance.random())
+            finally:
+                budget.give(user, size)
+
+        tasks = [asyncio.create_task(task(chance.randrange(5))) for _ in range(200)]
+        for each in chance.sample(tasks, 60):
+            await asyncio.sleep(chance.random() / 10)
+            each.cancel()
+        await asyncio.wait(tasks)
+        assert budget.idle
+        assert all(budget.load(user) == (0, 0) for user in range(5))
+
+    for seed in range(20):
+        run_virtual(main(seed))

@@ -510,7 +510,9 @@ async def test_unfinished_fetches_hold_no_more_than_the_inbound_budget(net):
 
 @in_virtual_time
 async def test_a_long_queue_for_one_holder_leaves_the_lines_of_the_others_busy(net):
-    queued = [data_of(MAX_CHUNK_BYTES, seed) for seed in range(2 * INBOUND_BYTES // MAX_CHUNK_BYTES)]
+    queued = [
+        data_of(MAX_CHUNK_BYTES, seed) for seed in range(2 * INBOUND_BYTES // MAX_CHUNK_BYTES)
+    ]
     other = data_of(1024 * 1024)
     net.peer("long", *queued)
     net.peer("short", other)

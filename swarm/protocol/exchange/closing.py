@@ -127,8 +127,8 @@ class Closing:
         if self.state == "fetching":
             held = self._content.availability.held
             missing = [item for item in self.close.items if item.digest not in held]
-            self._content.collect(missing)
-            # `collect` marks as held what the chunk store already has.
+            self._content.collect_decided(missing)
+            # That marks as held what the chunk store already has.
             if all(item.digest in held for item in missing):
                 self._move("held")
 

@@ -62,6 +62,7 @@ class Content:
         self._fetching: set[bytes] = set()
         # By digest, the members that announced the item, and so hold it.
         self._announcers: dict[bytes, set[int]] = {}
+        self._is_decided = False
 
     # defined by each kind of exchange
 
@@ -112,6 +113,14 @@ class Content:
             holders = functools.partial(self._holders, item)
             self.fetch(item.index % self._terms.bundles, item.digest, item.size, holders)
 
+    def collect_decided(self, items: Iterable[RoundItem]) -> None:
+        """Fetch the items of a decided list that are not here yet, from any member.
+
+        Most members hold them, even if none has said so to this one, and those that have may have
+        been restarted since."""
+        self._is_decided = True
+        self.collect(items)
+
     def fetch(self, bundle: int, digest: bytes, size: int, holders: Holders) -> None:
         """Fetch a bundle unless it is here, corrupt, or being fetched."""
         held, corrupt = self.availability.held, self.availability.corrupt
@@ -132,13 +141,15 @@ class Content:
             self.availability.hold(digest)
 
     def _holders(self, item: RoundItem) -> tuple[int, ...]:
-        """Return the members that announced or hold an item; if none is live, its makers too.
+        """Return the members that announced or hold an item; if none is live, its makers too; once
+        it is decided, all.
 
         The chunk store asks the least busy of these, so a member that cannot have the item yet must
         not be among them: its refusal would cost a round trip."""
         me = self._roster.me
         known = {*self._announcers.get(item.digest, ()), *self.availability.said(item)} - {me}
-        if known - self._roster.suspects:
+        if known - self._roster.suspects and not self._is_decided:
             return tuple(sorted(known))
         makers = (member for member in self._makers(item) if member != me)
-        return tuple(dict.fromkeys((*sorted(known), *makers)))
+        others = self._roster.others if self._is_decided else ()
+        return tuple(dict.fromkeys((*sorted(known), *makers, *others)))

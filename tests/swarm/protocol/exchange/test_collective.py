@@ -5,6 +5,7 @@ import collections
 import heapq
 import itertools
 
+import msgspec
 import pytest
 from worlds.collective import (
     DEADLINE_S,
@@ -21,8 +22,9 @@ from worlds.collective import (
     unlucky_world,
 )
 
-from farflock.swarm.messages import Holds, Offer, Reduced
+from farflock.swarm.messages import Decided, Holds, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.content import SOFT
@@ -416,6 +418,20 @@ def test_a_result_is_fetched_from_its_known_holders_and_from_any_peer_once_they_
     (wanted,) = (action for action in lone.take() if isinstance(action, Fetch))
     lone.tick(0.2, frozenset({1}))
     assert set(wanted.holders()) == {0, 1, 2}, "the announcer is gone: the others may have got it"
+
+
+def test_what_was_decided_is_fetched_from_any_member():
+    """Its owner has been restarted since, and the others have not said that they hold it."""
+    terms = RoundTerms("gather", 1, DEADLINE_S)
+    machine = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), terms, 0.0)
+    digests = [digest_of(bytes([member])) for member in range(3)]
+    items = tuple(RoundItem(place, digest, 1, mask(place)) for place, digest in enumerate(digests))
+    close = CloseList(items, tuple((member, 1.0) for member in range(3)), 30, STATE)
+    proofs = tuple((member, b"") for member in range(3))
+    machine.receive(0.1, 1, Decided(KEY, VIEW, msgspec.msgpack.encode(close), (1, 1), proofs))
+    wanted = [action for action in machine.take() if isinstance(action, Fetch)]
+    assert [each.digest for each in wanted] == digests
+    assert [each.holders() for each in wanted] == [(0, 1, 2), (1, 0, 2), (2, 0, 1)]
 
 
 @pytest.mark.parametrize("leaves", [False, True])
