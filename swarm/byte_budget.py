@@ -93,7 +93,7 @@ class SharedBudget:
             if entry[1].done() and not entry[1].cancelled():
                 self.give(user, size_bytes)
             else:
-                self._grant()  # what waited behind it may fit now
+                self._grant()  # what waits behind it may fit now
             raise
 
     def give(self, user: Hashable, size_bytes: int) -> None:
@@ -105,24 +105,19 @@ class SharedBudget:
         self._grant()
 
     def _grant(self) -> None:
-        while True:
-            self._drop_cancelled()
-            below = [user for user in self._waiting if self._may_have_more(user)]
-            user = min(below, key=self._taken.__getitem__, default=None)
-            if user is None or self._waiting[user][0][0] > self.free_bytes:
+        while below := [user for user in self._waiting if self._may_have_more(user)]:
+            user = min(below, key=self._taken.__getitem__)
+            size_bytes, turn = self._waiting[user][0]
+            if size_bytes > self.free_bytes and not turn.cancelled():
                 return
-            size_bytes, turn = self._waiting[user].popleft()
-            self.free_bytes -= size_bytes
-            self._taken[user] += size_bytes
-            turn.set_result(None)
+            self._waiting[user].popleft()
+            if not self._waiting[user]:
+                del self._waiting[user]
+            if not turn.cancelled():
+                self.free_bytes -= size_bytes
+                self._taken[user] += size_bytes
+                turn.set_result(None)
 
     def _may_have_more(self, user: Hashable) -> bool:
         taken = self._taken[user]
         return not taken or taken + self._waiting[user][0][0] <= self._share_bytes
-
-    def _drop_cancelled(self) -> None:
-        for user, queue in list(self._waiting.items()):
-            while queue and queue[0][1].cancelled():
-                queue.popleft()
-            if not queue:
-                del self._waiting[user]

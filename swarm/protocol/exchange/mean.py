@@ -12,7 +12,7 @@ A bundle that another member reduces stays idle here.
 """
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from farflock.swarm.messages import MAX_MEMBERS, Message, Offer, Reduced
@@ -49,6 +49,11 @@ class Mean(Content):
     def __init__(self, context: ExchangeContext) -> None:
         bundles, uniform = context.terms.bundles, context.terms.uniform
         super().__init__(context, bundles, fewest=uniform)
+        roster = context.roster
+        # The bundles of which this member is the first reducer, and the time after which others of
+        # them may be its own, too.
+        self._firsts = [b for b in range(bundles) if roster.reducers(b)[0] == roster.me]
+        self._late_s = context.started_s + context.terms.deadline_s * LATE_REDUCER
         # Bit mask of members that may be in all bundles; if not uniform, all.
         self._common = (1 << MAX_MEMBERS) - 1
         self._may_narrow = False  # a reduction was announced since the last `_narrow`
@@ -108,7 +113,7 @@ class Mean(Content):
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
         """Reduce what can be reduced now, in all bundles or in those of the last event."""
-        bundles = range(self._terms.bundles) if everywhere else sorted(self._concerned)
+        bundles = self._possible(now_s) if everywhere else sorted(self._concerned)
         self._concerned.clear()
         for bundle in bundles:
             if self._states[bundle] == "idle" and self._is_mine(bundle, now_s):
@@ -170,6 +175,13 @@ class Mean(Content):
                 del self._results[bundle]  # until it is replaced
                 self._begin(bundle, "narrowed", fewer)
 
+    def _possible(self, now_s: float) -> Sequence[int]:
+        """Return the bundles that this member may have to reduce: before anybody is late or
+        suspect, those that it is the first to reduce."""
+        if now_s >= self._late_s or self._roster.suspects:
+            return range(self._terms.bundles)
+        return self._firsts
+
     def _is_mine(self, bundle: int, now_s: float) -> bool:
         """True if this member reduces the bundle: it is first in line, or those before it are gone.
 
@@ -178,8 +190,7 @@ class Mean(Content):
         rank = order.index(self._roster.me)
         if rank == 0:
             return True
-        late_s = self._context.started_s + self._terms.deadline_s * LATE_REDUCER
-        if now_s < late_s and order[0] not in self._roster.suspects:
+        if now_s < self._late_s and order[0] not in self._roster.suspects:
             return False  # the common case
         # In a uniform mean, results with contributions that another bundle lacks do not count.
         rivals = [
@@ -192,7 +203,7 @@ class Mean(Content):
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
         # Staggered by rank, so that one member at a time takes over.
-        return not rivals and now_s >= late_s + TAKEOVER_S * rank
+        return not rivals and now_s >= self._late_s + TAKEOVER_S * rank
 
     def _usable(self, bundle: int) -> tuple[Input, ...]:
         """Return the contributions to a bundle that may be in its result, in member order."""
