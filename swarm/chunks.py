@@ -424,10 +424,9 @@ class Chunks:
             fetching.begin_again()
         first = stop = min(fetching.missing, default=0)
         limit = first * PIECE_BYTES + room_bytes
-        # Asked for later, the short last unit of a long chunk would queue behind other chunks.
-        all_fits = fetching.size <= limit and room_bytes >= MAX_PIECE_BYTES
+        # The last unit may be short, and fits where a whole one would not.
         while stop in fetching.missing and (
-            stop == first or all_fits or (stop + 1) * PIECE_BYTES <= limit
+            stop == first or min((stop + 1) * PIECE_BYTES, fetching.size) <= limit
         ):
             stop += 1
         if stop == first:
