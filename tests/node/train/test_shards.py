@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 from farflock.node.train.shards import (
+    MANY_SHARDS,
     MAX_ABS,
+    MIN_SHARD_BYTES,
     SEGMENT_VALUES,
     SHARD_BYTES,
     Reducer,
@@ -24,6 +26,7 @@ from farflock.node.train.shards import (
     weighted_mean,
 )
 from farflock.optimizers.parts.state import WrongState
+from farflock.swarm.protocol.exchange.bundles import MAX_MEAN_BUNDLES
 
 each_codec = pytest.mark.parametrize("name", [*CODECS, "int8:100", "topk:3/10"])
 SHAPES = {"embed": (300, 2), "norm": (7,), "scalar": (), "empty": (0, 4), "head": (5, 3)}
@@ -83,9 +86,21 @@ def test_a_shard_is_as_full_as_it_can_be(name, back):
     def most(parts):
         return sum(max(each.max_bytes(part.count) for each in codecs) for part in parts)
 
+    whole = most(part for shard in cut.shards for part in shard)
+    limit = SHARD_BYTES if back is None else max(whole // MANY_SHARDS, MIN_SHARD_BYTES)
     for shard, following in itertools.pairwise(cut.shards):
-        assert most(shard) <= SHARD_BYTES or len(shard) == 1
-        assert most((*shard, following[0])) > SHARD_BYTES
+        assert most(shard) <= limit or len(shard) == 1
+        assert most((*shard, following[0])) > limit
+
+
+@pytest.mark.parametrize(("values", "shards"), [(10_000_000, 40), (50_000_000, 200)])
+def test_the_shards_of_a_mean_are_many_enough_to_share_the_work_and_few_enough_for_no_list(
+    values, shards
+):
+    shapes = {f"t{number}": (2_000_000,) for number in range(values // 2_000_000)}
+    cut = ShardLayout.of(shapes, codec("fp16"), back=codec("bf16"))
+    assert len(cut.shards) == shards <= MAX_MEAN_BUNDLES
+    assert len(ShardLayout.of(shapes, codec("fp16")).shards) < len(cut.shards)
 
 
 @each_codec
@@ -118,14 +133,23 @@ def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name, back):
     shapes = {f"t{number}": (count,) for number, count in enumerate(counts)}
     granule = codec(name).granule((1,))
     segment = max(262_144 // granule, 1) * granule
+
+    def most_of(size):
+        return max(codec(each).max_bytes(size) for each in {name, back or name})
+
+    def sizes(count):
+        return [min(segment, count - start) for start in range(0, count, segment)] or [0]
+
+    whole = sum(most_of(size) for (count,) in shapes.values() for size in sizes(count))
+    limit = 2**20 if back is None else min(max(whole // 128, 2**18), 2**20)
     shards, left = [], 0
     for what, (count,) in shapes.items():
         for start in range(0, count, segment) if count else [0]:
             size = min(segment, count - start)
-            most = max(codec(each).max_bytes(size) for each in {name, back or name})
+            most = most_of(size)
             if not shards or most > left:
                 shards.append([])
-                left = 1024 * 1024
+                left = limit
             shards[-1].append((what, start, start + size, start // segment))
             left -= most
     cut = ShardLayout.of(shapes, codec(name), back=back and codec(back))
