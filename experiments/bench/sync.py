@@ -1,6 +1,6 @@
 """The time in which N processes average 10 million parameters, next to the ideal for their bytes.
 
-It is measured from a common start until the last process has the decoded mean.
+It is measured from a common start until the last process has decoded the mean to check it.
 
 In the ideal, a contribution of `out` bytes is cut into N parts, part i goes to the peer that
 reduces it, and the reduced parts, `back` bytes in all, go to every peer (reduce-scatter and
