@@ -219,11 +219,11 @@ class DecodedTensors(LazyTensors):
         payloads: Sequence[bytes],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        super().__init__(shapes, self._range)
+        super().__init__(shapes)
         self._layout, self._round, self._payloads = layout, round_number, payloads
         self._last = _LastDecoded()
 
-    def _range(self, name: str, start: int, stop: int) -> Tensor:
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
         starts, places = self._layout.places[name]
         number = bisect.bisect_right(starts, start) - 1
         values = self._part(places[number], start, stop)

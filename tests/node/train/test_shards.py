@@ -1,8 +1,10 @@
 """Shards: the cut and the payloads, with hostile bytes and huge values."""
 
+import gc
 import itertools
 import math
 import struct
+import weakref
 from functools import partial
 
 import numpy as np
@@ -17,6 +19,7 @@ from farflock.node.train.shards import (
     MAX_ABS,
     SEGMENT_VALUES,
     SHARD_BYTES,
+    DecodedTensors,
     Reducer,
     Segment,
     ShardLayout,
@@ -170,6 +173,18 @@ def test_many_shards_of_one_tensor_come_back_in_their_places():
         cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes
     )
     assert all(torch.equal(decoded[name], x) for name, x in tensors.items())
+
+
+def test_decoded_tensors_free_their_payloads_without_a_garbage_collection():
+    tensors = DecodedTensors(EXACT, 0, [packed(1.0, 2.0, 3.0, 4.0)], {"x": (4,)})
+    assert tensors["x"].tolist() == [1, 2, 3, 4]
+    alive = weakref.ref(tensors)
+    gc.disable()
+    try:
+        del tensors
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_payload_is_a_length_and_the_codecs_bytes_for_each_segment():
