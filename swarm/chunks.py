@@ -76,7 +76,8 @@ class Store:
         self.budget_bytes = budget_bytes
         self._chunks: dict[bytes, bytes | memoryview] = {}
         self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
-        self._pins: dict[bytes, set[Hashable]] = {}
+        # How many users pin each chunk: a number, since garbage collections would visit sets.
+        self._pins: dict[bytes, int] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
         self.size_bytes = 0
 
@@ -108,9 +109,11 @@ class Store:
 
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk for one more user."""
-        self._pins.setdefault(digest, set()).add(pin)
-        self._loose.pop(digest, None)
-        self._pinned_by.setdefault(pin, {})[digest] = None
+        mine = self._pinned_by.setdefault(pin, {})
+        if digest not in mine:
+            mine[digest] = None
+            self._pins[digest] = self._pins.get(digest, 0) + 1
+            self._loose.pop(digest, None)
 
     def release(self, pin: Hashable) -> None:
         """Drop all pins of this user; its chunks stay while there is room."""
@@ -148,9 +151,8 @@ class Store:
         if kept := {digest: None for digest in pinned if digest in wanted}:
             self._pinned_by[pin] = kept
         for digest in (digest for digest in pinned if digest not in kept):
-            pins = self._pins[digest]
-            pins.discard(pin)
-            if not pins:
+            self._pins[digest] -= 1
+            if not self._pins[digest]:
                 del self._pins[digest]
                 if digest in self._chunks:
                     self._loose[digest] = None
