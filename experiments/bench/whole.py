@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +117,14 @@ def run(options: Options) -> Iterator[Metric]:
             yield _time(metrics[1], peers)
 
 
-def case_of(parameters: int | None) -> Case:
+def case_of(parameters: int | None, cases: Sequence[Case] = CASES) -> Case:
     """Return the case of about this many parameters, by default the smallest."""
     if parameters is None:
-        return CASES[0]
-    near = min(CASES, key=lambda case: abs(case.model.parameters() - parameters))
+        return cases[0]
+    near = min(cases, key=lambda case: abs(case.model.parameters() - parameters))
     if not 0.9 < near.model.parameters() / parameters < 1.1:
-        sizes = ", ".join(size_name(case.model.parameters()) for case in CASES)
-        raise NotMeasured(f"whole runs are measured with one of {sizes} parameters")
+        sizes = ", ".join(size_name(case.model.parameters()) for case in cases)
+        raise NotMeasured(f"this is measured with one of {sizes} parameters")
     return near
 
 
