@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, and how long one takes to write.
+"""The time for which training stands still for a checkpoint, and the time that one takes.
 
 `checkpoint.stall.SIZE` is the time in which a step does no work of its own: between the end of the
 step before and its beginning, when the cut is taken, and before its update, when what the cut has
@@ -39,27 +39,29 @@ def run(options: Options) -> Iterator[Metric]:
     settings = Settings(model, seq, options.repeats)
     lines = lines_of("a node that writes checkpoints", WORKER, settings, TIMEOUT_S)
     size = size_name(model.parameters())
-    yield _stall(f"checkpoint.stall.{size}", lines)
-    yield _write(f"checkpoint.{size}", lines)
+    yield stall(f"checkpoint.stall.{size}", lines)
+    yield duration(f"checkpoint.{size}", lines)
 
 
-def _stall(metric: str, lines: Lines) -> Metric:
+def stall(metric: str, lines: Lines) -> Metric:
+    """Return the longest stall of a step beside a checkpoint, above that of other steps."""
     quiet = statistics.median(map(_stood_ms, _of("quiet", lines)))
     longest = [max(map(_stood_ms, steps)) - quiet for steps in stretches(lines)]
     value = statistics.median(longest)
     writing = _of("writing", lines)
+    cut_ms, saving_ms = (_longest_ms(writing, what) for what in ("between_s", "saving_s"))
     note = (
-        f"worst {max(longest):.1f}; the cut {_most(writing, 'between_s'):.1f}, copies and waits "
-        f"{_most(writing, 'saving_s'):.1f} at most; other steps stand still for {quiet:.1f}, at "
-        f"most {max(map(_stood_ms, _of('quiet', lines))):.1f}; a step takes "
-        f"{_median_s(writing):.2f} s while one is written, {_median_s(_of('quiet', lines)):.2f} s "
-        "otherwise"
+        f"worst {max(longest):.1f}; the cut {cut_ms:.1f}, copies and waits {saving_ms:.1f} at "
+        f"most; other steps stand still for {quiet:.1f}, at most "
+        f"{max(map(_stood_ms, _of('quiet', lines))):.1f}; a step takes {_median_s(writing):.2f} s "
+        f"while one is written, {_median_s(_of('quiet', lines)):.2f} s otherwise"
     )
     ratio = round(value / ALLOWED_STALL_MS, 4)
     return Metric(metric, value, ALLOWED_STALL_MS, ratio, len(longest), load(), "ms", note)
 
 
-def _write(metric: str, lines: Lines) -> Metric:
+def duration(metric: str, lines: Lines) -> Metric:
+    """Return the time that a checkpoint takes."""
     checkpoints, (plain,) = _of("checkpoint", lines), _of("plain", lines)
     value = statistics.median(one["seconds"] for one in checkpoints)
     ratio = round(value / plain["seconds"], 2)
@@ -88,7 +90,7 @@ def _stood_ms(step: dict[str, Any]) -> float:
     return float(step["between_s"] + step["saving_s"]) * 1000
 
 
-def _most(steps: Lines, what: str) -> float:
+def _longest_ms(steps: Lines, what: str) -> float:
     return float(max(step[what] for step in steps) * 1000)
 
 

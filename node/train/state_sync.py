@@ -85,7 +85,7 @@ class StateSync:
         spool: Spool | None = None,
     ) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
-        self._spool = spool or Spool(compute)
+        self.spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
@@ -161,7 +161,7 @@ class StateSync:
         """
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
-        landing = _Landing(self._spool.storage)
+        landing = _Landing(self.spool.storage)
         async with asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
@@ -212,8 +212,8 @@ class StateSync:
         that the state and its rounds match, and written beside it."""
         cut, made = await self._compute(self._cut)
         with self._driver.cuts.added(cut):
-            write = partial(spooled, cut, self._spool.storage)
-            chunks, digests = await self._spool.compute(write)
+            write = partial(spooled, cut, self.spool.storage)
+            chunks, digests = await self.spool.compute(write)
         return replace(made, chunks=chunks, digests=digests)
 
     def _cut(self) -> tuple[Cut, Snapshot]:

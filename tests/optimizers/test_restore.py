@@ -170,9 +170,7 @@ def test_a_restored_method_asks_for_the_snapshots_round(quick, vectors, name):
 def test_what_is_adopted_has_no_old_state_beside_it(quick, vectors, monkeypatch, mode, left):
     made, replica = trained(quick, vectors, "diloco")
     state = trained(quick, vectors, "diloco", steps=4)[0].snapshot(replica)
-    old = [
-        weakref.ref(x) for held in (made._state.phi, made._state.momentum) for x in held.values()
-    ]
+    old = [weakref.ref(x) for x in made.live(replica).shared.values() if x.dim()]
     counts = []
 
     def allocate(shape):

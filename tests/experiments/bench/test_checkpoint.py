@@ -34,9 +34,9 @@ def test_a_stall_is_the_longest_of_each_checkpoint_above_other_steps():
         lines.append({"kind": "checkpoint", "seconds": 3.0, "bytes": 6e6})
     lines += [quiet, {"kind": "plain", "seconds": 1.5}]
     assert [len(steps) for steps in checkpoint.stretches(lines)] == [2, 2, 2]
-    stall = checkpoint._stall("checkpoint.stall.1m", lines)
+    stall = checkpoint.stall("checkpoint.stall.1m", lines)
     assert stall.value == pytest.approx(20.0)
     assert stall.ratio == pytest.approx(0.4)
     assert "worst 70.0; the cut 71.0, copies and waits 1.0 at most" in stall.note
-    write = checkpoint._write("checkpoint.1m", lines)
+    write = checkpoint.duration("checkpoint.1m", lines)
     assert (write.value, write.ratio, write.note) == (3.0, 2.0, "6.0 MB")

@@ -105,7 +105,7 @@ def test_a_download_is_read_where_it_has_landed(bench, text, monkeypatch):
             replica.write({name: torch.ones(x) for name, x in replica.shapes.items()}, "param")
             state = first.loop.driver.method.snapshot(replica)
             serve(first, [snapshot(state | {"next.delta": torch.tensor(4)})])
-            second.state_sync._spool = Spool(inline, storage)
+            second.state_sync.spool = Spool(inline, storage)
             method = type(second.loop.driver.method)
             restore = method.restore
 
