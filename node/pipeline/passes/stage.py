@@ -144,20 +144,27 @@ class GradientAccumulator:
 
     sums: Gradients = field(default_factory=dict)
     tokens: int = 0
+    _is_own: bool = False  # the sums' memory; a single gradient is not copied
 
     def add(self, staged: MicrobatchGradient) -> None:
-        """Add one more gradient or sum."""
+        """Add one more gradient or sum, which does not change."""
         is_same_stage = not self.sums or self.sums.keys() == staged.gradients.keys()
         assert is_same_stage, "these gradients belong to another stage"
-        self.sums = {
-            name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()
-        }
+        if self._is_own:
+            for name, x in staged.gradients.items():
+                self.sums[name].add_(x)
+        else:
+            self._is_own = bool(self.sums)
+            self.sums = {
+                name: self.sums[name] + x if self._is_own else x
+                for name, x in staged.gradients.items()
+            }
         self.tokens += staged.tokens
 
     def take(self) -> MicrobatchGradient:
         """Take the whole sum and start from zero."""
         taken = MicrobatchGradient(self.sums, self.tokens)
-        self.sums, self.tokens = {}, 0
+        self.sums, self.tokens, self._is_own = {}, 0, False
         return taken
 
 

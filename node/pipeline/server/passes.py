@@ -6,7 +6,7 @@ fetched.
 Shapes: B sequences, L positions, D model width."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -204,7 +204,7 @@ class StagePasses:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
-        if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
+        if not _are_finite(back.staged.gradients.values()):
             # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")
         return BackwardResult(back.staged, payloads, back.loss_sum)
@@ -262,3 +262,9 @@ class StagePasses:
 
 def _key(asked: PassRequest) -> GradientKey:
     return asked.caller, asked.request.number
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if all values are finite: the least and the greatest of a tensor are NaN if any is."""
+    ends = [end for x in tensors for end in torch.aminmax(x)]
+    return bool(torch.stack(ends).isfinite().all())
