@@ -23,7 +23,7 @@ from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
-MAX_PIECE_BYTES = 256 * 1024
+MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
 PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
 # least request, if so much is missing: a whole shard, so that chunks arrive one by one
@@ -79,7 +79,8 @@ class Store:
         self.budget_bytes = budget_bytes
         self._chunks: dict[bytes, bytes | memoryview] = {}
         self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
-        self._pins: dict[bytes, set[Hashable]] = {}
+        # How many users pin each chunk: a number, since garbage collections would visit sets.
+        self._pins: dict[bytes, int] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
         self.size_bytes = 0
 
@@ -111,9 +112,11 @@ class Store:
 
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk for one more user."""
-        self._pins.setdefault(digest, set()).add(pin)
-        self._loose.pop(digest, None)
-        self._pinned_by.setdefault(pin, {})[digest] = None
+        mine = self._pinned_by.setdefault(pin, {})
+        if digest not in mine:
+            mine[digest] = None
+            self._pins[digest] = self._pins.get(digest, 0) + 1
+            self._loose.pop(digest, None)
 
     def release(self, pin: Hashable) -> None:
         """Drop all pins of this user; its chunks stay while there is room."""
@@ -151,9 +154,8 @@ class Store:
         if kept := {digest: None for digest in pinned if digest in wanted}:
             self._pinned_by[pin] = kept
         for digest in (digest for digest in pinned if digest not in kept):
-            pins = self._pins[digest]
-            pins.discard(pin)
-            if not pins:
+            self._pins[digest] -= 1
+            if not self._pins[digest]:
                 del self._pins[digest]
                 if digest in self._chunks:
                     self._loose[digest] = None
@@ -429,10 +431,9 @@ class Chunks:
             fetching.begin_again()
         first = stop = min(fetching.missing, default=0)
         limit = first * PIECE_BYTES + room_bytes
-        # Asked for later, the short last unit of a long chunk would queue behind other chunks.
-        all_fits = fetching.size <= limit and room_bytes >= MAX_PIECE_BYTES
+        # The last unit may be short, and fits where a whole one would not.
         while stop in fetching.missing and (
-            stop == first or all_fits or (stop + 1) * PIECE_BYTES <= limit
+            stop == first or min((stop + 1) * PIECE_BYTES, fetching.size) <= limit
         ):
             stop += 1
         if stop == first:

@@ -14,7 +14,7 @@ Transport = Literal["direct", "forwarded", "libp2p", "none"]
 Sendable = bytes | tuple[bytes, memoryview]
 
 # one chunk piece and its header: nothing larger is ever sent or accepted
-MAX_FRAME_BYTES = 256 * 1024 + 4096
+MAX_FRAME_BYTES = 9 * 64 * 1024 + 4096
 
 
 def size_of(frame: Sendable) -> int:

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "planner": "farflock.experiments.bench.planner",
     "round": "farflock.experiments.bench.round",
     "whole": "farflock.experiments.bench.whole",
+    "checkpoint": "farflock.experiments.bench.checkpoint",
     "idle": "farflock.experiments.bench.idle",
     "pipeline": "farflock.experiments.bench.pipeline",
 }
@@ -122,7 +123,8 @@ class _Scoreboard(click.Command):
     "--parameters",
     callback=_count,
     metavar="N",
-    help="Size of the model in round, such as 100m, or in whole: 124m, 308m or 1.2b.",
+    help="Size of the model in round, such as 100m; in checkpoint, 124m or 308m; in whole, also "
+    "1.2b.",
 )
 @click.option(
     "--method",
@@ -160,8 +162,8 @@ def command(
     """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    idle, pipeline, or one metric such as codec.int8. `farflock bench quality` takes hours and
-    has its own options: see `farflock bench quality --help`.
+    checkpoint, idle, pipeline, or one metric such as codec.int8. `farflock bench quality` takes
+    hours and has its own options: see `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),

@@ -4,7 +4,11 @@ utilisation over a slow link.
 `pipeline.tokens`: three processes on loopback, each with one stage; the first also trains. The
 yardstick is a plain loop of the unsplit model with the same steps, one copy in each of the three
 processes at once, so that both arms use the machine's cores and caches alike. The arms take turns;
-processor time is that of all three processes together.
+processor time is that of all three processes together. A microbatch costs a fixed number of
+messages, so the small model of this metric shows what they cost.
+
+`pipeline.wide`: the same with a model of seven times as many parameters, whose passes take long
+beside the messages, as those of any model that needs a pipeline.
 
 `pipeline.utilisation`: the product's own nodes in virtual time, with a round trip of 100 ms and 8
 microbatches a step. The value is the microbatches a second; the yardstick is those of a stage that
@@ -55,6 +59,10 @@ class Size:
 FULL = Size(
     ModelConfig(dim=96, layers=6, heads=4, kv_heads=4, ffn_dim=256, context=128, tied=False)
 )
+WIDE = Size(
+    ModelConfig(dim=256, layers=6, heads=4, kv_heads=4, ffn_dim=688, context=128, tied=False),
+    steps=2,
+)
 QUICK = Size(
     ModelConfig(dim=24, layers=3, heads=2, kv_heads=1, ffn_dim=48, context=64, tied=False),
     batch=1,
@@ -71,10 +79,12 @@ class Unlike(NotMeasured):
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `pipeline.tokens` and `pipeline.utilisation`."""
+    """Yield `pipeline.tokens`, `pipeline.wide` and `pipeline.utilisation`."""
     size = QUICK if options.quick else FULL
-    if options.wants("pipeline.tokens"):
-        yield tokens_metric(size, asyncio.run(_turns(size, options.repeats)))
+    for name, full in (("pipeline.tokens", FULL), ("pipeline.wide", WIDE)):
+        if options.wants(name):
+            trained = QUICK if options.quick else full
+            yield tokens_metric(name, trained, asyncio.run(_turns(trained, options.repeats)))
     if options.wants("pipeline.utilisation"):
         with one_thread():
             yield utilisation(size)
@@ -83,7 +93,9 @@ def run(options: Options) -> Iterator[Metric]:
 # tokens
 
 
-def tokens_metric(size: Size, turns: Sequence[tuple[Sequence[Fields], Sequence[Fields]]]) -> Metric:
+def tokens_metric(
+    name: str, size: Size, turns: Sequence[tuple[Sequence[Fields], Sequence[Fields]]]
+) -> Metric:
     """Return the metric of alternating turns: the answers of all workers, of both arms."""
     pairs = []
     for staged, plain in turns:
@@ -100,7 +112,7 @@ def tokens_metric(size: Size, turns: Sequence[tuple[Sequence[Fields], Sequence[F
         f"the stages {' : '.join(f'{share / sum(shares):.2f}' for share in shares)}"
     )
     unit = "tokens a processor second"
-    return Metric("pipeline.tokens", value, yardstick, ratio, len(pairs), load(), unit, note)
+    return Metric(name, value, yardstick, ratio, len(pairs), load(), unit, note)
 
 
 async def _turns(size: Size, repeats: int) -> list[tuple[list[Fields], list[Fields]]]:

@@ -7,6 +7,10 @@ moments, the method's state unless it is on the disk, 1.25 times the payloads th
 in a round, and 1 GiB for Python, torch and the activations. `whole.cpu.METHOD.SIZE` is the
 processor time of a process in a round, from the end of the backward pass to the new weights. Its
 yardstick is that of a forward and backward pass, over one short sequence.
+
+`whole.join.METHOD.SIZE` is the highest anonymous memory of a process that joins after a round, and
+downloads the state, until it is a member. Its yardstick is weights, the method's state as above,
+and 1 GiB.
 """
 
 import dataclasses
@@ -15,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,27 +108,32 @@ CASES = (
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `whole.METHOD.SIZE` and `whole.cpu.METHOD.SIZE` for each method."""
+    """Yield `whole.METHOD.SIZE`, `whole.cpu.METHOD.SIZE` and `whole.join.METHOD.SIZE` for each
+    method."""
     if not sys.platform.startswith("linux"):
         raise NotMeasured("anonymous memory is measured on Linux only")
     case = QUICK if options.quick else case_of(options.parameters)
     size = size_name(case.model.parameters())
     for method in METHODS:
+        if options.method not in (None, method):
+            continue
         metrics = f"whole.{method}.{size}", f"whole.cpu.{method}.{size}"
-        if options.method in (None, method) and any(map(options.wants, metrics)):
+        if any(map(options.wants, metrics)):
             peers = _peers(case, method)
             yield _memory(metrics[0], case, method, peers)
             yield _time(metrics[1], peers)
+        if options.wants(join := f"whole.join.{method}.{size}"):
+            yield _join(join, case, method)
 
 
-def case_of(parameters: int | None) -> Case:
+def case_of(parameters: int | None, cases: Sequence[Case] = CASES) -> Case:
     """Return the case of about this many parameters, by default the smallest."""
     if parameters is None:
-        return CASES[0]
-    near = min(CASES, key=lambda case: abs(case.model.parameters() - parameters))
+        return cases[0]
+    near = min(cases, key=lambda case: abs(case.model.parameters() - parameters))
     if not 0.9 < near.model.parameters() / parameters < 1.1:
-        sizes = ", ".join(size_name(case.model.parameters()) for case in CASES)
-        raise NotMeasured(f"whole runs are measured with one of {sizes} parameters")
+        sizes = ", ".join(size_name(case.model.parameters()) for case in cases)
+        raise NotMeasured(f"this is measured with one of {sizes} parameters")
     return near
 
 
@@ -132,20 +141,18 @@ def _options(method: str) -> dict[str, str | int | float]:
     return {**METHODS[method], "period": 1, "deadline_s": DEADLINE_S}
 
 
+def _settings(case: Case, method: str, base: str, number: int, **others: Any) -> Settings:  # noqa: ANN401
+    shared = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case)}
+    fields = {"peers": PEERS, "folder": str(Path(base, str(number))), **shared, **others}
+    return Settings(number=number, method=method, options=_options(method), **fields)
+
+
 def _peers(case: Case, method: str) -> list[list[Fields]]:
     """Run both processes to their end; return the lines of each."""
     with tempfile.TemporaryDirectory(prefix="farflock-whole-") as base, ExitStack() as running:
         invite, begun = None, []
         for number in range(PEERS):
-            settings = Settings(
-                number=number,
-                peers=PEERS,
-                folder=str(Path(base, str(number))),
-                invite=invite,
-                method=method,
-                options=_options(method),
-                **{field.name: getattr(case, field.name) for field in dataclasses.fields(Case)},
-            )
+            settings = _settings(case, method, base, number, invite=invite)
             peer = running.enter_context(_Peer(settings))
             begun.append(peer)
             invite = peer.hear("joined")["invite"]
@@ -154,13 +161,34 @@ def _peers(case: Case, method: str) -> list[list[Fields]]:
     return lines
 
 
+def _join(metric: str, case: Case, method: str) -> Metric:
+    """Let a process join another one after a round that it took alone."""
+    with tempfile.TemporaryDirectory(prefix="farflock-whole-") as base, ExitStack() as running:
+        settings = _settings(case, method, base, 0, peers=1, rounds=1, invite=None, stays=True)
+        founder = running.enter_context(_Peer(settings))
+        invite = founder.hear("joined")["invite"]
+        founder.hear("round")
+        settings = _settings(case, method, base, 1, rounds=0, invite=invite)
+        joiner = running.enter_context(_Peer(settings))
+        seconds = joiner.hear("joined")["seconds"]
+        joined = joiner.hear("done")
+    needed = needed_bytes(case, method)
+    allowed = needed["weights"] + needed["state"] + ALLOWED_BYTES
+    highest = joined["begun_bytes"]
+    note = f"weights {needed['weights'] / 1e6:,.0f} MB, state {needed['state'] / 1e6:,.0f} MB"
+    note += f"; in after {seconds:.1f} s"
+    return Metric(metric, highest, allowed, round(highest / allowed, 4), 1, load(), "bytes", note)
+
+
 class _Peer:
     """A process of the run."""
 
     def __init__(self, settings: Settings) -> None:
         command = [sys.executable, "-m", WORKER, msgspec.json.encode(settings).decode()]
         self._number = settings.number
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def __enter__(self) -> "_Peer":
         return self
@@ -174,6 +202,8 @@ class _Peer:
             self._process.kill()
             self._process.wait()
         self._lines.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def hear(self, kind: str) -> Fields:
         """Return the next line, which must be of this kind."""

@@ -66,6 +66,11 @@ class CheckpointManager:
         await self.written()
         return await self._write()
 
+    @property
+    def writing(self) -> bool:
+        """True while a checkpoint that `pause` began is being written."""
+        return self._writing is not None and not self._writing.done()
+
     async def written(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
         writing, self._writing = self._writing, None

@@ -9,6 +9,7 @@ Shapes: B sequences, L positions, D model width, H heads, K width of a head, V v
 
 import hashlib
 import math
+from typing import Any
 
 import msgspec
 import torch
@@ -158,6 +159,27 @@ class Trunk(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if is_last else None
 
 
+class TiedHead(torch.autograd.Function):
+    """`F.linear` with the table of embeddings, for a backward pass that takes less memory.
+
+    The gradient of the look-up is added to what this returns in place. To that of `F.linear`, a
+    view, autograd adds it in a third tensor of the table's size. The bits are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 - torch's
+        """Return the logits."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's
+        """Return the gradients of both; with autocast, the logits have another type than they."""
+        (x, weight), (grad,) = ctx.saved_tensors, grads
+        rows, columns = grad.flatten(0, -2), x.flatten(0, -2).to(grad.dtype)
+        to_x, to_weight = grad @ weight.to(grad.dtype), rows.t() @ columns
+        return to_x.to(x.dtype), to_weight.to(weight.dtype)
+
+
 class Llama(nn.Module):
     """The decoder, or the stage of it that holds the layers of `span`, with the names of the whole
     model.
@@ -214,6 +236,9 @@ class Llama(nn.Module):
     def _logits(self, x_BLD: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "the last stage has neither a head nor the embedding"
+        if self.lm_head is None and x_BLD.requires_grad and head.weight.requires_grad:
+            tied: Tensor = TiedHead.apply(x_BLD, head.weight)  # type: ignore[no-untyped-call]
+            return tied
         return F.linear(x_BLD, head.weight)
 
 

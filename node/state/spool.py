@@ -1,7 +1,8 @@
 """Snapshots for joiners, written from a cut into memory or mapped files, and read back.
 
 A snapshot is a safetensors file, cut into chunks. While joiners download it, the state goes on
-changing: the file keeps what it was, and the system keeps in memory what is asked for.
+changing: the file keeps what it was, and the system keeps in memory what is asked for. A joiner has
+such a file too: its tensors are views of it.
 """
 
 import logging
@@ -43,15 +44,20 @@ class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def spooled(cut: Cut, storage: Storage) -> Spooled:
-    """Read a cut into memory of `storage`."""
-    shape = (-(-cut.size_bytes // _VALUE_BYTES),)
+def room(size: int, storage: Storage) -> memoryview:
+    """Return memory of `storage` for so many bytes; if it has none left, plain memory."""
+    shape = (-(-size // _VALUE_BYTES),)
     try:
         place = storage(shape)
     except Failure as reason:
         log.warning("a snapshot for a joiner is kept in memory: %s", reason)
         place = in_memory(shape)
-    file = raw(place)[: cut.size_bytes]
+    return raw(place)[:size]
+
+
+def spooled(cut: Cut, storage: Storage) -> Spooled:
+    """Read a cut into memory of `storage`."""
+    file = room(cut.size_bytes, storage)
     file[: len(cut.head)] = cut.head
     at = len(cut.head)
     for _, piece in cut.read():
@@ -62,65 +68,39 @@ def spooled(cut: Cut, storage: Storage) -> Spooled:
     return Spooled(chunks, tuple(map(digest_of, chunks)))
 
 
-def tensors_of(chunks: list[bytes | memoryview]) -> dict[str, Tensor]:
-    """Return the tensors of a file in chunks, which leave the list as they are copied; raise
-    `Malformed` unless the chunks are such a file exactly."""
-    reader = _Reader(chunks)
-    if reader.left_bytes < _LENGTH_BYTES:
+def tensors_of(file: memoryview) -> dict[str, Tensor]:
+    """Return the tensors of a file, which are views of its bytes; raise `Malformed` unless the
+    bytes are such a file exactly."""
+    if len(file) < _LENGTH_BYTES:
         raise Malformed("it is too short")
-    length = int.from_bytes(reader.take(_LENGTH_BYTES), "little")
-    if length > min(reader.left_bytes, MAX_HEAD_BYTES):
+    length, rest = int.from_bytes(file[:_LENGTH_BYTES], "little"), file[_LENGTH_BYTES:]
+    if length > min(len(rest), MAX_HEAD_BYTES):
         raise Malformed(f"its head of {length} bytes is too long")
     try:
-        described = msgspec.json.decode(bytes(reader.take(length)), type=dict[str, _Described])
+        described = msgspec.json.decode(rest[:length], type=dict[str, _Described])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(f"its head cannot be parsed: {error}") from None
-    at, tensors = 0, {}
+    values, at, tensors = rest[length:], 0, {}
     for name, one in sorted(described.items(), key=lambda entry: entry[1].data_offsets):
         kind = TYPES.get(one.dtype)
-        size = 0 if kind is None else math.prod(one.shape) * kind.itemsize
+        count = math.prod(one.shape)
+        size = 0 if kind is None else count * kind.itemsize
         is_huge = math.prod(max(side, 1) for side in one.shape) > MAX_VALUES
         if (
             kind is None
             or is_huge
             or one.data_offsets != (at, at + size)
-            or size > reader.left_bytes
+            or size > len(values) - at
+            or (length + at) % kind.itemsize
         ):
             raise Malformed(f"it does not hold {name[:100]!r} as its head says")
-        tensors[name] = reader.tensor(kind, one.shape)
+        flat = (
+            torch.frombuffer(values, dtype=kind, count=count, offset=at)
+            if count
+            else torch.empty(0, dtype=kind)
+        )
+        tensors[name] = flat.view(one.shape)
         at += size
-    if reader.left_bytes:
-        raise Malformed(f"{reader.left_bytes} bytes more than its head says")
+    if at != len(values):
+        raise Malformed(f"{len(values) - at} bytes more than its head says")
     return tensors
-
-
-class _Reader:
-    """Bytes in chunks, read from their beginning."""
-
-    def __init__(self, chunks: list[bytes | memoryview]) -> None:
-        chunks.reverse()
-        self._chunks, self._at = chunks, 0  # the next one is the last
-        self.left_bytes = sum(map(len, chunks))
-
-    def tensor(self, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the next bytes as a tensor in memory of its own."""
-        values = torch.empty(math.prod(shape), dtype=kind)
-        self._fill(raw(values))
-        return values.view(shape)
-
-    def take(self, count: int) -> bytearray:
-        """Return the next bytes."""
-        taken = bytearray(count)
-        self._fill(memoryview(taken))
-        return taken
-
-    def _fill(self, place: memoryview) -> None:
-        self.left_bytes -= len(place)
-        while place:
-            chunk = memoryview(self._chunks[-1])
-            part = chunk[self._at : self._at + len(place)]
-            place[: len(part)] = part
-            place, self._at = place[len(part) :], self._at + len(part)
-            if self._at == len(chunk):
-                self._at = 0
-                self._chunks.pop()

@@ -1,7 +1,8 @@
 """Tensors to shards and back: the layout, the payloads, and a reducer's mean of a shard.
 
-A shard is at most about 1 MiB encoded: a list of segments, each a flat range of one tensor, encoded
-separately. The layout is a pure function of names, shapes and codecs, so all peers compute the same
+A shard is at most about 1 MiB encoded, less in a mean of a small model, so that its members can
+share the work evenly: a list of segments, each a flat range of one tensor, encoded separately. The
+layout is a pure function of names, shapes and codecs, so all peers compute the same
 one without communication. A shard's payload: for each segment its length (4 bytes, little endian)
 and the codec's bytes (docs/wire-format.md).
 """
@@ -23,10 +24,13 @@ from farflock.compression.payload import largest
 from farflock.optimizers.method import TensorBlock
 from farflock.optimizers.parts.blocks import LazyTensors, read
 from farflock.optimizers.parts.state import WrongState
+from farflock.swarm.protocol.exchange.bundles import MAX_MEAN_BUNDLES
 from farflock.swarm.protocol.exchange.streams import Reduction
 
 SEGMENT_VALUES = 262_144  # 1 MiB of float32: what a peer decodes, adds and encodes at a time
 SHARD_BYTES = 1024 * 1024  # encoded, in the codec of whichever direction needs more
+MIN_SHARD_BYTES = 256 * 1024  # in a mean that has fewer than `MANY_SHARDS` longer ones
+MANY_SHARDS = MAX_MEAN_BUNDLES // 2  # so that each of them, if cut in two, is a bundle of its own
 MAX_ABS = 2.0**100  # no real update is larger; the bound keeps a weighted mean finite
 MAX_MEAN = MAX_ABS / 2  # leaves room for the return codec to round up
 MIN_WEIGHT = 2.0**-100  # a smaller total may be 0 in float32
@@ -73,15 +77,24 @@ class ShardLayout:
         back: Codec | None = None,
     ) -> "ShardLayout":
         """Cut tensors into segments at multiples of the codec's granule, and fill shards with them
-        up to `SHARD_BYTES`, as encoded for the way out, or for the way `back` if that is more."""
+        up to `SHARD_BYTES`, as encoded for the way out, or for the way `back` if that is more.
+
+        What comes back is a mean, of which each member reduces some shards: there are many."""
         codecs = (codec,) if back is None else (codec, back)
+        segments = [
+            (segment, max(each.max_bytes(segment.count) for each in codecs))
+            for segment in _segments(shapes, codec)
+        ]
+        most = SHARD_BYTES
+        if back is not None:
+            share = sum(size for _, size in segments) // MANY_SHARDS
+            most = min(max(share, MIN_SHARD_BYTES), SHARD_BYTES)
         shards: list[list[Segment]] = [[]]
-        room = SHARD_BYTES
-        for segment in _segments(shapes, codec):
-            size = max(each.max_bytes(segment.count) for each in codecs)
+        room = most
+        for segment, size in segments:
             if size > room and shards[-1]:
                 shards.append([])
-                room = SHARD_BYTES
+                room = most
             shards[-1].append(segment)
             room -= size
         return cls(tuple(tuple(shard) for shard in shards), codec, run_seed)
@@ -219,11 +232,11 @@ class DecodedTensors(LazyTensors):
         payloads: Sequence[bytes],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        super().__init__(shapes, self._range)
+        super().__init__(shapes)
         self._layout, self._round, self._payloads = layout, round_number, payloads
         self._last = _LastDecoded()
 
-    def _range(self, name: str, start: int, stop: int) -> Tensor:
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
         starts, places = self._layout.places[name]
         number = bisect.bisect_right(starts, start) - 1
         values = self._part(places[number], start, stop)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from farflock.node.model.replica import Storage, in_memory
 from farflock.node.state.cut import Cut
-from farflock.node.state.spool import Malformed, spooled, tensors_of
+from farflock.node.state.spool import Malformed, room, spooled, tensors_of
 from farflock.node.train.driver import Apply, Driver, RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import ExchangeKey, State
@@ -60,6 +60,19 @@ class Spool:
     storage: Storage = in_memory
 
 
+@dataclass(slots=True)
+class _Landing:
+    """The memory that a download is in."""
+
+    storage: Storage
+    file: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def room(self, size: int) -> memoryview:
+        """Return memory for the next attempt."""
+        self.file = room(size, self.storage)
+        return self.file
+
+
 class StateSync:
     """One node's state in one run: that of its exchange client's stage, or of the whole model."""
 
@@ -72,7 +85,7 @@ class StateSync:
         spool: Spool | None = None,
     ) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
-        self._spool = spool or Spool(compute)
+        self.spool = spool or Spool(compute)
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self._opened = False
         self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
@@ -148,22 +161,20 @@ class StateSync:
         """
         replica, stage = self._driver.replica, self._client.stage
         mine = await self._compute(self._beginning)
+        landing = _Landing(self.spool.storage)
         async with asyncio.timeout(timeout_s):
             while True:
                 # from an older round the log could not be followed to the present
                 oldest, max_bytes = self._peer.reach(stage), max_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine
+                    *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
+                    landing.room,
                 )
                 if snapshot.state == mine:  # as at the run's beginning, from the same weights
                     rounds: dict[str, int] = {}
                     break
                 try:
-                    chunks = list(snapshot.chunks)
-                    snapshot = replace(snapshot, chunks=())  # they are freed as they are read
-                    state = _decoded(snapshot, chunks)
-                    rounds = self._rounds_in(state)
-                    await self._compute(partial(self._restore, state))
+                    rounds = await self._compute(partial(self._restore, snapshot, landing.file))
                     break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
@@ -175,9 +186,13 @@ class StateSync:
         """Return the hash of the state with which a run would begin here; None once it has."""
         return None if self._opened else state_hash(self._state(live=True))
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, snapshot: Snapshot, file: memoryview) -> dict[str, int]:
+        """Take over a downloaded snapshot, in the worker; return each stream's last round."""
+        state = _decoded(snapshot, file)
+        rounds = self._rounds_in(state)
         self._driver.cuts.before_change()
         self._driver.method.restore(self._driver.replica, state, "adopt")
+        return rounds
 
     def _rounds_in(self, state: State) -> dict[str, int]:
         """Return each stream's last round in a snapshot, and remove entries unknown to methods."""
@@ -197,8 +212,8 @@ class StateSync:
         that the state and its rounds match, and written beside it."""
         cut, made = await self._compute(self._cut)
         with self._driver.cuts.added(cut):
-            write = partial(spooled, cut, self._spool.storage)
-            chunks, digests = await self._spool.compute(write)
+            write = partial(spooled, cut, self.spool.storage)
+            chunks, digests = await self.spool.compute(write)
         return replace(made, chunks=chunks, digests=digests)
 
     def _cut(self) -> tuple[Cut, Snapshot]:
@@ -239,12 +254,12 @@ def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
 
 def decode_state(snapshot: Snapshot) -> State:
     """Return a snapshot's tensors; raise `CorruptSnapshot` for a wrong hash."""
-    return _decoded(snapshot, list(snapshot.chunks))
+    return _decoded(snapshot, memoryview(bytearray().join(snapshot.chunks)))
 
 
-def _decoded(snapshot: Snapshot, chunks: list[bytes | memoryview]) -> State:
+def _decoded(snapshot: Snapshot, file: memoryview) -> State:
     try:
-        state = tensors_of(chunks)
+        state = tensors_of(file)
     except Malformed as error:
         raise CorruptSnapshot(
             f"the snapshot of round {snapshot.round} cannot be read ({error}); ask another member"

@@ -41,7 +41,8 @@ class LazyTensors(Mapping[str, Tensor]):
     `drop` forgets them if nobody reads them again.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], compute: Read) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], compute: Read | None = None) -> None:
+        """Without `compute`, a subclass overrides `values_of`."""
         self._shapes, self._compute = dict(shapes), compute
         self._held: dict[str, Tensor] | None = None
         self.dropped = False
@@ -58,6 +59,14 @@ class LazyTensors(Mapping[str, Tensor]):
         assert not self.dropped, f"{name} is read after it was dropped"
         if self._held is not None:
             return self._held[name].view(-1)[start:stop]
+        return self.values_of(name, start, stop)
+
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
+        """Compute a range.
+
+        A subclass overrides this rather than pass a method of its own as `compute`: the two would
+        refer to each other, and what is decoded from would stay until a full garbage collection."""
+        assert self._compute is not None, f"nothing computes {name}"
         return self._compute(name, start, stop)
 
     def hold(self) -> None:

@@ -117,7 +117,8 @@ def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:
         raise WrongState(
             f"{name} must be float32 of shape {shape}, got {_described(found)}; ask another member"
         )
-    if not bool(torch.isfinite(found).all()):
+    flat = found.reshape(-1)
+    if not all(bool(torch.isfinite(block.of(flat)).all()) for block in blocks(name, shape)):
         raise WrongState(f"{name} holds NaN or infinity; ask another member")
     return found
 

@@ -115,6 +115,16 @@ def relocated(owner: Owner, allocate: Callable[[Sequence[int]], Tensor]) -> Owne
     return owner
 
 
+def dropped(owner: "DataclassInstance") -> None:
+    """Let go of the shared tensors, which others are about to replace."""
+    for name, place in _places(owner):
+        if place.whose is None:
+            for one in _parts(owner, name):
+                dropped(one)
+        elif place.whose == "shared" and place.kind in (TENSORS, SOME_TENSORS):
+            setattr(owner, name, {})
+
+
 def forget(owner: "DataclassInstance", *, carried: bool) -> None:
     """Reset own fields to their defaults, except fields that stay while work is carried."""
     for name, place in _places(owner):

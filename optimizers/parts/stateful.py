@@ -24,6 +24,7 @@ from farflock.optimizers.parts.state_fields import (
     PART,
     Whose,
     become,
+    dropped,
     forget,
     loaded,
     relocated,
@@ -88,7 +89,10 @@ class StatefulMethod(ABC):
 
     def restore(self, replica: Replica, state: State, mode: Mode) -> None:
         """Take over the shared fields; of this peer's own, keep only those of carried work."""
-        new = relocated(self.load(replica, state, "shared"), replica.allocate)
+        read = self.load(replica, state, "shared")
+        if mode == "adopt":
+            dropped(self)  # or two states would be in memory
+        new = relocated(read, replica.allocate)
         forget(new, carried=self.move(replica, state, new, mode))
         become(self, new)
         self.begun(replica)

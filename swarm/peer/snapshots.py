@@ -6,9 +6,11 @@ any one member's. Chunks are verified by their digests, the whole by the state's
 
 import asyncio
 import collections
+import itertools
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -53,6 +55,12 @@ class Snapshot:
 
 Provide = Callable[[], Awaitable[Snapshot]]
 DownloadProgress = Callable[[int, int], None]  # (chunks here, chunks in all)
+Room = Callable[[int], memoryview]  # a size -> memory for so many bytes
+
+
+def in_memory(size: int) -> memoryview:
+    """Return fresh memory."""
+    return memoryview(bytearray(size))
 
 
 class SnapshotUnavailable(Exception):
@@ -67,7 +75,9 @@ class _Download:
     min_round: int  # the first useful round
     max_bytes: int | None
     known: bytes | None  # the hash of the state that is here
+    room: Room
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
+    here: dict[tuple[bytes, int], memoryview] = field(default_factory=dict)  # chunks, verified
 
 
 class Snapshots:
@@ -162,13 +172,15 @@ class Snapshots:
         stage: int | None = None,
         max_bytes: int | None = None,
         known: bytes | None = None,
+        room: Room = in_memory,
     ) -> Snapshot:
         """Download the state that most members announce, after round `min_round` or later.
 
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
-        state that is `known` here comes without chunks. Raise `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, min_round, max_bytes, known)
+        state that is `known` here comes without chunks. The chunks of others follow one another in
+        memory from `room`. Raise `SnapshotUnavailable` on timeout."""
+        download = self._downloads[name] = _Download(stage, min_round, max_bytes, known, room)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, download, timeout_s, progress)
@@ -195,7 +207,7 @@ class Snapshots:
             try:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
                 if chunks is not None:
-                    self._context.store.forget(pin)  # they are handed over
+                    self._context.store.forget(pin)
             finally:
                 self._context.store.release(pin)
             # After a change of chain, this state belongs to the old one.
@@ -215,11 +227,11 @@ class Snapshots:
         offer: StateOffer,
         holders: list[PeerId],
         download: _Download,
-        pin: object,
+        pin: Hashable,
         timeout_s: float,
         progress: DownloadProgress,
-    ) -> tuple[bytes, ...] | None:
-        async def fetch(digest: bytes, size: int) -> bool:
+    ) -> tuple[memoryview, ...] | None:
+        async def fetch(digest: bytes, size: int, pin: Hashable = pin) -> bool:
             return await self._context.chunks.fetch(
                 digest, size, lambda: holders, pin, timeout_s, final=True
             )
@@ -231,19 +243,46 @@ class Snapshots:
         if download.max_bytes is not None and size_bytes > download.max_bytes:
             self._context.drop("snapshot too large")
             return None
+        places = _Places(listed)
+        # what an attempt before this one has brought; all else of it is dropped
+        download.here = {what: body for what, body in download.here.items() if what in places.of}
+        room = await self._context.compute(partial(download.room, size_bytes))
         gate, here = asyncio.Semaphore(PARALLEL), 0
 
-        async def one(digest: bytes, size: int) -> bool:
+        async def one(what: tuple[bytes, int]) -> bool:
             nonlocal here
             async with gate:
-                done = await fetch(digest, size)
-            here += done
+                done = await self._land(what, download, fetch, [room[at] for at in places.of[what]])
+            here += done * len(places.of[what])
             progress(here, len(listed))
             return done
 
-        if not all(await asyncio.gather(*(one(digest, size) for digest, size in listed))):
+        if not all(await asyncio.gather(*map(one, places.of))):
             return None
-        return tuple(self._context.store.get(digest) or b"" for digest, _ in listed)
+        return tuple(room[at] for at in places.all)
+
+    async def _land(
+        self,
+        what: tuple[bytes, int],
+        download: _Download,
+        fetch: Callable[[bytes, int, Hashable], Awaitable[bool]],
+        places: list[memoryview],
+    ) -> bool:
+        """Fetch a chunk and copy it to its places; it does not stay in the store."""
+        (digest, size), store = what, self._context.store
+        pin = ("landing", digest)
+        try:
+            body = download.here.get(what)
+            if body is None and await fetch(digest, size, pin):
+                body = store.view(digest)
+            if body is None or len(body) != size:
+                return False
+            # in a worker: the system may let whoever writes to a mapped file wait for the disk
+            await self._context.compute(partial(_fill, places, body))
+            download.here[what] = places[0]
+            return True
+        finally:
+            store.forget(pin)
 
     async def _list(
         self, offer: StateOffer, fetch: Callable[[bytes, int], Awaitable[bool]]
@@ -331,6 +370,22 @@ class Snapshots:
             len(listing),
             snapshot.tokens,
         )
+
+
+class _Places:
+    """The places of a snapshot's chunks, one after the other; equal ones are fetched once."""
+
+    def __init__(self, listed: Sequence[tuple[bytes, int]]) -> None:
+        ends = list(itertools.accumulate(size for _, size in listed))
+        self.all = [slice(end - size, end) for (_, size), end in zip(listed, ends, strict=True)]
+        self.of: dict[tuple[bytes, int], list[slice]] = {}
+        for what, place in zip(listed, self.all, strict=True):
+            self.of.setdefault(what, []).append(place)
+
+
+def _fill(places: list[memoryview], body: memoryview) -> None:
+    for place in places:
+        place[:] = body
 
 
 def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:

@@ -10,12 +10,13 @@ from farflock.swarm.peer.rounds import Rounds
 
 TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
 LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly
+REST_TURNS = 2 * LOOK_EVERY  # between ticks while nothing is under way
 
 
 class Ticks:
     """Numbers the turns of one peer's ticks, and waits for the next.
 
-    With `rests`, only every `LOOK_EVERY`-th comes while no round, call or change of members is
+    With `rests`, only every `REST_TURNS`-th comes while no round, call or change of members is
     under way; `stirred` brings back the next. Simulations do not rest: their bits depend on the
     times of ticks."""
 
@@ -40,7 +41,7 @@ class Ticks:
             self.turn += 1
             return
         now = asyncio.get_running_loop().time
-        begun_s, turns = now(), LOOK_EVERY - self.turn % LOOK_EVERY
+        begun_s, turns = now(), REST_TURNS - self.turn % REST_TURNS
         self._stirred.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(turns * TICK_S):

@@ -16,9 +16,12 @@ STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and f
 # Control and bulk, taken by libzmq and not read by us; a correct partner keeps bulk below its
 # window of `partner.DIRECT_WINDOW_BYTES`.
 UNREAD_BYTES = (8 * 1024 * 1024, 24 * 1024 * 1024)
-SILENT_S = 30.0  # every live partner pings every connection every 2 s
+SILENT_S = 30.0  # every live partner pings every connection every 10 s
+TELLS_SILENCE = sys.platform.startswith("linux")  # whether the kernel knows when bytes came last
 
-_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
+# Linux's struct tcp_info
+_LAST_DATA_RECEIVED_AT = 52  # tcpi_last_data_recv, milliseconds
+_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received
 _SEALED_BYTES = 8 + 8 + 16 + 1  # what CURVE adds to a message: name, nonce, tag and flags
 _SHORT_BODY_BYTES = 255  # ZMTP writes the length of a longer one in 8 bytes, else in one
 
@@ -86,6 +89,15 @@ class Connection:
             return 0
         waiting = struct.unpack("i", fcntl.ioctl(self._handle, termios.FIONREAD, bytes(4)))[0]
         return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - int(waiting)
+
+    def silence_s(self) -> float:
+        """Return the seconds since bytes came last, read or not; 0 if the kernel does not tell."""
+        if TELLS_SILENCE:
+            with contextlib.suppress(OSError, struct.error):
+                end = _LAST_DATA_RECEIVED_AT + 4
+                info = self._handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, end)
+                return float(struct.unpack_from("=I", info, _LAST_DATA_RECEIVED_AT)[0]) / 1000
+        return 0.0
 
     def kick(self) -> None:
         """Shut the connection down; ZAP acts only at the handshake, so there is no other way."""

@@ -20,18 +20,23 @@ from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import BULK, CONTROL
-from farflock.swarm.zmq.partner import Partner, PartnerTable, Traffic
+from farflock.swarm.zmq.partner import SILENT_SHARE, Partner, PartnerTable, Traffic
+from farflock.swarm.zmq.pulse import Pulse
 from farflock.swarm.zmq.receiving import Receiver
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
+from farflock.swarm.zmq.socket import HEARTBEAT_S
 from farflock.swarm.zmq.sockets import Sockets
 from farflock.swarm.zmq.upkeep import Upkeep
 from farflock.swarm.zmq.zap import Gate
 
+MIN_SUSPECT_AFTER_S = 2 * HEARTBEAT_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """Options of `ZmqLinks`; raise `ValueError` for a forwarding rate below one frame."""
+    """Options of `ZmqLinks`; raise `ValueError` for a forwarding rate below one frame, and for a
+    time until silence counts that ends before the next heartbeat can be late."""
 
     incarnation: int
     sequence: int = 0  # no less than this identity has ever published
@@ -41,10 +46,16 @@ class LinkOptions:
     doors: Sequence[str] = ()  # my directory's addresses, published in my record
     relay: bool = True  # forward for others
     refuse: Collection[PeerId] = ()  # a block list
-    suspect_after_s: float = 0.85  # of silence; use 2 to 3 s above 200 ms round trip
+    # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
+    suspect_after_s: float = 0.85
     forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
 
     def __post_init__(self) -> None:
+        if self.suspect_after_s < MIN_SUSPECT_AFTER_S:
+            raise ValueError(
+                f"partners are heard every {HEARTBEAT_S} s, so silence says nothing before "
+                f"{MIN_SUSPECT_AFTER_S} s, got suspect_after_s={self.suspect_after_s}; pass more"
+            )
         if self.relay and self.forward_bytes_per_s < MAX_FORWARD_BYTES:
             raise ValueError(
                 f"forwarding needs at least {MAX_FORWARD_BYTES} bytes a second, one frame, "
@@ -58,6 +69,7 @@ class ZmqLinks:
     def __init__(self, identity: Identity, run: str, options: LinkOptions) -> None:
         """See `open`."""
         self._identity, self._run, self._suspect_after_s = identity, run, options.suspect_after_s
+        silent_after_s = SILENT_SHARE * options.suspect_after_s
         self._loop = asyncio.get_running_loop()
         self._closed = False
         key = identity.session_key()
@@ -66,7 +78,7 @@ class ZmqLinks:
         self._handshakes = Handshakes(table)
         self._sender = Sender(table, self._detours)
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
-        self._sockets = Sockets(table, key, self._receiver, options.suspect_after_s)
+        self._sockets = Sockets(table, key, self._receiver, silent_after_s)
         try:
             listen, curve = options.listen, key.public_key().public_bytes_raw()
             endpoints = self._sockets.listen(listen, options.advertise) if listen else ()
@@ -83,7 +95,10 @@ class ZmqLinks:
         except BaseException:
             self._shut()
             raise
-        self._upkeep = Upkeep(table, self._sockets, self._handshakes, self._sender, self._detours)
+        pulse = Pulse(self._sockets, silent_after_s)
+        self._upkeep = Upkeep(
+            table, self._sockets, self._handshakes, self._sender, self._detours, pulse
+        )
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":

@@ -22,6 +22,7 @@ from farflock.swarm.zmq.zap import Gate
 MAX_KNOWN = 4096  # records in the address book
 MAX_PARTNERS = 512
 DEAD_S = 5.0
+SILENT_SHARE = 0.9  # of the time until a partner is suspect; the rest is for noticing
 # Of bulk frames on one connection that the partner has not yet read; TCP itself never pushes back,
 # as libzmq reads without a limit. At 100 Mbit/s it is full after 0.67 s.
 DIRECT_WINDOW_BYTES = 8 * 1024 * 1024
@@ -99,7 +100,7 @@ class Dial:
         guard: Guard,
         key: X25519PrivateKey,
         record: Record,
-        suspect_after_s: float,
+        silent_after_s: float,
         now_s: float,
     ) -> None:
         self.record = record
@@ -112,7 +113,7 @@ class Dial:
         self._next_s = now_s + DIAL_S
         self.ports = tuple(ZmqSocket(context, lane, record.peer, events, guard) for lane in LANES)
         for port in self.ports:
-            configure(port.socket, port.lane, key, record.curve, suspect_after_s)
+            configure(port.socket, port.lane, key, record.curve, silent_after_s)
             port.socket.connect(self._pairs[0][port.lane])
 
     def outdated(self, record: Record) -> bool:
@@ -182,6 +183,13 @@ class Partner:
         """Return whether this node asked for the peer within `WANTED_S`."""
         return now_s - self.wanted_s < WANTED_S
 
+    @property
+    def is_settled(self) -> bool:
+        """True if both connections are there, and nothing waits."""
+        control, bulk = self.routes
+        is_dialling = self.dial is not None and self.dial.down_s is not None
+        return bool(control and bulk) and not (is_dialling or self.tunnel or self.outbox)
+
     def best(self, lane: int) -> Route | None:
         """Return the newest connection of this lane, or None."""
         return self.routes[lane][-1] if self.routes[lane] else None
@@ -197,7 +205,7 @@ class Partner:
         if self.best(CONTROL):
             return "alive"
         heard_s = self.tunnel.heard_s if self.tunnel else None
-        if heard_s is not None and now_s - heard_s < 0.9 * suspect_after_s:
+        if heard_s is not None and now_s - heard_s < SILENT_SHARE * suspect_after_s:
             return "alive"
         known = [moment for moment in (heard_s, self.lost_s) if moment is not None]
         if not known:

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.zmq.connection import Connection
+from farflock.swarm.zmq.connection import TELLS_SILENCE, Connection
 from farflock.swarm.zmq.forward import MAX_FORWARD_BYTES
 from farflock.swarm.zmq.guard import Guard
 from farflock.swarm.zmq.outbox import BULK
@@ -30,6 +30,9 @@ SEND_MARKS = (16, 16)  # messages in libzmq for one connection: control, bulk
 # None: at a mark libzmq stops reading, and if the connection ends meanwhile, the next heartbeat, of
 # ours or of the partner, aborts the process (decision 024).
 RECEIVE_MARK = 0
+# The side that dialled asks, on control only; the other side hears it ask (`pulse`).
+HEARTBEAT_S = 0.35
+BULK_TIMEOUT_S = 3.4  # of sent bytes without TCP's receipt: a full queue in a home router takes 2
 MAX_CONNECTIONS = 128  # per lane; each takes two descriptors
 MAX_STRANGERS = 32  # connections whose first frame has not arrived
 BATCH = 64  # frames read before others get their turn
@@ -67,23 +70,23 @@ def configure(
     lane: int,
     key: X25519PrivateKey,
     server: bytes | None,
-    suspect_after_s: float,
+    silent_after_s: float,
 ) -> None:
     """Set a socket's options before it binds (`server` None) or dials `server`, a CURVE key.
 
-    Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm; silence shows
-    after at most 0.9 of `suspect_after_s`. Bulk gets four times as much: a full queue in a home
-    router delays it.
+    Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm. Without an answer
+    for `silent_after_s`, libzmq closes the connection.
     """
-    period_ms = int(suspect_after_s * 1000) * (4 if lane == BULK else 1)
     zmq_socket.linger = 0
     zmq_socket.ipv6 = True
     zmq_socket.immediate = True
     zmq_socket.sndhwm, zmq_socket.rcvhwm = SEND_MARKS[lane], RECEIVE_MARK
     zmq_socket.maxmsgsize = MAX_WIRE_BYTES
-    zmq_socket.heartbeat_ivl = period_ms // 5
-    zmq_socket.heartbeat_timeout = period_ms * 7 // 10
-    zmq_socket.heartbeat_ttl = period_ms
+    if lane == BULK:
+        zmq_socket.tcp_maxrt = int(BULK_TIMEOUT_S * 1000)
+    elif server is not None or not TELLS_SILENCE:
+        zmq_socket.heartbeat_ivl = int(HEARTBEAT_S * 1000)
+        zmq_socket.heartbeat_timeout = int((silent_after_s - HEARTBEAT_S) * 1000)
     zmq_socket.handshake_ivl = 2000
     zmq_socket.reconnect_ivl = 100
     zmq_socket.reconnect_ivl_max = 2000

@@ -20,11 +20,11 @@ class Sockets:
     """Makes and closes the sockets, which report to `events`."""
 
     def __init__(
-        self, table: PartnerTable, key: X25519PrivateKey, events: Events, suspect_after_s: float
+        self, table: PartnerTable, key: X25519PrivateKey, events: Events, silent_after_s: float
     ) -> None:
         self.routers: list[ZmqSocket] = []
         self._table, self._key, self._events = table, key, events
-        self._suspect_after_s = suspect_after_s
+        self._silent_after_s = silent_after_s
         self._context: ZmqContext = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self.guard = Guard()
@@ -51,7 +51,7 @@ class Sockets:
         """Make one ROUTER; return its TCP port."""
         router = ZmqSocket(self._context, lane, None, self._events, self.guard)
         self.routers.append(router)  # before it binds, so that `close` finds it if that fails
-        configure(router.socket, lane, self._key, None, self._suspect_after_s)
+        configure(router.socket, lane, self._key, None, self._silent_after_s)
         try:
             router.socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -67,7 +67,7 @@ class Sockets:
             self.guard,
             self._key,
             record,
-            self._suspect_after_s,
+            self._silent_after_s,
             now_s,
         )
 

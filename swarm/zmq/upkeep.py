@@ -1,23 +1,25 @@
 """Periodic work for partners: dial, ping, find a relay, give up."""
 
 import asyncio
+import contextlib
 
-from farflock.swarm.zmq.arrivals import Arrivals
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import PING, TOKEN_BYTES
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
 from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable, endpoint_pairs
+from farflock.swarm.zmq.pulse import Pulse
 from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
 
 MAX_DIALS = 96  # a cell has 64 members; each dial takes about ten descriptors
-TICK_S = 0.05  # while there are connections
+TICK_S = 0.05  # while bytes arrive, or wait to be sent
 UPKEEP_S = 0.25
-LOOK_S = 1.0  # between looks at all connections while this machine receives next to nothing
-QUIET_BYTES = 256 * 1024  # received by the whole machine since the last look: next to nothing
+LOOK_S = 3.0  # between looks at all connections while this machine receives next to nothing
+LOOK_STRANGERS_S = 1.0  # the same while a connection has no proven owner
 LATE_S = 1.0  # a tick this late was blocked by us: no partner's silence counts
-PING_EVERY_S = 2.0
+PING_EVERY_S = 10.0
+BULK_ALONE_S = 2.3  # bulk has no heartbeats; a full queue in a home router delays it this long
 
 
 class Upkeep:
@@ -30,46 +32,62 @@ class Upkeep:
         handshakes: Handshakes,
         sender: Sender,
         detours: Relays,
+        pulse: Pulse,
     ) -> None:
         self._table, self._sockets, self._handshakes = table, sockets, handshakes
-        self._sender, self._detours = sender, detours
+        self._sender, self._detours, self._pulse = sender, detours, pulse
         self._loop = asyncio.get_running_loop()
-        self._arrivals = Arrivals()
+        self._is_cancelled = False
+        self._sockets.guard.alarm = self._wake
         self._watched = 0  # connections at the last look
         self._upkeep_s = self._look_s = self._due_s = self._loop.time()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def cancel(self) -> None:
         """Stop ticking."""
+        self._is_cancelled = True
         self._timer.cancel()
-        self._arrivals.close()
+
+    def _wake(self) -> None:
+        """Tick at once; called in the guard's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._tick_early)
+
+    def _tick_early(self) -> None:
+        if not self._is_cancelled:
+            self._timer.cancel()
+            self._tick()
 
     def _tick(self) -> None:
         now_s = self._loop.time()
         late_s = now_s - self._due_s
-        pause_s = TICK_S if self._sockets.guard.watched else UPKEEP_S
+        is_busy = self._is_busy()
+        self._pulse.tick(now_s)
+        rest_s = 0.0 if is_busy else min(UPKEEP_S, self._pulse.due_s - now_s) - TICK_S
+        pause_s = TICK_S + max(0.0, rest_s)
         self._due_s = now_s + pause_s
         self._timer = self._loop.call_later(pause_s, self._tick)
-        if late_s > LATE_S or now_s >= self._look_s or self._is_busy():
+        if late_s > LATE_S or now_s >= self._look_s or is_busy:
             self._look(now_s, late_s > LATE_S)
-        self._sockets.guard.tick()
+        self._sockets.guard.tick(pause_s - TICK_S)
         if now_s >= self._upkeep_s:
             self._upkeep_s = now_s + UPKEEP_S
             self._tend_all(now_s, late_s)
 
     def _is_busy(self) -> bool:
         """Return whether frames wait, connections have come, or one may be near a limit."""
-        watched = self._sockets.guard.watched
-        if self._sender.waiting or len(watched) > self._watched:
+        guard = self._sockets.guard
+        if self._sender.waiting or len(guard.watched) > self._watched:
             return True
-        arrived = self._arrivals.since() if watched else 0
-        return arrived is None or arrived >= QUIET_BYTES
+        return bool(guard.watched) and not guard.is_quiet()
 
     def _look(self, now_s: float, is_late: bool) -> None:
         """Check the limits of all connections, and read and write what may be stuck."""
-        self._look_s = now_s + LOOK_S
-        self._arrivals.begin()
-        self._watched = len(self._sockets.guard.watched)
+        watched = self._sockets.guard.watched
+        strangers = any(connection.owner is None for connection in watched)
+        self._look_s = now_s + (LOOK_STRANGERS_S if strangers else LOOK_S)
+        self._watched = len(watched)
+        self._sockets.guard.begin()
         for port in list(self._sockets.ports()):
             port.tick(now_s, is_late)
 
@@ -79,7 +97,8 @@ class Upkeep:
         for partner in list(self._table.partners.values()):
             if late_s > LATE_S and partner.tunnel:
                 partner.tunnel.excuse(late_s)
-            self.tend(partner, now_s)
+            if now_s >= partner.next_ping_s or not partner.is_settled:
+                self.tend(partner, now_s)
         self._handshakes.forget_closed(now_s)
 
     def tend(self, partner: Partner, now_s: float) -> None:
@@ -91,6 +110,7 @@ class Upkeep:
             partner.tunnel = None
             self._ping(partner, now_s)
         else:
+            self._cut_bulk(partner, now_s)
             undialable = partner.dial is None or partner.dial.failed(now_s)
             self._detours.tend(partner, wanted and undialable, now_s)
         if partner.tunnel and partner.tunnel.over(now_s, DEAD_S) and not wanted:
@@ -98,6 +118,12 @@ class Upkeep:
         self._sender.drop_stale(partner, now_s)
         if not (wanted or connected or partner.best(BULK) or partner.tunnel):
             self.drop(partner, now_s)
+
+    def _cut_bulk(self, partner: Partner, now_s: float) -> None:
+        """Cut the bulk connections of a partner long without control, whose heartbeats failed."""
+        if partner.lost_s is not None and now_s - partner.lost_s > BULK_ALONE_S:
+            for route in partner.routes[BULK]:
+                route.kick("bulk without control")
 
     def _tend_dial(self, partner: Partner, wanted: bool, now_s: float) -> None:
         dial = partner.dial

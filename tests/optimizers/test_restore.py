@@ -1,6 +1,8 @@
 """Snapshots from other peers: one that does not fit is refused as a whole, and one that fits is
 adopted in the way that is asked for."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -162,3 +164,19 @@ def test_a_restored_method_asks_for_the_snapshots_round(quick, vectors, name):
     rounds = [int(number) for what, number in state.items() if what.partition(".")[0] == "round"]
     assert asked[0].key.round in rounds
     assert min(rounds) > 0
+
+
+@pytest.mark.parametrize(("mode", "left"), [("adopt", 0), ("carry", 4)])
+def test_what_is_adopted_has_no_old_state_beside_it(quick, vectors, monkeypatch, mode, left):
+    made, replica = trained(quick, vectors, "diloco")
+    state = trained(quick, vectors, "diloco", steps=4)[0].snapshot(replica)
+    old = [weakref.ref(x) for x in made.live(replica).shared.values() if x.dim()]
+    counts = []
+
+    def allocate(shape):
+        counts.append(sum(one() is not None for one in old))
+        return torch.zeros(shape)
+
+    monkeypatch.setattr(type(replica), "allocate", lambda replica, shape: allocate(shape))
+    made.restore(replica, state, mode)
+    assert counts == [left] * 4

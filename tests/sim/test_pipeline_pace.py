@@ -59,6 +59,13 @@ def test_a_pipeline_that_does_not_wait_hides_a_latency_that_holds_up_one_that_do
     assert asynchronous > 1.5 * waiting
 
 
+@pytest.mark.parametrize(("round_trip_s", "least"), [(0.6, 0.75), (0.8, 0.6)])
+def test_where_microbatches_come_back_too_late_to_count_fewer_set_out(round_trip_s, least):
+    """A gradient counts up to 4 rounds late. If as many microbatches set out as hide the latency,
+    most are later than that at the first stage, and are computed for nothing."""
+    assert utilisation(round_trip_s, asynchronous={}) > least
+
+
 def test_where_a_round_takes_longer_than_its_batch_it_takes_in_little_more_than_that():
     """Six trainers have six batches in flight, and each would hold more of them without waiting."""
     tale = simulated(20 * BATCH, 0.4, servers=4, trainers=6)

@@ -728,6 +728,25 @@ async def test_a_long_piece_fills_only_what_is_missing_and_pieces_are_whole_unit
     assert reader.dropped["piece not asked for"] >= 1
 
 
+@pytest.mark.parametrize("size", [1, PIECE_BYTES + 1, 2 * PIECE_BYTES - 1, 10 * PIECE_BYTES + 7])
+def test_a_chunk_with_a_short_last_unit_takes_one_request(size):
+    @in_virtual_time
+    async def main(net):
+        net.peer("holder", data_of(size))
+        wants = []
+
+        def watch(sender, to, message, body):
+            if isinstance(message, Want):
+                wants.append((message.start, message.stop))
+            return message, body
+
+        net.tap = watch
+        assert await fetch(net.peer("reader"), data_of(size), ["holder"])
+        assert wants == [(0, size)]
+
+    main()
+
+
 def test_a_full_store_drops_the_chunks_released_first_and_no_pinned_one():
     store = Store(budget_bytes=30)
     names = [store.put(bytes([number]) * 10, number) for number in range(3)]

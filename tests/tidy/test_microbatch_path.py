@@ -57,6 +57,7 @@ PATH = [
     "node/pipeline/server/queue.py",
     "node/pipeline/server/pending.py",
     "node/pipeline/server/weight_versions.py",
+    "node/pipeline/passes/graphs.py",
     "node/pipeline/server/accounts.py",
 ]
 

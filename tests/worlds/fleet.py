@@ -114,7 +114,7 @@ class Stranger:
 
 
 CHILD = """
-import asyncio, json, sys
+import asyncio, ctypes, json, sys
 from farflock.swarm.identity import Identity
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
@@ -147,6 +147,9 @@ async def main():
             print("sent", links.send(rest[0], bytes.fromhex(rest[1])), flush=True)
         elif word == "road":
             print("road", links.road(rest[0]), links.life(rest[0]), flush=True)
+        elif word == "hold":  # the GIL, for so many microseconds
+            ctypes.PyDLL(None).usleep(int(rest[0]))
+            print("held", flush=True)
         elif word == "relayed":
             print("relayed", links.relayed_bytes(rest[0]), flush=True)
     task.cancel()

@@ -125,7 +125,7 @@ class Node:
         found = await self.peer.snapshots.fetch(
             f"state/{self.stage}", 30.0, min_round=self.peer.reach(self.stage), stage=self.stage
         )
-        self.applied, self.tokens = json.loads(found.chunks[0])
+        self.applied, self.tokens = json.loads(bytes(found.chunks[0]))
         self.begin()
 
     async def step(self):

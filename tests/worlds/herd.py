@@ -115,7 +115,7 @@ class Node:
 
     async def adopt(self):
         snapshot = await self.peer.snapshots.fetch("state", 60.0, min_round=self.peer.reach())
-        self.applied, state, self.tokens = json.loads(snapshot.chunks[0])
+        self.applied, state, self.tokens = json.loads(bytes(snapshot.chunks[0]))
         self.state = bytes.fromhex(state)
         self.events.append((now(), self.applied, "adopted"))
         self.open()

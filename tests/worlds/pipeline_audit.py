@@ -170,7 +170,8 @@ class Audit:
 
             return computing
 
-        stage.forward, stage.backward = watched(stage.forward), watched(stage.backward)
+        for name in ("forward", "graph", "gradients"):
+            setattr(stage, name, watched(getattr(stage, name)))
 
         def forwarding(asked):
             replies, version = forward(asked)

@@ -27,7 +27,7 @@ from farflock.experiments.bench.workers.member import Place
 CODECS = {"fp16": Float16Compression, "fp32": NoCompression}
 TENSOR_VALUES = 1_000_000
 MATCH_S = 3.0  # for a group to form, if it is not full before
-STEP_TIMEOUT_S = 90.0
+STEP_TIMEOUT_S = 45.0
 POLL_S = 0.02
 
 

@@ -32,7 +32,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.roles import role_of
 
 FOREVER = 1 << 40  # tokens of a run that its owner ends
-LOOK_S = 0.02
+LOOK_S = 0.1  # rarely, as a look costs processor time of the pipeline's
 
 
 class Settings(Place, frozen=True):

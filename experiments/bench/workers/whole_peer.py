@@ -1,7 +1,7 @@
 """A process of the benchmark of whole runs: `SwarmOptimizer` around a Llama model.
 
 `python -m farflock.experiments.bench.workers.whole_peer SETTINGS` prints one JSON line with its
-invite, one for each round, and one with its highest memory. It reads nothing.
+invite, one for each round, and one with its highest memory.
 """
 
 import re
@@ -42,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True):
     options: dict[str, str | int | float]
     folder: str
     invite: str | None
+    stays: bool = False  # after its rounds, until its input ends
 
 
 class AnonymousPeak:
@@ -147,6 +148,8 @@ def main(settings: Settings) -> None:
         optimizer.wait_for_members(settings.peers, MEMBERS_TIMEOUT_S)
         begun_bytes = peak.since_last()
         train(model, optimizer, settings, peak)
+        if settings.stays:
+            sys.stdin.read()
         say(kind="done", begun_bytes=begun_bytes, state=state_hash(optimizer.eval_params()).hex())
 
 

@@ -1,11 +1,12 @@
 """A stage: consecutive layers of a model on one peer, for microbatches in any order.
 
-A backward pass needs only the stage's input and the gradient of its output: it computes the forward
-pass again. So any peer of the stage may compute it, memory does not grow with the microbatches in
-flight, and the result depends only on weights and input. Its gradient of the weights is a sum over
-tokens, with their number. Sums of different peers are added and divided once, by all tokens that
-count at this stage (other designs divide by the world size, which is wrong as soon as a microbatch
-is lost or skips a stage).
+A backward pass needs only the stage's input and the gradient of its output: it can compute the
+forward pass again. So any peer of the stage may compute it, and the result depends only on weights
+and input. Where memory allows, a server keeps the forward pass's graph instead (graphs.py).
+
+A stage's gradient of the weights is a sum over tokens, with their number. Sums of different peers
+are added and divided once, by all tokens that count at this stage (other designs divide by the
+world size, which is wrong as soon as a microbatch is lost or skips a stage).
 
 Shapes: B sequences, L positions, D model width, V vocabulary."""
 
@@ -42,6 +43,14 @@ class BackwardOutput:
     loss_sum: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A forward pass that can be differentiated: the stage's input and its output."""
+
+    input: Tensor
+    output: Tensor
+
+
 class Stage:
     """The passes of one stage, which keeps nothing but its weights between calls. Only one thread
     at a time may call it."""
@@ -74,15 +83,23 @@ class Stage:
         return float(_summed_loss(self.model(x), targets_BL))
 
     @torch.enable_grad()
-    def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
-        """Compute the forward pass again, then the gradients. `outside` is the gradient of the
-        summed loss with respect to this stage's output (B, L, D), or at the last stage the targets
-        (B, L)."""
-        wanted: tuple[Tensor, ...] = self._weights
+    def graph(self, x: Tensor) -> Graph:
+        """Compute as `forward` does, and keep what `gradients` needs."""
         if not self.is_first:
             x = x.detach().requires_grad_()
-            wanted = (x, *wanted)
-        y = self.model(x)
+        return Graph(x, self.model(x))
+
+    def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
+        """Compute the forward pass again, then the gradients."""
+        return self.gradients(self.graph(x), outside)
+
+    @torch.enable_grad()
+    def gradients(self, graph: Graph, outside: Tensor) -> BackwardOutput:
+        """Compute the gradients of a forward pass, once. `outside` is the gradient of the summed
+        loss with respect to this stage's output (B, L, D), or at the last stage the targets
+        (B, L)."""
+        x, y = graph.input, graph.output
+        wanted = self._weights if self.is_first else (x, *self._weights)
         result = _summed_loss(y, outside) if self.is_last else y
         found = torch.autograd.grad(result, wanted, None if self.is_last else outside)
         gradients = self.of_weights(found[-len(self._names) :])
@@ -127,20 +144,27 @@ class GradientAccumulator:
 
     sums: Gradients = field(default_factory=dict)
     tokens: int = 0
+    _is_own: bool = False  # the sums' memory; a single gradient is not copied
 
     def add(self, staged: MicrobatchGradient) -> None:
-        """Add one more gradient or sum."""
+        """Add one more gradient or sum, which does not change."""
         is_same_stage = not self.sums or self.sums.keys() == staged.gradients.keys()
         assert is_same_stage, "these gradients belong to another stage"
-        self.sums = {
-            name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()
-        }
+        if self._is_own:
+            for name, x in staged.gradients.items():
+                self.sums[name].add_(x)
+        else:
+            self._is_own = bool(self.sums)
+            self.sums = {
+                name: self.sums[name] + x if self._is_own else x
+                for name, x in staged.gradients.items()
+            }
         self.tokens += staged.tokens
 
     def take(self) -> MicrobatchGradient:
         """Take the whole sum and start from zero."""
         taken = MicrobatchGradient(self.sums, self.tokens)
-        self.sums, self.tokens = {}, 0
+        self.sums, self.tokens, self._is_own = {}, 0, False
         return taken
 
 

@@ -6,7 +6,7 @@ fetched.
 Shapes: B sequences, L positions, D model width."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace_versions import Superseded
+from farflock.node.pipeline.passes.graphs import KeptGraphs
 from farflock.node.pipeline.passes.requests import (
     Backward,
     Confirm,
@@ -34,6 +35,7 @@ from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 from farflock.node.pipeline.server.weight_versions import MissingVersion, WeightVersions
 from farflock.swarm.links import PeerId
+from farflock.swarm.protocol.gradient_leases import GradientKey
 
 Unread = Refused | Lacks  # the input cannot be read
 
@@ -58,7 +60,8 @@ class BackwardResult:
 
 
 class StagePasses:
-    """The passes of stage `index` at one server; nothing is kept from one pass to the next.
+    """The passes of stage `index` at one server. From a forward pass to the backward pass, `graphs`
+    keeps what saves computing it again.
 
     Only the compute thread calls `forward` and `backward`. A microbatch may arrive at most
     `staleness` rounds behind the stage; `applied()` is the last round in the weights."""
@@ -74,6 +77,7 @@ class StagePasses:
     ) -> None:
         self._index, self.stage, self.ends, self.versions = index, stage, ends, versions
         self._applied, self._staleness = applied, staleness
+        self.graphs = KeptGraphs(stage)
 
     # admission
 
@@ -136,14 +140,19 @@ class StagePasses:
     ) -> tuple[list[bytes | Unread | Stale], Version | None]:
         """Compute forward passes together; return payloads or refusals, and the version."""
         with self.versions.using(None) as version:
-            return self._forward_all(asked), version
+            return self._forward_all(asked, version), version
 
-    def _forward_all(self, asked: Sequence[PassRequest]) -> list[bytes | Unread | Stale]:
-        """Run one forward pass for all requests; one with an unreadable input is refused alone."""
+    def _forward_all(
+        self, asked: Sequence[PassRequest], version: Version | None
+    ) -> list[bytes | Unread | Stale]:
+        """Run the forward passes of all requests; one with an unreadable input is refused alone."""
         read = [self._read_or_stale(each) for each in asked]
-        inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
-        batch = self.ends.edges.batch
-        outputs = iter(torch.split(self.stage.forward(torch.cat(inputs)), batch) if inputs else ())
+        inputs = [
+            (_key(each), entry[1])
+            for each, entry in zip(asked, read, strict=True)
+            if isinstance(entry, tuple)
+        ]
+        outputs = iter(self._outputs(inputs, version))
         replies: list[bytes | Unread | Stale] = []
         for each, entry in zip(asked, read, strict=True):
             if not isinstance(entry, tuple):
@@ -155,26 +164,38 @@ class StagePasses:
                 replies.append(Refused(str(error)[:200], None if self.stage.is_first else "input"))
         return replies
 
+    def _outputs(
+        self, inputs: Sequence[tuple[GradientKey, Tensor]], version: Version | None
+    ) -> list[Tensor]:
+        """Compute one output for each input: alone where its graph is kept, the rest together."""
+        kept = [self.graphs.forward(key, x, version) for key, x in inputs]
+        rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
+        batch = self.ends.edges.batch
+        computed = iter(torch.split(self.stage.forward(torch.cat(rest)), batch) if rest else ())
+        return [next(computed) if y is None else y for y in kept]
+
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
         """Compute a backward pass at the weights that it names; return its result and their
         version."""
         assert isinstance(asked.request, Backward)
         try:
             with self.versions.using(asked.request.version) as version:
-                return self._backward_one(asked), version
+                return self._backward_one(asked, version), version
         except MissingVersion as reason:  # dropped while the request waited
             return Gone(self._applied(), reason.lack == "late"), None
         except Superseded:  # no peer may use this version any longer
             return Gone(self._applied(), late=True), None
 
-    def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
+    def _backward_one(self, asked: PassRequest, version: Version | None) -> BackwardResult | Unread:
         request, read = asked.request, self.read(asked)
         assert isinstance(request, Backward)
         if not isinstance(read, tuple):
             return read
         tokens_BL, x = read
         try:
-            back = self.stage.backward(x, self._outside(asked, request, tokens_BL))
+            outside = self._outside(asked, request, tokens_BL)
+            graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
+            back = self.stage.gradients(graph, outside)
             payloads: tuple[bytes, ...] = ()
             if back.input_gradient is not None:
                 given = back.input_gradient, request, tokens_BL, x, self._came(asked)
@@ -183,7 +204,7 @@ class StagePasses:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
-        if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
+        if not _are_finite(back.staged.gradients.values()):
             # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")
         return BackwardResult(back.staged, payloads, back.loss_sum)
@@ -237,3 +258,13 @@ class StagePasses:
         stage, or at the last stage the input."""
         made: Made = "gradient" if not self.stage.is_last else "input"
         return Refused(why[:200], None if self.stage.is_first and self.stage.is_last else made)
+
+
+def _key(asked: PassRequest) -> GradientKey:
+    return asked.caller, asked.request.number
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if all values are finite: the least and the greatest of a tensor are NaN if any is."""
+    ends = [end for x in tensors for end in torch.aminmax(x)]
+    return bool(torch.stack(ends).isfinite().all())

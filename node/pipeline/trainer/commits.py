@@ -54,6 +54,8 @@ class CommitTracker:
         self._named = DuplicateDetector(me, stage_directory.stages)
         # start times of the microbatches that do not count everywhere yet
         self.begun_s: dict[int, float] = {}
+        # start times of those that the rounds heard of last left out as late
+        self.late_begun_s: list[float] = []
         self._dropped: set[int] = set()  # those of them that will not count at every stage
         self.finished = 0  # microbatches that count at every stage
         self.dropped = 0  # gradients given up, each of one microbatch at one stage
@@ -116,8 +118,10 @@ class CommitTracker:
     def _hear_of_late(self) -> None:
         """Drop gradients that a round named as left out; their microbatches count only at other
         stages."""
+        self.late_begun_s.clear()
         for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._me and number in self.begun_s:
+                self.late_begun_s.append(self.begun_s[number])
                 self.drop(number, stage)
         self._stage_directory.left_out.clear()
 

@@ -118,6 +118,8 @@ class Trainer:
         """Forget finished microbatches, redo lost passes, repeat unanswered confirmations."""
         for number in self.commits.hear(_now()):
             del self._flights[number]
+        for begun_s in self.commits.late_begun_s:
+            self._allowance.late(begun_s, _now())
         ledger = self.commits.ledger
         for number, stage in ledger.open():
             flight = self._flights[number]

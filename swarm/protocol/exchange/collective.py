@@ -79,7 +79,6 @@ class Collective:
         if self.roster.me not in self.content.offers:
             self.content.take(self.roster.me, offer)
             self._actions.to_others(offer)
-            self._offer_due_s = now_s + RESEND_S
         self._advance(now_s, everywhere=True)
 
     def receive(self, now_s: float, sender: int, message: ContentMessage | PaxosMessage) -> None:

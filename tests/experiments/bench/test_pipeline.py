@@ -5,7 +5,7 @@ import math
 import pytest
 
 from farflock.experiments.bench import pipeline
-from farflock.experiments.bench.pipeline import FULL, QUICK, STAGES, Unlike, tokens_metric
+from farflock.experiments.bench.pipeline import FULL, QUICK, STAGES, WIDE, Unlike, tokens_metric
 from farflock.experiments.bench.workers.pipeline_peer import (
     Gate,
     PlainLoop,
@@ -21,14 +21,16 @@ def answers(tokens, *cpu_s):
 
 def test_tokens_are_counted_once_in_the_pipeline_and_at_each_plain_loop():
     turn = (answers(600, 1.0, 2.0, 3.0), answers(600, 2.0, 3.0, 4.0))
-    metric = tokens_metric(FULL, [turn, turn, turn])
+    metric = tokens_metric("pipeline.tokens", FULL, [turn, turn, turn])
     assert (metric.value, metric.yardstick, metric.ratio, metric.n) == (100.0, 200.0, 0.5, 3)
     assert "0.17 : 0.33 : 0.50" in metric.note
 
 
 def test_arms_that_trained_unlike_each_other_are_not_compared():
     with pytest.raises(Unlike):
-        tokens_metric(FULL, [(answers(600, 1.0, 1.0, 1.0), answers(500, 1.0, 1.0, 1.0))])
+        tokens_metric(
+            "pipeline.tokens", FULL, [(answers(600, 1.0, 1.0, 1.0), answers(500, 1.0, 1.0, 1.0))]
+        )
 
 
 def test_a_gate_lets_a_number_of_microbatches_begin():
@@ -38,7 +40,12 @@ def test_a_gate_lets_a_number_of_microbatches_begin():
     assert [gate.may_begin() for _ in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize("size", [FULL, QUICK])
+def test_the_wide_model_is_that_of_the_small_one_seven_times():
+    assert 6.5 < WIDE.model.parameters() / FULL.model.parameters() < 7.5
+    assert (WIDE.batch, WIDE.seq, WIDE.microbatches) == (FULL.batch, FULL.seq, FULL.microbatches)
+
+
+@pytest.mark.parametrize("size", [FULL, WIDE, QUICK])
 def test_both_arms_take_the_same_steps(size):
     plan = plan_of(size.model, size.batch, size.seq)
     staged = pipeline_of(plan, STAGES, size.microbatches)

@@ -12,10 +12,12 @@ GIB = 1024**3
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_train_exchange_and_end_with_one_state(quick):
-    memory, time = whole.run(quick(method="diloco"))
+def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick):
+    memory, time, join = whole.run(quick(method="diloco"))
     size = PRESETS["demo"].parameters()
     assert [memory.metric, time.metric] == [f"whole.diloco.{size}", f"whole.cpu.diloco.{size}"]
+    assert join.metric == f"whole.join.diloco.{size}"
+    assert 50e6 < join.value < GIB < join.yardstick
     assert 50e6 < memory.value < GIB
     assert memory.yardstick > GIB
     assert time.value > 0

@@ -15,6 +15,7 @@ from farflock.node.model.llama import (
     PRESETS,
     Llama,
     ModelConfig,
+    TiedHead,
     build,
     next_token_loss,
     rotary,
@@ -291,3 +292,29 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
         -math.log(float(logits[b, t].softmax(0)[targets[b, t]])) for b in range(2) for t in range(3)
     ]
     assert next_token_loss(logits, targets).item() == pytest.approx(sum(by_hand) / 6, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_tied_head_trains_as_a_plain_linear_layer_bit_for_bit(kind, autocast, monkeypatch):
+    config = msgspec.structs.replace(PRESETS["demo"], tied=True)
+    x = torch.randint(config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(1))
+
+    def gradients():
+        model = build(config, 1).to(kind)
+        for _ in range(2):  # the second time, gradients are there already
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = next_token_loss(model(x[:, :-1]), x[:, 1:])
+            loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters())]
+
+    ours, calls = gradients(), []
+
+    def plain(x, weight):
+        calls.append(weight)
+        return torch.nn.functional.linear(x, weight)
+
+    monkeypatch.setattr(TiedHead, "apply", plain)
+    theirs = gradients()
+    assert len(calls) == 2
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))

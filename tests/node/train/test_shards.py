@@ -1,8 +1,10 @@
 """Shards: the cut and the payloads, with hostile bytes and huge values."""
 
+import gc
 import itertools
 import math
 import struct
+import weakref
 from functools import partial
 
 import numpy as np
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 from farflock.node.train.shards import (
+    MANY_SHARDS,
     MAX_ABS,
+    MIN_SHARD_BYTES,
     SEGMENT_VALUES,
     SHARD_BYTES,
+    DecodedTensors,
     Reducer,
     Segment,
     ShardLayout,
@@ -24,6 +29,7 @@ from farflock.node.train.shards import (
     weighted_mean,
 )
 from farflock.optimizers.parts.state import WrongState
+from farflock.swarm.protocol.exchange.bundles import MAX_MEAN_BUNDLES
 
 each_codec = pytest.mark.parametrize("name", [*CODECS, "int8:100", "topk:3/10"])
 SHAPES = {"embed": (300, 2), "norm": (7,), "scalar": (), "empty": (0, 4), "head": (5, 3)}
@@ -83,9 +89,21 @@ def test_a_shard_is_as_full_as_it_can_be(name, back):
     def most(parts):
         return sum(max(each.max_bytes(part.count) for each in codecs) for part in parts)
 
+    whole = most(part for shard in cut.shards for part in shard)
+    limit = SHARD_BYTES if back is None else max(whole // MANY_SHARDS, MIN_SHARD_BYTES)
     for shard, following in itertools.pairwise(cut.shards):
-        assert most(shard) <= SHARD_BYTES or len(shard) == 1
-        assert most((*shard, following[0])) > SHARD_BYTES
+        assert most(shard) <= limit or len(shard) == 1
+        assert most((*shard, following[0])) > limit
+
+
+@pytest.mark.parametrize(("values", "shards"), [(10_000_000, 40), (30_000_000, 105)])
+def test_the_shards_of_a_mean_are_many_enough_to_share_the_work_and_few_enough_for_no_list(
+    values, shards
+):
+    shapes = {f"t{number}": (2_000_000,) for number in range(values // 2_000_000)}
+    cut = ShardLayout.of(shapes, codec("fp16"), back=codec("bf16"))
+    assert len(cut.shards) == shards <= MAX_MEAN_BUNDLES
+    assert len(ShardLayout.of(shapes, codec("fp16")).shards) < len(cut.shards)
 
 
 @each_codec
@@ -118,14 +136,23 @@ def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name, back):
     shapes = {f"t{number}": (count,) for number, count in enumerate(counts)}
     granule = codec(name).granule((1,))
     segment = max(262_144 // granule, 1) * granule
+
+    def most_of(size):
+        return max(codec(each).max_bytes(size) for each in {name, back or name})
+
+    def sizes(count):
+        return [min(segment, count - start) for start in range(0, count, segment)] or [0]
+
+    whole = sum(most_of(size) for (count,) in shapes.values() for size in sizes(count))
+    limit = 2**20 if back is None else min(max(whole // 128, 2**18), 2**20)
     shards, left = [], 0
     for what, (count,) in shapes.items():
         for start in range(0, count, segment) if count else [0]:
             size = min(segment, count - start)
-            most = max(codec(each).max_bytes(size) for each in {name, back or name})
+            most = most_of(size)
             if not shards or most > left:
                 shards.append([])
-                left = 1024 * 1024
+                left = limit
             shards[-1].append((what, start, start + size, start // segment))
             left -= most
     cut = ShardLayout.of(shapes, codec(name), back=back and codec(back))
@@ -170,6 +197,18 @@ def test_many_shards_of_one_tensor_come_back_in_their_places():
         cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes
     )
     assert all(torch.equal(decoded[name], x) for name, x in tensors.items())
+
+
+def test_decoded_tensors_free_their_payloads_without_a_garbage_collection():
+    tensors = DecodedTensors(EXACT, 0, [packed(1.0, 2.0, 3.0, 4.0)], {"x": (4,)})
+    assert tensors["x"].tolist() == [1, 2, 3, 4]
+    alive = weakref.ref(tensors)
+    gc.disable()
+    try:
+        del tensors
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_payload_is_a_length_and_the_codecs_bytes_for_each_segment():

@@ -12,6 +12,7 @@ from farflock.node.train.driver import RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import (
     CorruptSnapshot,
+    Spool,
     StateSync,
     decode_state,
     max_state_bytes,
@@ -86,6 +87,41 @@ def serve(node, snapshots):
         return left.pop(0) if len(left) > 1 else left[0]
 
     node.peer.snapshots.serve("state", provide)
+
+
+def test_a_download_is_read_where_it_has_landed(bench, text, monkeypatch):
+    """In a process, that is a mapped file: a joiner's memory holds no second state."""
+    made, places, taken = bench(text, "diloco", peers=2), [], {}
+
+    def storage(shape):
+        places.append(torch.zeros(shape))
+        return places[-1]
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            first.found()
+            replica = first.loop.driver.replica
+            replica.write({name: torch.ones(x) for name, x in replica.shapes.items()}, "param")
+            state = first.loop.driver.method.snapshot(replica)
+            serve(first, [snapshot(state | {"next.delta": torch.tensor(4)})])
+            second.state_sync.spool = Spool(inline, storage)
+            method = type(second.loop.driver.method)
+            restore = method.restore
+
+            def restored(self, replica, state, mode):
+                taken.update(state)
+                restore(self, replica, state, mode)
+
+            monkeypatch.setattr(method, "restore", restored)
+            await second.join([made.record(0)], 60.0)
+            return state
+
+    state = run_virtual(main())
+    (place,) = places
+    begin, end = place.data_ptr(), place.data_ptr() + place.nbytes
+    assert taken.keys() == state.keys()
+    assert all(begin < x.data_ptr() <= end - x.nbytes for x in taken.values())
 
 
 def joined(bench, text, broken):

@@ -13,7 +13,7 @@ from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
 from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
-from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S
+from farflock.swarm.peer.ticks import REST_TURNS, TICK_S
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
@@ -120,8 +120,8 @@ async def test_a_peer_that_rests_ticks_less_often_until_something_stirs_it(world
         tick = peer.membership.tick
         peer.membership.tick = lambda tick=tick: (ticks.append(now()), tick())
     await asyncio.sleep(10.0)
-    rare = 2 * 10.0 / (LOOK_EVERY * TICK_S)
-    assert abs(len(ticks) - (rare if world.rests else rare * LOOK_EVERY)) <= 4
+    rare = 2 * 10.0 / (REST_TURNS * TICK_S)
+    assert abs(len(ticks) - (rare if world.rests else rare * REST_TURNS)) <= 4
     asked_s = now()
     contribution = asyncio.create_task(
         peers[0].exchange(MEAN, peers[0].newest(MEAN) + 1, [b"x"], weight=1.0)

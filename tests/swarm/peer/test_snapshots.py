@@ -2,6 +2,7 @@
 it cannot."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -21,6 +22,7 @@ from farflock.swarm.peer.snapshots import (
     MAX_ASKERS,
     MAX_DISTRUSTED,
     MAX_LISTINGS,
+    PARALLEL,
     SETTLE_S,
     Listing,
     Snapshot,
@@ -519,6 +521,92 @@ async def test_nothing_stays_in_the_joiner_s_store_however_much_room_it_has(worl
         joiner = Peer(world, name, budget_bytes)
         assert await joiner.fetch() == snapshot()
         assert joiner.store.size_bytes == 0
+
+
+@in_a_world
+async def test_the_store_holds_only_the_chunks_on_their_way(world):
+    world.peer("a").serve(snapshot(chunks=120))
+    highest, joiner = 0, world.joiner
+
+    def progress(here, total):
+        nonlocal highest
+        highest = max(highest, joiner.store.size_bytes + joiner.context.chunks.fetching_bytes)
+
+    assert await joiner.fetch(progress=progress) == snapshot(chunks=120)
+    assert 100_000 < highest < (PARALLEL + 1) * 101_000
+
+
+@in_a_world
+async def test_a_snapshot_lands_in_one_piece_in_the_room_that_it_is_given(world):
+    world.peer("a").serve(snapshot())
+    rooms = []
+
+    def room(size):
+        rooms.append(bytearray(size))
+        return memoryview(rooms[-1])
+
+    found = await world.joiner.fetch(room=room)
+    assert [bytes(each) for each in rooms] == [b"".join(snapshot().chunks)]
+    rooms[0][:4] = b"seen"
+    assert found.chunks[0][:4] == b"seen", "a view"
+
+
+@in_a_world
+async def test_equal_chunks_are_fetched_once(world):
+    alike = replace(snapshot(), chunks=(b"a" * 50_000, b"b" * 9, b"a" * 50_000, b"a" * 50_000))
+    world.peer("a").serve(alike)
+    fetched, counts, fetch = [], [], world.joiner.context.chunks.fetch
+
+    def counted(digest, size, *rest, **options):
+        fetched.append(size)
+        return fetch(digest, size, *rest, **options)
+
+    world.joiner.context.chunks.fetch = counted
+    found = await world.joiner.fetch(progress=lambda here, total: counts.append((here, total)))
+    assert found == alike
+    assert sorted(fetched[1:]) == [9, 50_000]
+    assert counts[-1] == (4, 4)
+
+
+@in_a_world
+async def test_what_came_before_a_holder_let_a_snapshot_go_is_not_fetched_again(world):
+    host = world.peer("a").serve(snapshot(1, chunks=40))
+    fetched, fetch = [], world.joiner.context.chunks.fetch
+
+    async def counted(digest, size, *rest, **options):
+        fetched.append(digest)
+        if len(fetched) == 30:
+            host.serve(snapshot(2, chunks=41))  # with more chunks
+            return False
+        return await fetch(digest, size, *rest, **options)
+
+    world.joiner.context.chunks.fetch = counted
+    assert await world.joiner.fetch() == snapshot(2, chunks=41)
+    # all chunks, a listing for each attempt, and the chunk that was refused once
+    assert len(fetched) == 41 + 2 + 1
+
+
+@pytest.mark.parametrize("delta", [1, -1])
+def test_a_listing_that_gives_a_chunk_another_size_brings_nothing(delta):
+    async def main(world):
+        host = world.peer("a").serve(snapshot(chunks=2))
+        put = host.store.put
+
+        def lying(data, pin, verified=None):
+            if verified is None and len(data) < 1000:
+                listing = msgspec.msgpack.decode(data, type=Listing)
+                first, (digest, size) = listing.chunks
+                data = msgspec.msgpack.encode(Listing((first, (digest, size + delta))))
+            return put(data, pin, verified)
+
+        host.store.put = lying
+        for already in (False, True):
+            if already:
+                world.joiner.store.put(snapshot(chunks=2).chunks[1], "another use")
+            with pytest.raises(SnapshotUnavailable):
+                await world.joiner.fetch(timeout_s=8.0)
+
+    in_a_world(main)()
 
 
 @in_a_world

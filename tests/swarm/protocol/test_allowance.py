@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.protocol.allowance import (
+    CAREFUL,
+    LATE_FACTOR,
     ROUND_TIMEOUT_S,
     TIMEOUT_ROUNDS,
     TOLERANCE,
@@ -75,8 +77,8 @@ def test_one_that_held_microbatches_back_grows_by_one_with_a_round_of_the_right_
 
 def test_a_round_that_is_too_large_shrinks_it_in_proportion_but_never_below_one():
     allowance = Allowance(BATCH, 6)
-    allowance.named(2 * BATCH, 0.0)
-    assert allowance.limit == 3
+    allowance.named(3 * BATCH, 0.0)
+    assert allowance.limit == 2
     allowance.named(1000 * BATCH, 1.0)
     assert allowance.limit == 1
 
@@ -96,6 +98,21 @@ def test_long_rounds_are_waited_for_longer():
     assert not allowance.has_room(2, apart_s)
     assert not allowance.has_room(2, (1 + TIMEOUT_ROUNDS) * apart_s - 0.1)
     assert allowance.has_room(2, (1 + TIMEOUT_ROUNDS) * apart_s)
+
+
+def test_a_late_microbatch_shrinks_it_once_for_all_that_set_out_before_and_slows_its_growth():
+    allowance = Allowance(BATCH, 10)
+    for begun_s in (0.0, 3.0, 1.0):
+        allowance.late(begun_s, 5.0)
+    assert allowance.limit == 10 * LATE_FACTOR
+    allowance.late(5.0, 9.0)
+    assert allowance.limit == pytest.approx(10 * LATE_FACTOR**2)
+    assert not allowance.has_room(100, 10.0)
+    allowance.named(BATCH, 11.0)
+    assert allowance.limit == pytest.approx(10 * LATE_FACTOR**2 + CAREFUL)
+    for again_s in range(20, 60):
+        allowance.late(again_s, again_s + 0.5)
+    assert allowance.limit == 1
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=50))

@@ -123,3 +123,42 @@ def test_the_loops_tick_bounds_the_sum_and_the_thread_acts_only_without_ticks(mo
             time.sleep(0.01)
     finally:
         guard.close()
+
+
+class Counted:
+    """Arrivals that the test makes."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def begin(self):
+        self.bytes = 0
+
+    def since(self):
+        return self.bytes
+
+    def close(self):
+        pass
+
+
+def test_the_thread_wakes_a_resting_loop_once_bytes_arrive_and_acts_if_it_does_not_come(
+    monkeypatch,
+):
+    arrivals, alarms = Counted(), []
+    monkeypatch.setattr(zmq_guard, "Arrivals", lambda: arrivals)
+    guard, fake = Guard(), Fake(60, limit_bytes=50)
+    guard.alarm = lambda: alarms.append(fake.kicked)
+    try:
+        guard.tick(rest_s=60.0)
+        guard.watch(fake)
+        time.sleep(5 * zmq_guard.BLOCKED_S)
+        assert not alarms
+        assert not fake.kicked
+        arrivals.bytes = zmq_guard.QUIET_BYTES
+        until_s = time.monotonic() + 5
+        while not fake.kicked:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert alarms == [False]
+    finally:
+        guard.close()

@@ -460,6 +460,34 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
 
 
 @pytest.mark.net
+@pytest.mark.parametrize("dials", ["we", "they"])
+def test_a_held_gil_on_either_side_raises_no_alarm(dials):
+    async def main(fleet):
+        a, process = await fleet.peer(1), await fleet.process(2)
+        process.tell("learn", a.record().hex())
+        assert a.learn(process.record)
+        if dials == "we":
+            a.send(process.peer, b"echo")
+        else:
+            process.tell("send", a.me, b"hello".hex())
+        assert (await got(a))[0] == process.peer
+        assert (a.table.partners[process.peer].dial is not None) == (dials == "we")
+        process.tell("hold", "1500000")
+        held = asyncio.create_task(process.answer("held"))
+        while not held.done():
+            assert a.life(process.peer) == "alive"
+            await asyncio.sleep(0.01)
+        time.sleep(1.5)  # noqa: ASYNC251 - now we are busy
+        assert a.life(process.peer) == "alive"
+        await asyncio.sleep(0.3)
+        assert a.life(process.peer) == "alive"
+        process.tell("road", a.me)
+        assert await process.answer("road") == ["direct", "alive"]
+
+    run(main)
+
+
+@pytest.mark.net
 def test_a_killed_process_that_starts_again_is_alive_again():
     async def main(fleet):
         with socket.socket() as probe, socket.socket() as after:

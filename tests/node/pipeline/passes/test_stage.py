@@ -194,3 +194,19 @@ def test_through_all_stages_at_once_each_has_what_it_has_pass_by_pass(sizes, dty
                 torch.equal(one.gradients[name], taken.gradients[name]) for name in taken.gradients
             )
     assert all(weight.grad is None for stage in stages for weight in stage.model.parameters())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_a_sum_has_the_bits_of_additions_in_order_and_leaves_what_it_was_given_as_it_is(count):
+    chance = torch.Generator().manual_seed(count)
+    given = [torch.randn(50, generator=chance) for _ in range(count)]
+    staged = [MicrobatchGradient({"x": x.clone()}, number) for number, x in enumerate(given)]
+    accumulator = GradientAccumulator()
+    for _ in range(2):
+        for each in staged:
+            accumulator.add(each)
+        taken = accumulator.take()
+        assert taken.tokens == sum(range(count))
+        if count:
+            assert torch.equal(taken.gradients["x"], sum(given[1:], given[0]))
+    assert all(torch.equal(each.gradients["x"], x) for each, x in zip(staged, given, strict=True))

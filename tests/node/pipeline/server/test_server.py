@@ -243,6 +243,37 @@ def test_samples_are_named_where_they_are_remembered_alone(codec, visit):
 
 
 @pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_kept_graph_changes_no_bit_and_serves_only_the_weights_that_it_was_computed_with(
+    index, changes
+):
+    @served(index, places=9)
+    async def main(bench):
+        twin = Bench(index, places=9)
+        twin.server.passes.graphs.max_bytes = 0
+        async with twin.running():
+            for number in range(1, 4):
+                passes = [await each.ask(*each.forward(number)) for each in (bench, twin)]
+                assert passes[0][1] == passes[1][1]
+            if changes:
+                bench.apply_round()
+                twin.apply_round()
+            for number in range(1, 4):
+                passes = [await each.put_aside(number) for each in (bench, twin)]
+                assert passes[0][1] == passes[1][1]
+                kept, again = (
+                    each.server.pending.gradients["t", number].staged.gradients
+                    for each in (bench, twin)
+                )
+                assert all(torch.equal(x, again[name]) for name, x in kept.items())
+        # the first pass measured the size of a graph, and kept none
+        assert bench.server.passes.graphs.used == (0 if changes else 2)
+        assert not twin.server.passes.graphs.used
+
+    main()
+
+
+@pytest.mark.parametrize("index", range(3))
 def test_passes_are_those_of_the_stage(index):
     @served(index)
     async def main(bench):

@@ -86,7 +86,10 @@ def test_what_a_stage_leaves_out_is_over_and_does_not_count():
     assert one.name(3) == [3]
     assert one.events == [("dropped", {"number": 3, "stage": 1})]
     assert (one.commits.finished, one.commits.dropped) == (0, 1)
+    assert one.commits.late_begun_s == [10.0]
     assert one.stage_directory.left_out == []
+    one.commits.hear(13.0)
+    assert one.commits.late_begun_s == [], "it is told once"
 
 
 def test_of_what_waits_for_rounds_that_were_missed_it_is_not_known_whether_it_counts():

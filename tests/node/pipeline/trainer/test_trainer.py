@@ -77,10 +77,10 @@ async def test_no_more_begin_while_too_many_wait_for_a_round_and_rounds_of_other
     assert (source.begun, world.trainer.walking) == (2, 0)
     await world.close(0)
     await world.until(lambda: source.begun == 4)
-    others = [("u", number) for number in range(3)]
+    others = [("u", number) for number in range(4)]
     world.closed += [(stage, [("t", 1), *others]) for stage in range(STAGES)]
     await asyncio.sleep(20 * CALL_S)
-    assert source.begun == 4, "a round of 4 where 2 belong: the allowance of 3 is 1.5 now"
+    assert source.begun == 4, "a round of 5 where 2 belong: the allowance of 3 is 1.2 now"
 
 
 @trained()

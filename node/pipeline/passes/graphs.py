@@ -1,0 +1,94 @@
+"""Kept activations: graphs of forward passes, for backward passes that would compute them again.
+
+A graph serves only the same input, bit for bit, at weights that nothing has changed since. So the
+gradients have the bits that they would have without it, whatever trainers ask for."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from farflock.node.pipeline.passes.stage import Graph, Stage
+
+MAX_GRAPH_BYTES = 512 * 1024 * 1024  # of one server; beyond it, backward passes compute again
+
+
+@dataclass(slots=True)
+class KeptGraphs:
+    """The graphs of one stage's forward passes, each until its backward pass or until the weights
+    change, in at most `max_bytes`.
+
+    None is dropped for a newer one: backward passes come in the order of the forward passes, so
+    the oldest is the next to be of use. A caller names its passes by a key, and the weights, where
+    a stage computes with several versions of them, by `version`. Only the compute thread uses
+    this."""
+
+    stage: Stage
+    max_bytes: int = MAX_GRAPH_BYTES
+    used: int = 0  # graphs that a backward pass took
+    _graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    _weights: Hashable = None  # those of all graphs
+    _each_bytes: int | None = None  # microbatches of a run have one shape, so the graphs one size
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes held for backward passes."""
+        return len(self) * (self._each_bytes or 0)
+
+    def forward(self, key: Hashable, x: Tensor, version: Hashable = None) -> Tensor | None:
+        """Compute the stage's output and keep its graph; return None, with nothing computed, if
+        there is no room."""
+        if self._each_bytes is None:
+            y, self._each_bytes = measured(self.stage, x)
+            return y
+        if (weights := self._now(version)) != self._weights:
+            self._graphs.clear()
+            self._weights = weights
+        self._graphs.pop(key, None)
+        if self.size_bytes + self._each_bytes > self.max_bytes:
+            return None
+        graph = self._graphs[key] = self.stage.graph(x)
+        return graph.output.detach()
+
+    def take(self, key: Hashable, x: Tensor, version: Hashable = None) -> Graph | None:
+        """Take the graph of this input out, if it is here and the weights are still the same."""
+        graph = self._graphs.pop(key, None)
+        if graph is None or self._weights != self._now(version) or not _same(graph.input, x):
+            return None
+        self.used += 1
+        return graph
+
+    def _now(self, version: Hashable) -> Hashable:
+        """Return what changes with the weights: torch counts the writes to each tensor in place,
+        and a swapped tensor lies elsewhere."""
+        return version, tuple((x._version, x.data_ptr()) for x in self.stage.model.parameters())
+
+
+def measured(stage: Stage, x: Tensor) -> tuple[Tensor, int]:
+    """Compute a stage's output; return it, and the bytes that its graph would hold beside the
+    weights and the input."""
+    kept = [x, *stage.model.parameters(), *stage.model.buffers()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    sizes: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return saved.detach()  # a graph that held its own outputs would never be freed
+
+    with torch.autograd.graph.saved_tensors_hooks(note, nn.Identity()):
+        output = stage.graph(x).output.detach()
+    return output, sum(sizes.values())
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True if the tensors have the same shape and bits; zeros of both signs differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    raw = one.detach().contiguous(), other.contiguous()
+    return torch.equal(raw[0].view(torch.uint8), raw[1].view(torch.uint8))
