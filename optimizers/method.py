@@ -78,8 +78,9 @@ class Exchange:
     when they are read (`LazyTensors`): the caller encodes them before it calls the method again,
     and may then drop them. `weight` is this peer's weight in the mean (1, or a token count).
     `apply_after` is the number of inner steps until the result is wanted: 0 blocks, τ overlaps with
-    τ steps, H delays by one round. At `deadline_s` the peer stops waiting and trains on; the result
-    still arrives, once, when it is known.
+    τ steps, H delays by one round. A result that is late by then is applied as soon as it is known;
+    training waits for it only after `slack` more steps. At `deadline_s` the peer stops waiting and
+    trains on; the result still arrives, once, when it is known.
 
     Rounds of all streams of a method are numbered on one axis, on which views begin. A stream has
     every `stride`-th round, counted from its template's, so that streams with different periods
@@ -106,6 +107,7 @@ class Exchange:
     enough: int = 0
     uniform: bool = False
     apply_after: int = 0
+    slack: int = 0
     deadline_s: float = 30.0
     min_participants: int = 1
 

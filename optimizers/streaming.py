@@ -91,6 +91,8 @@ class Fragment:
 class Streaming(OuterMethod):
     """Each of `fragments` is sent every `period` local steps and merged `overlap` steps later,
     keeping `mix` of the local values; `feedback` is the decay of the error feedback, None for none.
+    Training waits for a late mean after `slack` more steps; None: when the next fragment is sent,
+    or with an `overlap` of 0 at once.
     """
 
     period: int = 100
@@ -103,6 +105,7 @@ class Streaming(OuterMethod):
     return_codec: str = "bf16"
     deadline_s: float = 30.0
     feedback: float | None = None
+    slack: int | None = None
 
     equality: ClassVar[Literal["exact"]] = "exact"
     trial: ClassVar[TrialOptions] = TrialOptions(
@@ -129,17 +132,27 @@ class Streaming(OuterMethod):
                 f"{self.fragments} fragments do not fit into a period of {self.period} steps, "
                 f"one step each at least; choose 1 to {self.period}"
             )
-        most = min(self.period // self.fragments, self.period - 1)
+        most = self._gap
         if not 0 <= self.overlap <= most:
             raise ValueError(
                 f"an overlap of {self.overlap} steps: with {self.fragments} fragments in "
                 f"{self.period} steps the next one would be sent before; "
                 f"choose 0 to {most}, or fewer fragments"
             )
+        if self.slack is not None and not 0 <= self.slack <= most - self.overlap:
+            raise ValueError(
+                f"a slack of {self.slack} steps after an overlap of {self.overlap}: the next "
+                f"fragment would be sent before; choose 0 to {most - self.overlap}, or none"
+            )
         if not 0 <= self.mix <= 1:
             raise ValueError(
                 f"a mix of {self.mix} is out of range; choose one in [0, 1], usually 0.5"
             )
+
+    @property
+    def _gap(self) -> int:
+        """Local steps from one fragment's message to the next one's, at least."""
+        return min(self.period // self.fragments, self.period - 1)
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """Return one template for each fragment, of its pseudo-gradients."""
@@ -244,6 +257,9 @@ class Streaming(OuterMethod):
     def _exchange(self, p: int, number: int, tensors: Tensors) -> Exchange:
         key, back, wait = ExchangeKey(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
         stride, after = self.fragments, self.overlap
+        slack = self.slack
+        if slack is None:
+            slack = self._gap - after if after else 0
         return Exchange(
             key,
             "mean",
@@ -254,5 +270,6 @@ class Streaming(OuterMethod):
             back,
             stride=stride,
             apply_after=after,
+            slack=slack,
             deadline_s=wait,
         )

@@ -3,10 +3,11 @@ that `SwarmOptimizer` has around a round.
 
 `whole.METHOD.SIZE` is the highest anonymous memory of a process, from the beginning of its run to
 its last round. The yardstick is what must be there: weights, gradients, the inner optimizer's
-moments, the method's state unless it is on the disk, 1.25 times the payloads that a member holds
-in a round, and 1 GiB for Python, torch and the activations. `whole.cpu.METHOD.SIZE` is the
-processor time of a process in a round, from the end of the backward pass to the new weights. Its
-yardstick is that of a forward and backward pass, over one short sequence.
+moments, the method's state unless it is on the disk, a reducer's residuals, 1.25 times the payloads
+that a member holds in a round, and 1 GiB for Python, torch and the activations.
+`whole.cpu.METHOD.SIZE` is the processor time of a process in a round, from the end of the backward
+pass to the new weights. Its yardstick is that of a forward and backward pass, over one short
+sequence.
 
 `whole.join.METHOD.SIZE` is the highest anonymous memory of a process that joins after a round, and
 downloads the state, until it is a member. Its yardstick is weights, the method's state as above,
@@ -247,6 +248,7 @@ def needed_bytes(case: Case, method: str) -> dict[str, float]:
         "gradients": count * width,
         "moments": count * width * MOMENTS[case.inner],
         "state": state_bytes(plan) if case.outer == "host" else 0,
+        "residuals": stream.residual_bytes / PEERS,
         "payloads": payloads,
     }
 

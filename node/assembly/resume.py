@@ -75,6 +75,7 @@ class _Open(msgspec.Struct, frozen=True):
     attempt: int
     weight: float
     apply_after: int
+    slack: int
     deadline_s: float
     age_steps: int
     answer: _Answer | None
@@ -219,6 +220,7 @@ def _open(pending: Pending, step: int) -> _Open:
         key.attempt,
         exchange.weight,
         exchange.apply_after,
+        exchange.slack,
         exchange.deadline_s,
         age,
         answer,
@@ -255,6 +257,7 @@ def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]
             or LazyTensors.spent(shapes_of(templates[opened.stream].tensors)),
             weight=opened.weight,
             apply_after=opened.apply_after,
+            slack=opened.slack,
             deadline_s=opened.deadline_s,
         )
         result = _result(number, opened, exchange, cursors, tensors)

@@ -1,9 +1,9 @@
 """The driver: a method, the table of its pending exchanges, and its position in the run.
 
-It does no I/O: the loop asks it which exchanges to start, what to apply, and whether to wait. An
-exchange blocks training only between the step at which its result is wanted (`apply_after`) and its
-deadline. After the deadline the peer trains on, and the result is applied whenever it arrives.
-Results of one stream are applied in the order of their rounds.
+It does no I/O: the loop asks it which exchanges to start, what to apply, and whether to wait. A
+result is wanted at a step (`apply_after`), and applied then or as soon as it is known. Training
+waits for it only between a later step (`slack`) and the exchange's deadline. Results of one stream
+are applied in the order of their rounds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -229,12 +229,14 @@ class Driver:
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
-            due = last or steps >= pending.exchange.apply_after
+            wanted = pending.exchange.apply_after
+            due = last or steps >= wanted
             if pending.result is not None and due and key.stream not in held:
                 return Apply(pending.exchange, replace(pending.result, steps_since=steps))
             # past its deadline a result no longer blocks training: it is applied when it arrives
             timeout_s = pending.since_s + pending.exchange.deadline_s - progress.run_time_s
-            if pending.result is None and due and timeout_s > 0:
+            needed = last or steps >= wanted + pending.exchange.slack
+            if pending.result is None and needed and timeout_s > 0:
                 return Wait(key, timeout_s)
             held.add(key.stream)
         return None

@@ -40,7 +40,8 @@ MAX_LOOKED_STEPS = 4096  # for two rounds of each stream
 class StreamSize:
     """One stream of a run: its shards, and the most bytes of one contribution (`out_bytes`) and of
     one mean (`back_bytes`, 0 if nothing comes back). `steps` are the local steps from one round to
-    the next; infinity if there was none in `MAX_LOOKED_STEPS`."""
+    the next; infinity if there was none in `MAX_LOOKED_STEPS`. `residual_bytes` is the size of what
+    all reducers together left out and keep."""
 
     stream: str
     kind: Literal["mean", "gather", "pair"]
@@ -50,6 +51,7 @@ class StreamSize:
     back_bytes: int
     steps: float
     deadline_s: float
+    residual_bytes: int = 0
 
     def sent_bytes(self, members: int) -> float:
         """Return the bytes that one of the members sends in a round; it receives as many.
@@ -123,13 +125,14 @@ def exchanged(
 ) -> Exchanged:
     """Return what the method of a run takes beside the model and its optimizer; with more members,
     a gather takes more."""
-    payloads = 0
+    payloads = residuals = 0
     for size in stream_sizes(plan) if streams is None else streams:
+        residuals += size.residual_bytes // members
         gathered = members if size.kind == "gather" else 2  # its own, and what it reduces
         payloads += gathered * size.out_bytes + size.back_bytes
     # what is sent, what came since, and a mean of them, while a round is open
     held = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 0
-    pending = held * VALUE_BYTES * plan.model.parameters()
+    pending = residuals + held * VALUE_BYTES * plan.model.parameters()
     kept = min(LOG_ROUNDS * payloads, STORE_BYTES)
     return Exchanged(state_bytes(plan), pending, payloads, kept)
 
@@ -174,15 +177,17 @@ def _size(template: Exchange, layout: ShardLayout, name: str, steps: float) -> S
     paired = isinstance(template.group, RandomGroups)
     kind: Literal["mean", "gather", "pair"] = "pair" if paired else template.kind
     back = codec(template.return_codec) if kind == "mean" else None
+    values = sum(part.count for shard in layout.shards for part in shard)
     return StreamSize(
         name,
         kind,
-        sum(part.count for shard in layout.shards for part in shard),
+        values,
         len(layout.shards),
         layout.max_bytes(layout.codec),
         0 if back is None else layout.max_bytes(back),
         steps,
         template.deadline_s,
+        VALUE_BYTES * values if template.compensate else 0,
     )
 
 

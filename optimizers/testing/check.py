@@ -63,6 +63,7 @@ SPECIMEN_TERMS = (
     "stride",
     "enough",
     "apply_after",
+    "slack",
     "deadline_s",
 )
 NUDGE = 0.25  # a gradient that must not be forgotten

@@ -139,6 +139,21 @@ def layered(vectors, layers):
     return replica
 
 
+@pytest.mark.parametrize(
+    ("options", "slack"),
+    [
+        ({"overlap": 1}, 2),  # of 3 steps until the next fragment is sent
+        ({"overlap": 3}, 0),
+        ({"overlap": 0}, 0),  # waits for each fragment
+        ({"overlap": 1, "slack": 1}, 1),
+        ({"overlap": 0, "slack": 3}, 3),
+    ],
+)
+def test_a_late_fragment_is_waited_for_when_the_next_one_is_sent(vectors, options, slack):
+    made = Streaming(12, 4, **options, **EXACT)
+    assert {each.slack for each in made.streams(layered(vectors, 4))} == {slack}
+
+
 @pytest.mark.parametrize(("period", "fragments"), [(12, 4), (10, 3), (7, 7), (5, 1), (100, 8)])
 def test_fragments_take_turns_at_even_distances_each_once_a_period(vectors, period, fragments):
     made = Streaming(period, fragments, overlap=0, **EXACT)
@@ -276,6 +291,8 @@ def test_the_defaults_are_those_of_the_paper():
         ({"period": 10, "fragments": 4, "overlap": 3}, "choose 0 to 2"),
         ({"period": 10, "fragments": 1, "overlap": 10}, "choose 0 to 9"),
         ({"overlap": -1}, "an overlap of -1 steps"),
+        ({"period": 12, "overlap": 1, "slack": 3}, "a slack of 3 steps .*choose 0 to 2, or none"),
+        ({"slack": -1}, "a slack of -1 steps"),
         ({"mix": 1.5}, r"a mix of 1.5 .* choose one in \[0, 1\]"),
         ({"pattern": "random"}, "pattern 'random' is not known; choose strided or sequential"),
         ({"codec": "topk:64/4096"}, "codec topk:64/4096 is biased.*give it feedback"),

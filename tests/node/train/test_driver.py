@@ -12,13 +12,14 @@ from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Ran
 OK = Result("ok", 1, ("a",), (1.0,), mean={})
 
 
-def ask(stream="x", number=0, *, apply_after=0, deadline_s=30.0):
+def ask(stream="x", number=0, *, apply_after=0, slack=0, deadline_s=30.0):
     return Exchange(
         ExchangeKey(stream, number),
         "mean",
         All(),
         {"w": torch.zeros(1)},
         apply_after=apply_after,
+        slack=slack,
         deadline_s=deadline_s,
     )
 
@@ -116,6 +117,23 @@ def test_training_goes_on_without_waiting_until_a_streamed_result_is_wanted(driv
     notes.stepped(driver, ask(apply_after=2, deadline_s=30.0), step=0, now_s=0.0)
     assert driver.next(Progress(1, run_time_s=1.0)) is None
     assert driver.next(Progress(2, run_time_s=2.0)) == Wait(ExchangeKey("x", 0), 28.0)
+
+
+def test_a_late_result_is_applied_when_it_is_known_and_waited_for_after_the_slack(driver, notes):
+    exchange = ask(apply_after=2, slack=3, deadline_s=30.0)
+    notes.stepped(driver, exchange, step=0, now_s=0.0)
+    assert [driver.next(Progress(step, run_time_s=step)) for step in (2, 3, 4)] == [None] * 3
+    assert driver.next(Progress(5, run_time_s=5.0)) == Wait(exchange.key, 25.0)
+    driver.resolve(exchange.key, OK)
+    action = driver.next(Progress(4, run_time_s=4.0))
+    assert isinstance(action, Apply)
+    assert action.result.steps_since == 4
+
+
+def test_after_the_last_step_nothing_is_left_of_the_slack(driver, notes):
+    exchange = ask(apply_after=2, slack=3, deadline_s=30.0)
+    notes.stepped(driver, exchange, step=0, now_s=0.0)
+    assert driver.next(Progress(1, run_time_s=1.0), last=True) == Wait(exchange.key, 29.0)
 
 
 def test_results_of_one_stream_are_applied_in_round_order(driver, notes):

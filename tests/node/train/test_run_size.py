@@ -11,7 +11,7 @@ from farflock.node.run.manifest import resolve
 from farflock.node.run.terms import RunPlan
 from farflock.node.train import run_size
 from farflock.node.train.exchange_client import layout_of
-from farflock.node.train.run_size import StreamSize, require_carried, stream_sizes
+from farflock.node.train.run_size import StreamSize, exchanged, require_carried, stream_sizes
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
@@ -82,6 +82,16 @@ def test_a_pipeline_has_the_streams_of_each_of_its_stages():
     sizes = stream_sizes(manifest.plan(), manifest.pipeline_plan())
     assert [size.stream for size in sizes] == ["grad/0", "grad/1"]
     assert sum(size.values for size in sizes) == manifest.plan().model.parameters()
+
+
+def test_reducers_share_the_residuals_of_a_method_that_compensates():
+    lean, plain = plan("lean"), plan("diloco")
+    values = 4 * lean.model.parameters()
+    assert [size.residual_bytes for size in stream_sizes(lean)] == [values]
+    assert [size.residual_bytes for size in stream_sizes(plain)] == [0]
+    two, four = (exchanged(lean, members).pending_bytes for members in (2, 4))
+    assert two - four == values // 2 - values // 4
+    assert exchanged(plain).pending_bytes == 0
 
 
 def size(kind, out_bytes, back_bytes=0, deadline_s=30.0):
