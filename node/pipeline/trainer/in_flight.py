@@ -154,8 +154,8 @@ class InFlight:
     (at the last stage the targets); `codecs`, the codec of its output and of that gradient; and
     `lacked`, the number of servers that lacked the weights or a codec. `asking` holds the stages
     with a backward pass or confirmation in progress. `left` holds what stays with servers for
-    this microbatch, and the lives of those that made it. `trip_s` is the total time of the
-    successful calls, without their waits at servers."""
+    this microbatch, the lives of those that made it, and their stages. `trip_s` is the total time
+    of the successful calls, without their waits at servers."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -168,7 +168,7 @@ class InFlight:
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
     origins: PayloadOrigins = field(default_factory=PayloadOrigins)
     asking: set[int] = field(default_factory=set)
-    left: list[tuple[Left, ServerLife]] = field(default_factory=list)
+    left: list[tuple[Left, ServerLife, int]] = field(default_factory=list)
     trip_s: float = 0.0
 
     @property
@@ -198,19 +198,18 @@ class InFlight:
         """True if the stage's input is not known, or was lost with the servers that held it."""
         return self.source(stage) >= 0 and stage not in self.inputs
 
-    def put_back(self, stage: int, payload: bytes, *, is_input: bool) -> None:
-        """Keep a stage's input, or its output's gradient, here instead of where it was made."""
-        if is_input:
-            self.inputs[stage] = WholeInput(payload)
-        else:
-            self.gradients[stage] = payload
-
-    def lose(self, stage: int, *, is_input: bool) -> None:
-        """Forget a stage's input, or its output's gradient, which no holder has any more."""
-        if is_input:
+    def replace(self, stage: int, old: Given, new: bytes | None) -> None:
+        """Keep `new` here instead of a stage's input, or its output's gradient, that was left with
+        its maker, or nothing if it is lost. One that was made again meanwhile stays."""
+        kept = self.inputs.get(stage)
+        if isinstance(kept, WholeInput) and kept.raw is old:
             del self.inputs[stage]
-        else:
+            if new is not None:
+                self.inputs[stage] = WholeInput(new)
+        elif self.gradients.get(stage) is old:
             del self.gradients[stage]
+            if new is not None:
+                self.gradients[stage] = new
 
     def set_out_again(self, epoch: int) -> None:
         """Forget the walk so far, which begins again at the first stage in round `epoch`."""

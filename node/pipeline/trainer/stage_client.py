@@ -147,7 +147,7 @@ class StageClient:
 
     def drop(self, flight: InFlight) -> None:
         """Have servers forget what they keep for a microbatch."""
-        for left, _ in flight.left:
+        for left, _, _ in flight.left:
             self._calls.drop(left)
         flight.left.clear()
 

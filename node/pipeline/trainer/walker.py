@@ -287,7 +287,8 @@ class Walker:
         payloads = [flight.tokens, *handed, *rest]
         asked = await self._client.ask(server, request, payloads)
         flight.trip_s += asked.trip_s
-        flight.left += [(one, server) for one in asked.payloads if isinstance(one, Left)]
+        left = [one for one in asked.payloads if isinstance(one, Left)]
+        flight.left += [(one, server, request.stage) for one in left]
         if flight.number not in self._commits.begun_s:
             self._client.drop(flight)  # it counts everywhere already
         if kept is not None:
@@ -297,12 +298,9 @@ class Walker:
                 case Lacks(rows=rows) if not kept.taken(server, handed[0], rows):
                     await asyncio.sleep(PAUSE_S)  # asked at once, it would answer the same
         for place, payload in asked.fetched.items():
-            is_input = kept is not None and place == 1
-            if payload is not None:
-                flight.put_back(request.stage, payload, is_input=is_input)
-            else:
-                flight.lose(request.stage, is_input=is_input)
-                self._blame_for_loss(flight, request.stage, payloads[place], is_input=is_input)
+            flight.replace(request.stage, payloads[place], payload)
+            if payload is None:
+                self._blame_for_loss(flight, payloads[place])
                 await asyncio.sleep(PAUSE_S)
         return asked
 
@@ -336,18 +334,14 @@ class Walker:
             self._put_into_quarantine(flight, made_at, maker)
         return undecodable
 
-    def _blame_for_loss(self, flight: InFlight, stage: int, lost: Given, *, is_input: bool) -> None:
+    def _blame_for_loss(self, flight: InFlight, lost: Given) -> None:
         """Quarantine the maker of a lost payload if it still serves in the life that made it."""
-        made_at = flight.source(stage) if is_input else flight.after(stage)
-        makers = [
-            life for one, life in flight.left if isinstance(lost, Left) and one.call == lost.call
-        ]
-        if made_at is None or not makers:
-            return
-        serving = self._stage_directory.serving().stages[made_at]
-        alive = {server.peer for server in serving}
-        if makers[0].peer in alive and self._stage_directory.server(makers[0].name) is not None:
-            self._put_into_quarantine(flight, made_at, makers[0].peer)
+        for one, maker, stage in flight.left:
+            if isinstance(lost, Left) and one.call == lost.call:
+                serving = self._stage_directory.serving().stages[stage]
+                lives = self._stage_directory.server(maker.name) is not None
+                if lives and maker.peer in {server.peer for server in serving}:
+                    self._put_into_quarantine(flight, stage, maker.peer)
 
     def _put_into_quarantine(self, flight: InFlight, stage: int, maker: PeerId) -> None:
         self._quarantine.add(stage, maker, asyncio.get_running_loop().time())

@@ -101,16 +101,23 @@ def test_a_walk_goes_on_where_its_last_known_input_is():
         dues.append(flight.due())
     assert dues == [0, 2, 1, None]
     assert not any(map(flight.lacks_input, ORDER))
-    flight.lose(3, is_input=True)
-    assert flight.due() == 1
-    flight.lose(1, is_input=True)
-    assert flight.due() == 2
-    flight.lose(2, is_input=True)
-    assert flight.due() == 0
-    flight.put_back(3, b"fetched", is_input=True)
+    for stage, due in ((3, 1), (1, 2), (2, 0)):
+        flight.replace(stage, payload.raw, None)
+        assert flight.due() == due
+    flight.inputs[3] = payload
     assert flight.due() is None, "what is lost before it is needed no more"
-    flight.lose(3, is_input=False)
-    assert flight.gradients == {}
+
+
+def test_a_payload_is_replaced_unless_it_was_made_again():
+    flight, old = source_of(Text()).draw(0), Left((), ("maker",), 1)
+    new = Left((), ("other",), 1)
+    flight.inputs[2], flight.gradients[2] = WholeInput(old), new
+    flight.replace(2, old, b"fetched")
+    assert flight.inputs[2].raw == b"fetched"
+    flight.replace(2, old, None)
+    assert (flight.inputs[2].raw, flight.gradients[2]) == (b"fetched", new)
+    flight.replace(2, new, None)
+    assert 2 not in flight.gradients
 
 
 def test_a_server_that_has_read_an_input_is_one_more_holder():
