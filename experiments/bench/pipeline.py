@@ -35,6 +35,7 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.run.terms import PipelinePlan, TrainerTerms
 from farflock.node.simulate.pipeline import (
+    EventLog,
     PipelineSimulation,
     PipelineWorld,
     identity_of,
@@ -51,6 +52,7 @@ LATENCY_S = 0.025  # of a line, one way; a frame crosses two, so a round trip ta
 STEP_MICROBATCHES = 8  # of a simulated step
 TAIL = 2 * STEP_MICROBATCHES  # so that the measurement ends before the run does
 SERVER = LinkModel(125e6, 125e6, LATENCY_S, jitter_s=0.0)
+LOOK_S = 0.1  # simulated, between two looks at how far a run is
 HOME = LinkModel(2.5e6, 12.5e6, LATENCY_S, jitter_s=0.0)
 
 
@@ -208,8 +210,24 @@ async def _pace(
     text, trainer = corpus(), identity_of(plan, STAGES).peer
     sim = PipelineSimulation(plan, pipeline, world, text)
     sim.network.set_link(trainer, line)
-    tale = await sim.run()
-    over_s = [at_s for at_s, _, kind, _ in tale.events if kind == "microbatch"]
+    running = asyncio.create_task(sim.run())
+    before = await _carried(sim, running, trainer, size.warm)
+    after = await _carried(sim, running, trainer, size.warm + size.measured)
+    over_s = _ends_s(await running)
     pace = size.measured / (over_s[size.warm + size.measured - 1] - over_s[size.warm - 1])
-    carried = sim.network.line(trainer)
-    return pace, carried.sent_bytes / len(over_s), carried.received_bytes / len(over_s)
+    up, down = ((now - then) / size.measured for then, now in zip(before, after, strict=True))
+    return pace, up, down
+
+
+async def _carried(
+    sim: PipelineSimulation, running: asyncio.Task[EventLog], trainer: str, count: int
+) -> tuple[int, int]:
+    """Return the bytes up and down a trainer's line once `count` microbatches count."""
+    while len(_ends_s(sim.tale)) < count and not running.done():
+        await asyncio.wait((running,), timeout=LOOK_S)
+    line = sim.network.line(trainer)
+    return line.sent_bytes, line.received_bytes
+
+
+def _ends_s(tale: EventLog) -> list[float]:
+    return [at_s for at_s, _, kind, _ in tale.events if kind == "microbatch"]
