@@ -331,7 +331,7 @@ Inline = Annotated[
     tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE_BYTES)], ...],
     msgspec.Meta(max_length=MAX_PAYLOADS),
 ]
-Holders = Annotated[
+PayloadHolders = Annotated[
     tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)], ...],
     msgspec.Meta(max_length=MAX_PAYLOADS),
 ]
@@ -347,7 +347,7 @@ class Call(_Message, frozen=True, tag="call"):
     request: Body
     payloads: Payloads = ()
     inline: Inline = ()
-    holders: Holders = ()
+    holders: PayloadHolders = ()
     leave: bool = False
 
 
