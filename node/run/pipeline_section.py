@@ -89,8 +89,8 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     passes at once, holds `places` pending gradients, each for `lease_s`, and accepts forward passes
     up to `staleness` rounds late. A trainer has up to `window` microbatches in flight and keeps
     `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`. If
-    `direct`, activations and gradients that are too large to travel inside a message go from server
-    to server (docs/decisions/028), else through the trainer, as those of some codecs always do.
+    `direct`, activations and gradients of 150 kB and more go from server to server
+    (docs/decisions/028), else through the trainer, as those of some codecs always do.
     Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
     stage that has none. After every `end_copies` rounds, unless 0, servers of the stages next to
     the first and the last copy the embedding, or the norm and the head, which nothing else could

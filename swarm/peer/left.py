@@ -11,11 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_INLINE_BYTES, Answer
+from farflock.swarm.messages import Answer
 from farflock.swarm.peer.context import PeerContext
 
 LEFT_LEASE_S = 60.0  # several renewals may be lost
-MIN_LEFT_BYTES = MAX_INLINE_BYTES + 1  # less travels inside an answer, a round trip sooner
+# Less travels inside an answer. A home line gains more by not carrying this much than the further
+# round trip costs (decision 028).
+MIN_LEFT_BYTES = 150_000
 MAX_LEFT_BYTES = 512 * 1024 * 1024  # at one server, for all callers
 MAX_LEFT_BYTES_EACH = 256 * 1024 * 1024  # the same, for each caller
 MAX_LEFT_EACH = 4096  # calls of a caller, so that the tables stay small

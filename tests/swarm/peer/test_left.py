@@ -237,6 +237,23 @@ async def test_another_life_of_the_maker_has_nothing(world):
     caller.calls.drop(left)
 
 
+@in_a_world
+async def test_an_older_build_that_asks_the_caller_counts_as_one_that_cannot_fetch(world):
+    caller, _, user = trio(world)
+    left = await left_at(caller, "maker")
+
+    def older(sender, message):
+        if isinstance(message, Call) and message.holders:
+            world.say(user, caller, Answer(caller.context.incarnation, message.id, "late"))
+            return True
+        return False
+
+    world.taps.append(older)
+    assert await not_fetched(caller, TOKENS, left) == b""
+    assert (await caller.ask("user", b"use", (TOKENS, LARGE))).body == b"made"
+    caller.calls.drop(left)
+
+
 # Liars.
 
 
