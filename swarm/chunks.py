@@ -281,7 +281,8 @@ class Chunks:
         """Fetch a chunk into the store and pin it; return False if no holder delivered it in time.
 
         `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
-        peer that is gone or lacks the chunk never gets it: return False once no other is left."""
+        peer that is gone, lacks the chunk or sent a false one never gets it: return False once no
+        other is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -321,6 +322,11 @@ class Chunks:
         """True if no fetch is in progress and no request waits to be served."""
         return self._inbound.idle and not (self._incoming or self._windows or self._wants)
 
+    def heard_s(self, holder: PeerId) -> float:
+        """Return when a holder last sent a piece, on the loop's clock; -inf if it never did."""
+        pace = self._paces.get(holder)
+        return -math.inf if pace is None else pace.heard_s
+
     @property
     def fetching_bytes(self) -> int:
         """The room that the fetches in progress take."""
@@ -338,8 +344,9 @@ class Chunks:
         without: set[PeerId] = set()  # peers that do not have it
 
         def asked() -> Sequence[PeerId]:
-            honest = _honest(holders, liars)
-            return [peer for peer in honest if peer not in without] if final else honest
+            if final:
+                return [peer for peer in holders() if peer not in without | liars]
+            return _honest(holders, liars)
 
         mixing = True
         while True:

@@ -18,6 +18,8 @@ MAX_BODY_BYTES = 8 * 1024  # body of a call or its answer, without payloads
 MAX_PAYLOADS = 4  # per call, and per answer
 MAX_PAYLOAD_CHUNKS = 16
 MAX_INLINE_BYTES = 256_000  # payloads inside a call or an answer; fits in a frame with its body
+MAX_HOLDERS = 3  # of one payload, named in a call
+MAX_LEFT_IDS = 256  # in one message that renews what was left
 MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_STAGES = 1024
@@ -319,6 +321,7 @@ class Pong(_Message, frozen=True, tag="pong"):
 
 # Calls (swarm/peer/calls.py). A payload is a sequence of chunks, none if it is empty. `inline`
 # holds the bytes of its different chunks, in order, if they are few; a repeat leaves them out.
+# A payload stays where it was made if both sides agree: then later calls name its holders.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 PayloadChunk = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
@@ -328,22 +331,32 @@ Inline = Annotated[
     tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE_BYTES)], ...],
     msgspec.Meta(max_length=MAX_PAYLOADS),
 ]
-CallVerdict = Literal["ok", "full", "failed", "late"]
+PayloadHolders = Annotated[
+    tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)], ...],
+    msgspec.Meta(max_length=MAX_PAYLOADS),
+]
+CallVerdict = Literal["ok", "full", "failed", "late", "missing"]
 
 
 class Call(_Message, frozen=True, tag="call"):
-    """A request, done once; the sender serves its payloads. Ids are unique in a sender's life."""
+    """A request, done once. Ids are unique in a sender's life. `holders` names the members that
+    serve each payload; where it names none, the sender does. If `leave`, the answer's payloads may
+    stay with the receiver."""
 
     id: Count
     request: Body
     payloads: Payloads = ()
     inline: Inline = ()
+    holders: PayloadHolders = ()
+    leave: bool = False
 
 
 class Answer(_Message, frozen=True, tag="answer"):
     """The answer to call `id` of the receiver's life `incarnation`; only "ok" brings a result.
     "full": nothing was done, ask again. "failed": it cannot be done. "late": the payloads came too
-    late, or the answer is gone."""
+    late, or the answer is gone. "missing": the named holders did not deliver the payloads whose
+    places are the bytes of the body. If `left`, the payloads stay until `Heard`, as long as `Keep`
+    renews their lease."""
 
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     id: Count
@@ -351,12 +364,19 @@ class Answer(_Message, frozen=True, tag="answer"):
     body: Body = b""
     payloads: Payloads = ()
     inline: Inline = ()
+    left: bool = False
 
 
 class Heard(_Message, frozen=True, tag="heard"):
     """The sender has, or no longer wants, the answer to its call `id`."""
 
     id: Count
+
+
+class Keep(_Message, frozen=True, tag="keep"):
+    """The sender still wants the payloads that these calls left with the receiver."""
+
+    ids: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LEFT_IDS)]
 
 
 # Branches (swarm/protocol/branches.py).
@@ -395,7 +415,7 @@ PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | Pa
 ViewMessage = ViewQuery | Views | Join | Leave
 SnapshotMessage = StateQuery | StateOffer
 TimeMessage = Ping | Pong
-CallMessage = Call | Answer | Heard
+CallMessage = Call | Answer | Heard | Keep
 BranchMessage = BranchAsk | BranchSign | Lineage
 
 Message = (

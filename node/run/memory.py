@@ -17,6 +17,7 @@ from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.cut import SAVED_SHARE
+from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
 OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
@@ -118,7 +119,8 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     The program's own memory comes on top.
 
     Counted as for whole models (`needed_bytes`), plus pending gradients, what passes keep of the
-    microbatches computed at once, payloads that wait, a codec's basis, and its sample memory."""
+    microbatches computed at once, payloads that wait or stay for other servers, a codec's basis,
+    and its sample memory."""
     span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
     weights = stage_parameters(plan.model, span)
     a_token = len(span) * layer_values(plan.model, plan.seq) + (
@@ -131,6 +133,8 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
         for direction in ("forward", "backward")
     )
     waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
+    if pipeline.trainer.direct and forward >= MIN_LEFT_BYTES:
+        waiting += min(pipeline.trainer.kept * 2 * (forward + backward), MAX_LEFT_BYTES)
     terms = subspace_terms(pipeline.codec)
     shared = (
         basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0

@@ -88,7 +88,9 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     A stage's server queues up to `queue` passes of each kind, computes up to `together` forward
     passes at once, holds `places` pending gradients, each for `lease_s`, and accepts forward passes
     up to `staleness` rounds late. A trainer has up to `window` microbatches in flight and keeps
-    `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`.
+    `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`. If
+    `direct`, activations and gradients of 150 kB and more go from server to server
+    (docs/decisions/028), else through the trainer, as those of some codecs always do.
     Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
     stage that has none. After every `end_copies` rounds, unless 0, servers of the stages next to
     the first and the last copy the embedding, or the norm and the head, which nothing else could
@@ -118,6 +120,7 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     forward_timeout_s: TimeoutSeconds = _TRAINER.forward_timeout_s
     backward_timeout_s: TimeoutSeconds = _TRAINER.backward_timeout_s
+    direct: bool = _TRAINER.direct
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = _BALANCE.every_s
     asynchronous: AsynchronousTerms | None = None  # None: backward passes use current weights
     constrain: Constrained = "all"
@@ -232,7 +235,13 @@ def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
         terms.codec,
         terms.policy,
         ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
-        TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
+        TrainerTerms(
+            terms.window,
+            terms.kept,
+            terms.forward_timeout_s,
+            terms.backward_timeout_s,
+            terms.direct,
+        ),
         balance=RebalanceTerms(terms.rebalance_s),
         end_copies=terms.end_copies,
         basis=terms.basis,

@@ -67,12 +67,14 @@ class ServerTerms:
 class TrainerTerms:
     """A trainer's limits: `window` microbatches in flight, fewer where that keeps all servers
     busy (swarm/protocol/depth.py), and `kept` in all, including those that wait for a round to
-    name them."""
+    name them. If `direct`, large activations and gradients go from server to server (decision
+    028)."""
 
     window: int = 64
     kept: int = 256
     forward_timeout_s: float = FORWARD_TIMEOUT_S
     backward_timeout_s: float = BACKWARD_TIMEOUT_S
+    direct: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:

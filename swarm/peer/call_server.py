@@ -2,22 +2,29 @@
 
 Links lose answers and callers repeat calls, but no work is done twice. So a server keeps its calls
 in a bounded table; a caller that finds it full asks again later. A restart empties it.
+
+A call may name other members that hold its payloads, and ask to leave those of the answer here
+(left.py). It gains a liar little: a server fetches only from members, only what it has admitted by
+size, and only as much at once as it has room for.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
+from farflock.swarm.messages import Answer, Call, CallVerdict, Heard, Keep, Payload
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.left import CallKey, LeftPayloads
 from farflock.swarm.peer.payloads import (
+    Left,
     fetch,
+    fetch_left,
     inline_of,
     inline_s,
     put,
@@ -28,6 +35,7 @@ from farflock.swarm.peer.payloads import (
 
 LEASE_S = 30.0  # an answer is kept this long after it was last sent: many repetitions of a call
 FETCH_S = 60.0  # for fetching a call's payloads, so that a dead caller frees its room
+LOOK_AT_LEFT_S = 1.0  # between two looks at the leases of what was left here
 SERVE_S = 300.0  # for the handler; generous, so that only a stuck one is ended
 FORGET_S = 600.0  # after a silence this long, no late copy of a call is still on its way
 MAX_CALLS = 256  # being served, or answered but not heard
@@ -40,15 +48,25 @@ ROOM_BYTES = 128 * 1024 * 1024  # payloads of open outgoing calls, and as much o
 log = logging.getLogger(__name__)
 
 _Caller = tuple[PeerId, int]  # (caller, incarnation)
-_Key = tuple[PeerId, int, int]  # (caller, incarnation, call id)
 
 
 @dataclass(frozen=True, slots=True)
 class CallReply:
-    """The reply to a call: a body of up to 8 KiB, and up to 4 payloads of up to 64 MiB each."""
+    """The reply to a call: a body of up to 8 KiB, and up to 4 payloads of up to 64 MiB each.
+    Instead of `payloads`, the caller may get what they `left` at the server."""
 
     body: bytes = b""
     payloads: tuple[bytes, ...] = ()
+    left: tuple[Left, ...] = ()
+
+
+class Undelivered(Exception):
+    """The payloads of a call could not be had: from the caller, or ("missing") those at `places`
+    from the holders that it names."""
+
+    def __init__(self, verdict: CallVerdict, places: Collection[int] = ()) -> None:
+        super().__init__(verdict)
+        self.verdict, self.places = verdict, bytes(places)
 
 
 class Handler(Protocol):
@@ -102,7 +120,9 @@ class CallServer:
     def __init__(self, context: PeerContext, room_bytes: int) -> None:
         self.handler: Handler | None = None
         self._context, self._room_bytes = context, room_bytes
-        self._served: dict[_Key, _Served] = {}
+        self._served: dict[CallKey, _Served] = {}
+        self.left = LeftPayloads(context)
+        self._next_look_s = 0.0  # at the leases of what was left
         self._seen: dict[_Caller, _Seen] = {}
         self.held_bytes = 0
 
@@ -128,7 +148,9 @@ class CallServer:
         """Start serving a new call, or repeat the answer to a known one."""
         key, seen = (sender, incarnation, call.id), self._remember((sender, incarnation))
         served, size = self._served.get(key), sum(sizes_of(call.payloads))
-        if served is not None:
+        if key in self.left:
+            self._context.send(sender, self.left.answer(key))
+        elif served is not None:
             self._send_answer(key, served)
         elif seen is not None and seen.is_over(call.id):
             self._say(key, "late")
@@ -146,8 +168,15 @@ class CallServer:
         key, seen = (sender, incarnation, heard.id), self._remember((sender, incarnation))
         if key in self._served:
             self._end(key)
+        elif key in self.left:
+            self._forget(key)
         elif seen is not None:
             seen.end(heard.id)
+
+    def take_keep(self, sender: PeerId, incarnation: int, keep: Keep) -> None:
+        """Renew the leases of payloads that were left here."""
+        self._remember((sender, incarnation))
+        self.left.keep(sender, incarnation, keep.ids)
 
     def tick(self) -> None:
         """Give up callers that are gone, and answers that went unheard for too long."""
@@ -158,15 +187,20 @@ class CallServer:
         for caller, seen in list(self._seen.items()):
             if seen.heard_s + FORGET_S <= now_s:
                 del self._seen[caller]
+        if self._next_look_s <= now_s:
+            self._next_look_s = now_s + LOOK_AT_LEFT_S
+            for key in self.left.over():
+                self._forget(key)
 
     async def outcome(
         self,
         caller: PeerId,
         request: bytes,
         sizes: tuple[int, ...],
-        payloads: Callable[[], Awaitable[tuple[bytes, ...] | None]],
+        payloads: Callable[[], Awaitable[tuple[bytes, ...]]],
     ) -> tuple[CallVerdict, CallReply]:
-        """Run the handler on what `payloads` fetches (or None). Exceptions fail only this call."""
+        """Run the handler on what `payloads` fetches, unless that raises `Undelivered`. Exceptions
+        of the handler fail only this call."""
         handler = self.handler
         if handler is None:
             return "failed", CallReply()
@@ -178,9 +212,10 @@ class CallServer:
             return "failed", CallReply()
         if refusal is not None:
             return "ok", CallReply(refusal)
-        whole = await payloads()
-        if whole is None:
-            return "late", CallReply()
+        try:
+            whole = await payloads()
+        except Undelivered as error:
+            return error.verdict, CallReply(error.places)
         try:
             async with asyncio.timeout(SERVE_S):
                 reply = await handler.serve(caller, request, whole)
@@ -190,7 +225,7 @@ class CallServer:
             return "failed", CallReply()
         return "ok", reply
 
-    async def _serve(self, key: _Key, call: Call) -> None:
+    async def _serve(self, key: CallKey, call: Call) -> None:
         """Serve one call until it is answered, or ended because its caller no longer wants it."""
         served = self._served[key]
         try:
@@ -201,35 +236,73 @@ class CallServer:
                 key[0], call.request, sizes, lambda: self._fetch(key, served, call)
             )
             if not served.unwanted:
-                self._answer(key, served, verdict, reply)
+                self._answer(key, call, verdict, reply)
         finally:
             if served.answer is None:
                 self._drop(key)
 
-    async def _fetch(self, key: _Key, served: _Served, call: Call) -> tuple[bytes, ...] | None:
+    async def _fetch(self, key: CallKey, served: _Served, call: Call) -> tuple[bytes, ...]:
         served.fetching = asyncio.current_task()
         take_inline(self._context, call.payloads, call.inline, key)
         try:
-            return await fetch(self._context, key[0], call.payloads, key, FETCH_S)
+            elsewhere = await self._fetch_elsewhere(key, call)
+            rest = [
+                payload for place, payload in enumerate(call.payloads) if place not in elsewhere
+            ]
+            mine = await fetch(self._context, (key[0],), rest, key, FETCH_S)
         finally:
             served.fetching = None
-            self._context.store.release(key)
+            if not call.leave:
+                self._context.store.release(key)
+        if mine is None:
+            raise Undelivered("late")
+        come = iter(mine)
+        return tuple(
+            elsewhere[place] if place in elsewhere else next(come)
+            for place in range(len(call.payloads))
+        )
 
-    def _answer(self, key: _Key, served: _Served, verdict: CallVerdict, reply: CallReply) -> None:
+    async def _fetch_elsewhere(self, key: CallKey, call: Call) -> dict[int, bytes]:
+        """Fetch the payloads that other members hold, by place; only for a member."""
+        placed = {place: Left(*named, key[2]) for place, named in _named(call)}
+        if not placed:
+            return {}
+        chain = self._context.chain
+        if chain is None or not chain.newest.lists(key[0]):
+            raise Undelivered("missing", placed)
+        come = await asyncio.gather(
+            *(fetch_left(self._context, left, key, FETCH_S) for left in placed.values())
+        )
+        found = dict(zip(placed, come, strict=True))
+        if lacking := [place for place, payload in found.items() if payload is None]:
+            raise Undelivered("missing", lacking)
+        return {place: payload for place, payload in found.items() if payload is not None}
+
+    def _answer(self, key: CallKey, call: Call, verdict: CallVerdict, reply: CallReply) -> None:
         """Answer, and keep the answer until it is heard."""
-        size = sum(map(len, reply.payloads))
+        served, size = self._served[key], sum(map(len, reply.payloads))
         self.held_bytes += size - served.held_bytes
         served.held_bytes = size
-        served.answer = Answer(
-            key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key)
-        )
-        if inline := inline_of(reply.payloads, served.answer.payloads):
+        announced = put(self._context, reply.payloads, key)
+        served.answer = Answer(key[1], key[2], verdict, reply.body, announced)
+        stays = call.leave and self.left.has_room(key[0], size)
+        self._keep_only(key, (*announced, *(payload for _, (payload, _) in _named(call) if stays)))
+        if stays:
+            answer = msgspec.structs.replace(served.answer, left=True)
+            self.held_bytes -= self._served.pop(key).held_bytes
+            self.left.add(key, answer)
+            self._context.send(key[0], answer)
+        elif inline := inline_of(reply.payloads, announced):
             whole = msgspec.structs.replace(served.answer, inline=inline)
             self._context.spawn(self._send_whole(key, served, whole))
         else:
             self._send_answer(key, served)
 
-    async def _send_whole(self, key: _Key, served: _Served, whole: Answer) -> None:
+    def _keep_only(self, key: CallKey, payloads: Iterable[Payload]) -> None:
+        digests = {digest for payload in payloads for digest, _ in payload}
+        self._context.store.keep_only(digests, key)
+
+    async def _send_whole(self, key: CallKey, served: _Served, whole: Answer) -> None:
         """Send an answer with its small payloads; repeats go without them, and not before these
         had time to arrive."""
         served.until_s, served.quiet_s = self._context.now() + LEASE_S, math.inf
@@ -237,15 +310,15 @@ class CallServer:
         served.quiet_s = self._context.now() + (inline_s(whole.inline) if sent else 0.0)
         served.until_s = self._context.now() + LEASE_S
 
-    def _send_answer(self, key: _Key, served: _Served) -> None:
+    def _send_answer(self, key: CallKey, served: _Served) -> None:
         if served.answer is not None and self._context.now() >= served.quiet_s:
             served.until_s = self._context.now() + LEASE_S
             self._context.send(key[0], served.answer)
 
-    def _say(self, key: _Key, verdict: CallVerdict) -> None:
+    def _say(self, key: CallKey, verdict: CallVerdict) -> None:
         self._context.send(key[0], Answer(key[1], key[2], verdict))
 
-    def _end(self, key: _Key) -> None:
+    def _end(self, key: CallKey) -> None:
         """Drop an unwanted call, but not a running handler: it may hold more than this call."""
         served = self._served[key]
         if served.answer is not None:
@@ -255,9 +328,17 @@ class CallServer:
             if served.fetching is not None:
                 served.fetching.cancel()
 
-    def _drop(self, key: _Key) -> None:
+    def _drop(self, key: CallKey) -> None:
         self.held_bytes -= self._served.pop(key).held_bytes
         self._context.store.release(key)
+        self._note_end(key)
+
+    def _forget(self, key: CallKey) -> None:
+        """Drop what a call has left here."""
+        self.left.drop(key)
+        self._note_end(key)
+
+    def _note_end(self, key: CallKey) -> None:
         if (seen := self._seen.get(key[:2])) is not None:
             seen.end(key[2])
 
@@ -282,3 +363,9 @@ class CallServer:
         of_sender = sum(key[0] == sender for key in self._served)
         many = len(self._served) >= MAX_CALLS or of_sender >= MAX_CALLS_EACH
         return many or self.held_bytes + size > self._room_bytes
+
+
+def _named(call: Call) -> list[tuple[int, tuple[Payload, tuple[PeerId, ...]]]]:
+    """Return the place, the payload and the holders of each payload that others hold."""
+    pairs = enumerate(zip(call.payloads, call.holders, strict=False))
+    return [(place, pair) for place, pair in pairs if pair[1]]

@@ -3,7 +3,8 @@
 A request is repeated until its answer arrives, so links may lose anything. Payloads are chunks,
 fetched by the receiver when it has room: a refusal costs none, and no peer can fill another's
 memory. Small ones come with the first copy of the call or answer (payloads.py), which then takes
-one round trip instead of three; a refusal drops them.
+one round trip instead of three; a refusal drops them. The payloads of an answer may stay with the
+server (`Left`), and go from there to the server of a later call, without crossing this peer's line.
 
     caller                              server (call_server.py)
     Call, repeated ------------------>  admit: a refusal is an answer
@@ -18,7 +19,7 @@ again.
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,13 +27,25 @@ import msgspec
 
 from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
+from farflock.swarm.messages import MAX_LEFT_IDS, Answer, Call, CallVerdict, Heard, Keep
 from farflock.swarm.paths.round_robin import CallFailure
-from farflock.swarm.peer.call_server import LEASE_S, ROOM_BYTES, CallReply, CallServer, Handler
+from farflock.swarm.peer.call_server import (
+    FETCH_S,
+    LEASE_S,
+    ROOM_BYTES,
+    CallReply,
+    CallServer,
+    Handler,
+    Undelivered,
+)
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import (
     Delivered,
+    Given,
+    Left,
     fetch,
+    fetch_left,
+    holders_of,
     inline_of,
     inline_s,
     put,
@@ -53,6 +66,15 @@ class CallFailed(Exception):
     def __init__(self, reason: CallFailure, message: str) -> None:
         super().__init__(message)
         self.reason: CallFailure = reason
+
+
+class NotFetched(CallFailed):
+    """A call whose server could not fetch the payloads at `places` (if it says which) from their
+    holders."""
+
+    def __init__(self, peer: PeerId, places: Collection[int]) -> None:
+        super().__init__("rpc", f"{peer} cannot fetch payloads {list(places)} from their holders")
+        self.places = places
 
 
 @dataclass(slots=True)
@@ -77,6 +99,8 @@ class Calls:
         self._ids = itertools.count()
         self._asked: dict[int, _Asked] = {}
         self._delivered = Delivered()
+        self._left: dict[tuple[PeerId, int], None] = {}  # calls whose payloads stay there
+        self._next_keep_s = 0.0
 
     @property
     def handler(self) -> Handler | None:
@@ -98,6 +122,11 @@ class Calls:
         return len(self._asked)
 
     @property
+    def left(self) -> int:
+        """The number of calls whose payloads stay at their servers until they are dropped."""
+        return len(self._left)
+
+    @property
     def sending(self) -> bool:
         """True while payloads of calls to other peers take room."""
         return not self._sending.idle
@@ -106,18 +135,20 @@ class Calls:
         self,
         peer: PeerId,
         request: bytes,
-        payloads: Sequence[bytes] = (),
+        payloads: Sequence[Given] = (),
         *,
         timeout_s: float,
         max_reply_bytes: int,
+        leave: bool = False,
     ) -> CallReply:
         """Have a peer's handler do some work, at most once per life of the peer; return its reply.
 
-        A full peer is asked again. Raise `CallFailed` if there is no result in time, or one of more
-        than `max_reply_bytes`; `ValueError` if the call is too large. If cancelled, tell the peer
-        to drop it."""
+        A full peer is asked again. If `leave`, large payloads of another peer's reply may stay
+        there until `drop`. Raise `CallFailed` if there is no result in time, or one of more than
+        `max_reply_bytes`, and `NotFetched` if only what was left elsewhere is missing; `ValueError`
+        if the call is too large. If cancelled, tell the peer to drop it."""
         require_sendable(request, payloads)
-        size = sum(map(len, payloads))
+        size = sum(len(payload) for payload in payloads if isinstance(payload, bytes))
         if size > self._room_bytes:
             raise ValueError(
                 f"a call with payloads of {size} bytes; this peer sends at most "
@@ -129,7 +160,8 @@ class Calls:
                     return await self._ask_myself(request, tuple(payloads), max_reply_bytes)
                 taken = await self._sending.take(size, size) if size else 0
                 try:
-                    return await self._ask(peer, request, payloads, timeout_s, max_reply_bytes)
+                    call = Call(next(self._ids), request, leave=leave)
+                    return await self._ask(peer, call, payloads, timeout_s, max_reply_bytes)
                 finally:
                     self._sending.give(taken)
         except TimeoutError:
@@ -142,13 +174,31 @@ class Calls:
         """True if a call of this peer, or to it, is open or was lately."""
         return bool(self._asked or self._serving.callers)
 
-    def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
+    async def fetch(self, left: Left, timeout_s: float) -> bytes | None:
+        """Fetch a payload that was left with its maker; None if no holder delivers it in time."""
+        pin = ("left", next(self._ids))
+        try:
+            return await fetch_left(self._context, left, pin, timeout_s)
+        finally:
+            self._context.store.release(pin)
+
+    def drop(self, left: Left) -> None:
+        """Have a payload's maker forget it, and all else that its call has left there."""
+        if left.call in self._left:
+            del self._left[left.call]
+            self._context.send(left.holders[0], Heard(left.number))
+
+    def receive(
+        self, sender: PeerId, incarnation: int, message: Call | Answer | Heard | Keep
+    ) -> None:
         """Handle a message of a call."""
         match message:
             case Call():
                 self._serving.take_call(sender, incarnation, message)
             case Heard():
                 self._serving.take_heard(sender, incarnation, message)
+            case Keep():
+                self._serving.take_keep(sender, incarnation, message)
             case Answer():
                 self._take_answer(sender, message)
 
@@ -162,20 +212,31 @@ class Calls:
                     asked.answer.set_result(None)
             elif asked.resend_s <= now_s:
                 self._send(asked)
+        if self._left and self._next_keep_s <= now_s:
+            self._next_keep_s = now_s + KEEP_S
+            self._renew()
+
+    def _renew(self) -> None:
+        """Renew the leases of what was left, server by server."""
+        for peer in {peer: None for peer, _ in self._left}:
+            ids = tuple(number for server, number in self._left if server == peer)
+            for first in range(0, len(ids), MAX_LEFT_IDS):
+                self._context.send(peer, Keep(ids[first : first + MAX_LEFT_IDS]))
 
     async def _ask(
         self,
         peer: PeerId,
-        request: bytes,
-        payloads: Sequence[bytes],
+        call: Call,
+        payloads: Sequence[Given],
         timeout_s: float,
         max_reply_bytes: int,
     ) -> CallReply:
         if self._context.life(peer) == "dead":
             raise CallFailed("dial", f"{peer} is gone")
-        number = next(self._ids)
-        pin = ("call", number)
-        call = Call(number, request, put(self._context, payloads, pin))
+        number, pin = call.id, ("call", call.id)
+        call = msgspec.structs.replace(
+            call, payloads=put(self._context, payloads, pin), holders=holders_of(payloads)
+        )
         asked = self._asked[number] = _Asked(peer, call, asyncio.get_running_loop().create_future())
         try:
             known = partial(self._delivered.had, peer)
@@ -183,10 +244,16 @@ class Calls:
             answer = await asked.answer
             if answer is None:
                 raise CallFailed("dial", f"{peer} is gone and has not answered")
-            _require_good(peer, answer.verdict, sum(sizes_of(answer.payloads)), max_reply_bytes)
+            if answer.verdict == "late" and call.holders:
+                raise NotFetched(peer, b"")  # an older build asks only the caller for payloads
+            _require_good(peer, answer, sum(sizes_of(answer.payloads)), max_reply_bytes)
             self._delivered.add(peer, call.payloads)
+            if call.leave and answer.left:
+                self._left[peer, number] = None
+                left = tuple(Left(chunks, (peer,), number) for chunks in answer.payloads)
+                return CallReply(answer.body, (), left)
             take_inline(self._context, answer.payloads, answer.inline, pin)
-            fetched = await fetch(self._context, peer, answer.payloads, pin, timeout_s)
+            fetched = await fetch(self._context, (peer,), answer.payloads, pin, timeout_s)
             if fetched is None:
                 gone = self._context.life(peer) == "dead"
                 raise CallFailed(
@@ -197,10 +264,11 @@ class Calls:
             del self._asked[number]
             self._context.store.release(pin)
             # Even after a failure: the server then need not keep the answer for its whole lease.
-            self._context.send(peer, Heard(number))
+            if (peer, number) not in self._left:
+                self._context.send(peer, Heard(number))
 
     async def _ask_myself(
-        self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int
+        self, request: bytes, payloads: tuple[Given, ...], max_reply_bytes: int
     ) -> CallReply:
         """Serve our own call in a task, so that a cancelled caller does not cancel the handler."""
         done: asyncio.Future[tuple[CallVerdict, CallReply]] = (
@@ -208,7 +276,10 @@ class Calls:
         )
 
         async def here() -> tuple[bytes, ...]:
-            return payloads
+            come = [await self._whole(payload) for payload in payloads]
+            if lacking := [place for place, payload in enumerate(come) if payload is None]:
+                raise Undelivered("missing", lacking)
+            return tuple(payload for payload in come if payload is not None)
 
         async def work() -> None:
             outcome = await self._serving.outcome(
@@ -219,8 +290,12 @@ class Calls:
 
         self._context.spawn(work())
         verdict, reply = await done
-        _require_good(self._context.me, verdict, sum(map(len, reply.payloads)), max_reply_bytes)
+        answer = Answer(self._context.incarnation, 0, verdict, reply.body)
+        _require_good(self._context.me, answer, sum(map(len, reply.payloads)), max_reply_bytes)
         return reply
+
+    async def _whole(self, payload: Given) -> bytes | None:
+        return payload if isinstance(payload, bytes) else await self.fetch(payload, FETCH_S)
 
     async def _send_first(self, asked: _Asked, inline: tuple[bytes, ...], timeout_s: float) -> None:
         """Send a call with its small payloads; repeats go without them, and not before these had
@@ -247,13 +322,15 @@ class Calls:
             asked.answer.set_result(answer)
 
 
-def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes: int) -> None:
+def _require_good(peer: PeerId, answer: Answer, size: int, max_reply_bytes: int) -> None:
     """Raise `CallFailed` unless the answer is good and its payloads may be fetched."""
-    if verdict == "late":
+    if answer.verdict == "missing":
+        raise NotFetched(peer, answer.body)
+    if answer.verdict == "late":
         raise CallFailed(
             "deadline", f"{peer} did not get the payloads in time, or has given up this call"
         )
-    if verdict != "ok":
+    if answer.verdict != "ok":
         raise CallFailed("rpc", f"{peer} failed to do what it was asked")
     if size > max_reply_bytes:
         raise CallFailed(

@@ -50,6 +50,7 @@ PATH = [
     "swarm/peer/payloads.py",
     "swarm/peer/context.py",
     "swarm/peer/call_server.py",
+    "swarm/peer/left.py",
     "node/pipeline/server/server.py",
     "node/pipeline/server/passes.py",
     "node/pipeline/passes/stage.py",

@@ -10,7 +10,7 @@ from worlds.waiting import now
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
-from farflock.swarm.messages import Answer, Call, Heard
+from farflock.swarm.messages import Answer, Call, Heard, Keep
 from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.calls import CallFailed, Calls
 from farflock.swarm.peer.context import PeerContext
@@ -75,7 +75,7 @@ class Life(Spawner):
         while True:
             sender, packed = await links.receive()
             frame = unpack(packed)
-            if isinstance(frame.message, Call | Answer | Heard):
+            if isinstance(frame.message, Call | Answer | Heard | Keep):
                 self.calls.receive(sender, frame.incarnation, frame.message)
             else:
                 self.context.chunks.receive(sender, frame.message, frame.body)
@@ -85,10 +85,11 @@ class Life(Spawner):
             self.calls.tick()
             await asyncio.sleep(0.1)
 
-    async def ask(self, peer, request=b"do", payloads=(), timeout_s=30.0, max_reply_bytes=2**26):
-        return await self.calls.ask(
-            peer, request, payloads, timeout_s=timeout_s, max_reply_bytes=max_reply_bytes
-        )
+    async def ask(
+        self, peer, request=b"do", payloads=(), timeout_s=30.0, max_reply_bytes=2**26, leave=False
+    ):
+        given = {"timeout_s": timeout_s, "max_reply_bytes": max_reply_bytes, "leave": leave}
+        return await self.calls.ask(peer, request, payloads, **given)
 
     async def fails(self, peer, *args, **options):
         with pytest.raises(CallFailed) as failure:
@@ -106,6 +107,12 @@ class Life(Spawner):
             self.store.size_bytes,
             calls.sending,
         )
+
+    @property
+    def left(self):
+        """Return how many calls have left payloads: those of this peer elsewhere, and others'
+        here."""
+        return self.calls.left, len(self.calls.serving.left)
 
     def kill(self):
         self.world.network.kill(self.name)
@@ -158,9 +165,9 @@ class Switchboard:
         """Wait until no living peer keeps anything for any call, which must be soon."""
         living = [life for life in self.lives if life.tasks]
         begun_s = now()
-        while any(any(life.kept) for life in living):
+        while any(any((*life.kept, *life.left)) for life in living):
             assert now() - begun_s < within_s, (
-                f"kept: {[(life.name, life.kept) for life in living]}"
+                f"kept: {[(life.name, life.kept, life.left) for life in living]}"
             )
             await asyncio.sleep(0.05)
 

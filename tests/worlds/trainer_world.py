@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import itertools
 
 import torch
 
@@ -25,9 +26,11 @@ from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, WholeInpu
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.call_server import CallReply
 from farflock.swarm.peer.calls import CallFailed
+from farflock.swarm.peer.payloads import Left
 from farflock.swarm.sim.virtual_time import run_virtual
 
 STAGES, TOKENS, EPOCH, LIFE = 3, 4, 6, 1
@@ -64,6 +67,9 @@ class World:
         self.closed, self.gone, self.doubtful, self.left_out = [], [], [], []
         self.results, self.events, self.under_way = [], [], collections.Counter()
         self.most = collections.Counter()
+        self.stays = False  # whether payloads stay with the servers that made them
+        self.here, self.numbers = {}, itertools.count()
+        self.leaves, self.fetched, self.lost = [], [], set()
         others = tuple(map(activation_codec, others))
         self.edges = edges = Edges(activation_codec(codec), 1, TOKENS, 2, 16, 0, others=others)
         self.memories = collections.defaultdict(lambda: ServerMemory(edges))
@@ -130,9 +136,10 @@ class World:
 
     # the servers
 
-    async def ask(self, peer, raw, payloads, *, timeout_s, max_reply_bytes):
+    async def ask(self, peer, raw, payloads, *, timeout_s, max_reply_bytes, leave=False):
         request = decode_request(raw)
         self.log.append(Asked(peer, request, tuple(payloads)))
+        self.leaves.append(leave)
         place = (request.number, request.stage)
         self.under_way[place] += 1
         self.most["calls"] = max(self.most["calls"], self.under_way.total())
@@ -147,9 +154,25 @@ class World:
             if reply is None:
                 await asyncio.sleep(timeout_s)
                 raise CallFailed("deadline", "silence")
-            return CallReply(*reply)
+            return CallReply(*(self.leaving(peer, *reply) if self.stays and leave else reply))
         finally:
             self.under_way[place] -= 1
+
+    def leaving(self, peer, body, payloads=()):
+        """Leave the payloads of a reply with the server that made them."""
+        lefts = []
+        for payload in payloads:
+            lefts.append(Left(((digest_of(payload), len(payload)),), (peer,), next(self.numbers)))
+            self.here[lefts[-1].call] = payload
+        return body, (), tuple(lefts)
+
+    async def fetch(self, left, timeout_s):
+        await asyncio.sleep(CALL_S)
+        self.fetched.append(left)
+        return None if left.call in self.lost else self.here.get(left.call)
+
+    def drop(self, left):
+        self.here.pop(left.call, None)
 
     def remembering(self, peer, request, payloads):
         """Answer as a server with a codec that remembers samples; a stage's output is its input

@@ -12,6 +12,8 @@ from farflock.node.pipeline.contrib.sample_memory import Known, Row, TrainerMemo
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Visit
 from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight
+from farflock.node.pipeline.trainer.stage_directory import ServerLife
+from farflock.swarm.peer.payloads import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,14 @@ class SampleInput:
     samples: tuple[int, ...]
     rows: tuple[Row, ...]
 
-    def payload(self, server: str) -> bytes:
+    def payload(self, server: ServerLife) -> bytes:
         """Encode the input relative to the values that the server is known to hold."""
-        return self.memory.handed(self.stage, server, self.samples, self.rows)
+        return self.memory.handed(self.stage, server.name, self.samples, self.rows)
 
-    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
+    def taken(self, server: ServerLife, payload: Given, lacking: Sequence[int] = ()) -> bool:
         """As `KeptInput.taken`: only rows that refer to held values can be lacking."""
-        self.memory.taken(self.stage, server, self.samples, self.rows, lacking)
+        assert isinstance(payload, bytes), "it is always encoded here"
+        self.memory.taken(self.stage, server.name, self.samples, self.rows, lacking)
         return refers(payload, lacking, len(self.samples))
 
 
@@ -46,8 +49,9 @@ class SampleOutput:
         """The samples, and the tag of the held output of each."""
         return self.known.visit
 
-    def read(self, payload: bytes, request: Forward) -> SampleInput:
+    def read(self, payload: Given, request: Forward) -> SampleInput:
         """Decode and remember the output."""
+        assert isinstance(payload, bytes), "an output that the trainer must read was left"
         rows = self.memory.received(payload, request, self.known)
         return SampleInput(self.memory, self.after, self.known.samples, rows)
 

@@ -31,6 +31,7 @@ from farflock.node.pipeline.passes.requests import Backward, Forward
 from farflock.node.run.basis import require_digest, run_basis
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.messages import MAX_CODECS, CodecId
+from farflock.swarm.peer.payloads import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,12 @@ class Edges:
         decoding."""
         return self._find(named) is not None
 
-    def written_in(self, payload: bytes, asked: CodecId | None) -> CodecId | None:
+    def written_in(self, payload: Given, asked: CodecId | None) -> CodecId | None:
         """Return a payload's codec: the one `asked` for or, with shared parameters, the one that
         the payload names."""
         if not self.follows_weights:
             return asked
+        assert isinstance(payload, bytes), "a payload whose codec the trainer must read was left"
         stamp = stamp_of(payload)
         return None if stamp is None else CodecId(self.codec.name, *stamp)
 
@@ -150,6 +152,11 @@ class Edges:
     def is_masked(self, named: CodecId | None = None) -> bool:
         """True if gradients in this codec can be decoded only with their activation."""
         return self._codec(named).name.endswith(",mask")
+
+    def may_stay(self, named: CodecId | None) -> bool:
+        """True if the trainer reads nothing of payloads in this codec, so that they may go from
+        server to server."""
+        return not (self.follows_weights or self.remembers or self.is_masked(named))
 
     @property
     def remembers(self) -> bool:

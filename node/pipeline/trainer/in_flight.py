@@ -1,7 +1,8 @@
 """Microbatches in flight: their numbers, and the payloads kept until they count everywhere.
 
 A trainer keeps each stage's input and the gradient of each stage's output, encoded as they arrived,
-so that it can ask another server for any lost pass. Inputs are kept differently for a codec that
+so that it can ask another server for any lost pass. Large ones stay with the servers that made them
+(decision 028), and the trainer keeps only their names. Inputs are kept differently for a codec that
 remembers samples (node/pipeline/contrib/sample_inputs.py).
 
 Shapes: B sequences, L positions."""
@@ -17,9 +18,11 @@ from farflock.node.model.data import Batches
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
 from farflock.node.pipeline.trainer.blame import PayloadOrigins
+from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.run.terms import WhenGone
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.peer.payloads import Given, Left
 
 NUMBERS, LIVES = 2**32, 2**29  # microbatches per life; lives with distinct numbers
 
@@ -27,11 +30,11 @@ NUMBERS, LIVES = 2**32, 2**29  # microbatches per life; lives with distinct numb
 class KeptInput(Protocol):
     """A stage's input, as a trainer keeps it until its microbatch counts."""
 
-    def payload(self, server: str) -> bytes:
+    def payload(self, server: ServerLife) -> Given:
         """Return the payload for this server life, which may already hold a part of the input."""
         ...
 
-    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
+    def taken(self, server: ServerLife, payload: Given, lacking: Sequence[int] = ()) -> bool:
         """Note that a server has read this payload, except the rows in `lacking`, whose references
         it did not hold.
 
@@ -47,7 +50,7 @@ class ExpectedOutput(Protocol):
         """The samples named in the forward request; None where the codec remembers none."""
         ...
 
-    def read(self, payload: bytes, request: Forward) -> KeptInput:
+    def read(self, payload: Given, request: Forward) -> KeptInput:
         """Read the output, which is the next stage's input; raise `CorruptPayload` if it cannot
         be one."""
         ...
@@ -70,18 +73,20 @@ class StageInputs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WholeInput:
-    """A payload as it arrived, sent unchanged to every server."""
+    """A payload as it arrived or was left at its maker; every server gets the same."""
 
-    raw: bytes
+    raw: Given
 
-    def payload(self, server: str) -> bytes:
+    def payload(self, server: ServerLife) -> Given:
         """Return the payload, which is the same for every server."""
         return self.raw
 
-    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
-        """Return True: there is nothing to note."""
+    def taken(self, server: ServerLife, payload: Given, lacking: Sequence[int] = ()) -> bool:
+        """Note that the server has the payload, in case its maker is lost; return True."""
+        if isinstance(self.raw, Left):
+            self.raw = self.raw.held_by(server.peer)
         return True
 
 
@@ -96,7 +101,7 @@ class WholeInputs:
         """Return this object, which reads every output in the same way."""
         return self
 
-    def read(self, payload: bytes, request: Forward) -> KeptInput:
+    def read(self, payload: Given, request: Forward) -> KeptInput:
         """Keep the payload encoded: the trainer never decodes activations."""
         return WholeInput(payload)
 
@@ -148,20 +153,22 @@ class InFlight:
     By stage: `inputs`, the kept inputs; `gradients`, the payload of the gradient of its output
     (at the last stage the targets); `codecs`, the codec of its output and of that gradient; and
     `lacked`, the number of servers that lacked the weights or a codec. `asking` holds the stages
-    with a backward pass or confirmation in progress. `trip_s` is the total time of the
-    successful calls, without their waits at servers."""
+    with a backward pass or confirmation in progress. `left` holds what stays with servers for
+    this microbatch, the lives of those that made it, and their stages. `trip_s` is the total time
+    of the successful calls, without their waits at servers."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
     tokens: bytes
     epoch: int
     weights: PassWeights
-    gradients: dict[int, bytes]
+    gradients: dict[int, Given]
     inputs: dict[int, KeptInput] = field(default_factory=dict)
     codecs: dict[int, CodecId | None] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
     origins: PayloadOrigins = field(default_factory=PayloadOrigins)
     asking: set[int] = field(default_factory=set)
+    left: list[tuple[Left, ServerLife, int]] = field(default_factory=list)
     trip_s: float = 0.0
 
     @property
@@ -178,6 +185,31 @@ class InFlight:
         """Return the stage after, None for the last."""
         at = self.order.index(stage)
         return self.order[at + 1] if at + 1 < len(self.order) else None
+
+    def due(self) -> int | None:
+        """Return the stage whose forward pass is next on the way to the last stage's input; None
+        if that input is there."""
+        due, stage = None, self.order[-1]
+        while stage not in self.inputs and (source := self.source(stage)) >= 0:
+            due = stage = source
+        return due
+
+    def lacks_input(self, stage: int) -> bool:
+        """True if the stage's input is not known, or was lost with the servers that held it."""
+        return self.source(stage) >= 0 and stage not in self.inputs
+
+    def replace(self, stage: int, old: Given, new: bytes | None) -> None:
+        """Keep `new` here instead of a stage's input, or its output's gradient, that was left with
+        its maker, or nothing if it is lost. One that was made again meanwhile stays."""
+        kept = self.inputs.get(stage)
+        if isinstance(kept, WholeInput) and kept.raw is old:
+            del self.inputs[stage]
+            if new is not None:
+                self.inputs[stage] = WholeInput(new)
+        elif self.gradients.get(stage) is old:
+            del self.gradients[stage]
+            if new is not None:
+                self.gradients[stage] = new
 
     def set_out_again(self, epoch: int) -> None:
         """Forget the walk so far, which begins again at the first stage in round `epoch`."""

@@ -2,9 +2,10 @@
 path policy."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from farflock.node.pipeline.passes.requests import (
@@ -29,7 +30,9 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Key
 from farflock.swarm.paths.policy import CallOutcome, FinishedCall, PathPolicy
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
-from farflock.swarm.peer.calls import CallFailed
+from farflock.swarm.peer.call_server import FETCH_S
+from farflock.swarm.peer.calls import CallFailed, NotFetched
+from farflock.swarm.peer.payloads import Given, Left
 from farflock.swarm.peer.peer import OpenWait, Peer
 
 PAUSE_S = 0.25  # before asking again after a refusal, or for a stage without servers
@@ -40,16 +43,19 @@ CONFIRM_TIMEOUT_S = 10.0  # no tensors travel; well below a lease, so that it ca
 class Asked:
     """The outcome of one call; `answer` is None if the call failed or its reply is unreadable.
 
-    `trip_s` is the time that a finished pass took, without its wait at the server; otherwise 0."""
+    `trip_s` is the time that a finished pass took, without its wait at the server; otherwise 0.
+    `fetched` holds the payloads, by place in the request, that the server could not get from
+    their holders and that the trainer got in its stead; None for one that is lost."""
 
     answer: StageAnswer | None = None
-    payloads: tuple[bytes, ...] = ()
+    payloads: tuple[Given, ...] = ()
     trip_s: float = 0.0
+    fetched: Mapping[int, bytes | None] = field(default_factory=dict)
 
 
 class StageClient:
     """Calls stage servers for one trainer. The path policy chooses the servers and is told the
-    outcomes."""
+    outcomes. If `direct`, large payloads go from server to server."""
 
     def __init__(
         self,
@@ -60,12 +66,15 @@ class StageClient:
         quarantine: Quarantine,
         forward_timeout_s: float,
         backward_timeout_s: float,
+        *,
+        direct: bool,
     ) -> None:
         self._calls, self._stage_directory, self._policy = peer.calls, stage_directory, policy
         self._codecs, self._quarantine = codecs, quarantine
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
+        self._direct = direct
         self._numbers = itertools.count()
-        # calls in progress: their kind, the peer, and the deadline on the local clock
+        # calls and fetches in progress: their kind, the peer, and the deadline on the local clock
         self._asked: dict[int, tuple[Key, PeerId, float]] = {}
         self._lacking: dict[int, float] = {}  # stages without servers, and since when
 
@@ -99,22 +108,27 @@ class StageClient:
             await asyncio.sleep(PAUSE_S)
 
     async def ask(
-        self, server: ServerLife, request: StageRequest, payloads: Sequence[bytes] = ()
+        self, server: ServerLife, request: StageRequest, payloads: Sequence[Given] = ()
     ) -> Asked:
-        """Make one call and tell the policy its outcome. Pause after a refusal or a failed call."""
+        """Make one call and tell the policy its outcome. Pause after a refusal or a failed call.
+
+        What the server cannot get from its holders is fetched here."""
         started_s, timeout_s = _now(), self._timeout_s(request)
-        number = next(self._numbers)
         what = Key(f"{type(request).__name__.lower()} at stage {request.stage}", request.number)
-        self._asked[number] = (what, server.peer, started_s + timeout_s)
         try:
-            reply = await self._calls.ask(
-                server.peer,
-                encode(request),
-                payloads,
-                timeout_s=timeout_s,
-                max_reply_bytes=self._max_reply_bytes(request),
-            )
+            with self._waiting(what, server.peer, timeout_s):
+                reply = await self._calls.ask(
+                    server.peer,
+                    encode(request),
+                    payloads,
+                    timeout_s=timeout_s,
+                    max_reply_bytes=self._max_reply_bytes(request),
+                    leave=self._leaves(request),
+                )
             answer = decode_answer(reply.body)
+        except NotFetched as error:
+            self._learn(server, request, "busy", started_s)
+            return Asked(fetched=await self._fetch(request, payloads, error.places))
         except CallFailed as error:
             self._learn(server, request, error.reason, started_s)
             await asyncio.sleep(PAUSE_S)
@@ -122,15 +136,53 @@ class StageClient:
         except BadRequest:
             self._learn(server, request, "rpc", started_s)
             return Asked()
-        finally:
-            del self._asked[number]
+        came: tuple[Given, ...] = (*reply.payloads, *reply.left)
         if isinstance(answer, Done):
             self._learn(server, request, "done", started_s, answer.took_s)
-            return Asked(answer, reply.payloads, max(0.0, _now() - started_s - answer.waited_s))
+            return Asked(answer, came, max(0.0, _now() - started_s - answer.waited_s))
         self._learn(server, request, "busy", started_s)
         if isinstance(answer, Busy | Refused | Gone | Foreign):
             await asyncio.sleep(PAUSE_S)
-        return Asked(answer, reply.payloads)
+        return Asked(answer, came)
+
+    def drop(self, flight: InFlight) -> None:
+        """Have servers forget what they keep for a microbatch."""
+        for left, _, _ in flight.left:
+            self._calls.drop(left)
+        flight.left.clear()
+
+    async def _fetch(
+        self, request: StageRequest, payloads: Sequence[Given], places: Collection[int]
+    ) -> dict[int, bytes | None]:
+        """Fetch the payloads at these places, or all that were left, if it names none of them."""
+        left = {place: one for place, one in enumerate(payloads) if isinstance(one, Left)}
+        asked = {place: left[place] for place in left if place in places} or left
+        if not asked:
+            await asyncio.sleep(PAUSE_S)  # the server lies
+        found: dict[int, bytes | None] = {}
+        for place, one in asked.items():
+            what = Key(f"payload {place} for stage {request.stage}", request.number)
+            with self._waiting(what, one.holders[0], FETCH_S):
+                found[place] = await self._calls.fetch(one, FETCH_S)
+        return found
+
+    @contextlib.contextmanager
+    def _waiting(self, what: Key, peer: PeerId, timeout_s: float) -> Iterator[None]:
+        """List a wait among `waits`."""
+        number = next(self._numbers)
+        self._asked[number] = what, peer, _now() + timeout_s
+        try:
+            yield
+        finally:
+            del self._asked[number]
+
+    def _leaves(self, request: StageRequest) -> bool:
+        """True if the answer's payload may stay with the server."""
+        match request:
+            case Forward(sends=codec) | Backward(came=codec):
+                return self._direct and self._codecs.edges.may_stay(codec)
+            case _:
+                return False
 
     def _max_reply_bytes(self, request: StageRequest) -> int:
         match request:

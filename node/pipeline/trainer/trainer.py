@@ -53,7 +53,9 @@ class Trainer:
         self.source, self.inputs = source, WholeInputs() if inputs is None else inputs
         codecs, quarantine = EdgeCodecs(source.edges, peer.codec_offers.of), Quarantine()
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
-        self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
+        self.client = StageClient(
+            peer, stage_directory, policy, codecs, quarantine, *timeouts_s, direct=terms.direct
+        )
         self._allowance = allowance or Allowance(terms.kept, terms.kept)
         self.commits = CommitTracker(peer.me, stage_directory, report, heard=self._heard)
         parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
@@ -83,6 +85,8 @@ class Trainer:
                 await self._until_walk_ends()
         finally:
             await cancel(*self._tasks)
+            for flight in self._flights.values():
+                self.client.drop(flight)
 
     async def _until_walk_ends(self) -> None:
         """Wait until a walk has ended, but not beyond the next tick."""
@@ -117,16 +121,19 @@ class Trainer:
     def _look_around(self) -> None:
         """Forget finished microbatches, redo lost passes, repeat unanswered confirmations."""
         for number in self.commits.hear(_now()):
-            del self._flights[number]
+            self.client.drop(self._flights.pop(number))
         for begun_s in self.commits.late_begun_s:
             self._allowance.late(begun_s, _now())
         ledger = self.commits.ledger
         for number, stage in ledger.open():
             flight = self._flights[number]
-            busy = number in self._walking or stage in flight.asking
-            if not busy and stage in flight.gradients:
+            if number in self._walking or stage in flight.asking:
+                continue
+            if stage in flight.gradients:
                 # its gradient was lost with a server; the other stages keep theirs
                 self._spawn(self._walker.backward(flight, stage))
+            else:
+                self._walker.give_up_lost(flight, stage)
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
             if stage not in flight.asking:

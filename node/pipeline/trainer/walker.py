@@ -33,6 +33,7 @@ from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDire
 from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
+from farflock.swarm.peer.payloads import Given, Left
 
 ATTEMPTS_PER_SERVER = 2  # that fail before weights or a codec count as lost: servers come and go
 
@@ -64,7 +65,7 @@ class Walker:
         can decode its payloads."""
         last = flight.order[-1]
         while not (await self._forward(flight) and await self.backward(flight, last, first=True)):
-            flight.set_out_again(self._stage_directory.epoch)
+            pass
         for stage in reversed(flight.order[:-1]):
             await self.backward(flight, stage)
 
@@ -72,17 +73,25 @@ class Walker:
         """Ask for a stage's backward pass until a server answers under the attempt that counts, and
         confirm that attempt.
 
-        Return False if the walk has to begin again. Only the walk's `first` backward pass returns
-        that: after it, some stage already counts the microbatch."""
+        Return False if a part of the walk has to be repeated. Only the walk's `first` backward pass
+        returns that: after it, some stage already counts the microbatch. Without the gradient of
+        the stage's output there is nothing to ask for: the trainer's tick asks once it is made
+        again."""
         place = flight.number, stage
         flight.asking.add(stage)
         try:
             while self._commits.ledger.phase(place) in ("open", "sent"):
+                if stage not in flight.gradients:
+                    break
+                if flight.lacks_input(stage):
+                    if first:
+                        return False
+                    self._drop_rest(flight, stage)
+                    break
                 reply = await self._backward_once(flight, stage)
                 if isinstance(reply, Refused):
                     if first:
-                        await asyncio.sleep(PAUSE_S)
-                        return False
+                        return await self._begin_again(flight)
                     self._drop_rest(flight, stage)
                 elif reply is not None:
                     source = flight.source(stage)
@@ -97,17 +106,24 @@ class Walker:
 
     async def _forward(self, flight: InFlight) -> bool:
         """Get the inputs of all stages. The last stage's forward pass is part of its backward pass.
+        An input that is lost on the way is made again.
 
         Return False if a stage cannot read its input, or is too many rounds away from the round in
         which the microbatch set out."""
-        for stage in flight.order[:-1]:
-            while (answer := await self._forward_once(flight, stage)) is None:
-                pass
-            if not isinstance(answer, Done):
-                await asyncio.sleep(PAUSE_S)
-                return False
-            flight.weights.used(stage, answer.version)
+        while (stage := flight.due()) is not None:
+            answer = await self._forward_once(flight, stage)
+            if isinstance(answer, Done):
+                flight.weights.used(stage, answer.version)
+            elif answer is not None:
+                return await self._begin_again(flight)
         return True
+
+    async def _begin_again(self, flight: InFlight) -> bool:
+        """Let the walk begin again at the first stage, in the newest round; return False."""
+        await asyncio.sleep(PAUSE_S)
+        self._client.drop(flight)
+        flight.set_out_again(self._stage_directory.epoch)
+        return False
 
     async def _forward_once(self, flight: InFlight, stage: int) -> Done | ForwardRefusal | None:
         """Ask one server for a forward pass.
@@ -155,7 +171,7 @@ class Walker:
 
     # back
 
-    async def _backward_once(self, flight: InFlight, stage: int) -> bytes | Refused | None:
+    async def _backward_once(self, flight: InFlight, stage: int) -> Given | Refused | None:
         """Ask one server for a backward pass. Return the payload of the gradient of the stage's
         input (b"" at the first stage), None if the attempt produced no gradient, or a refusal if
         the payloads of other stages cannot be decoded."""
@@ -234,6 +250,13 @@ class Walker:
         if not (isinstance(answer, Gone) and flight.weights.give_up(stage)):
             self._drop_rest(flight, stage)
 
+    def give_up_lost(self, flight: InFlight, stage: int) -> None:
+        """Give up a stage's gradient if that of its output was lost and will not be made again,
+        because a round already counts the microbatch at the stage that made it."""
+        after = flight.after(stage)
+        if after is not None and self._commits.ledger.phase((flight.number, after)) == "committed":
+            self._drop_rest(flight, stage)
+
     def _drop_rest(self, flight: InFlight, stage: int) -> None:
         """Give up this stage's gradient, and those of earlier stages whose output gradient is
         unknown."""
@@ -253,25 +276,35 @@ class Walker:
         server: ServerLife,
         request: Forward | Backward,
         flight: InFlight,
-        rest: Sequence[bytes] = (),
+        rest: Sequence[Given] = (),
     ) -> Asked:
         """Call a server with the tokens, the stage's input (unless the tokens are the input), and
         `rest`.
 
         A server that answers `Lacks` gets more of the input the next time the caller asks it."""
         kept = flight.inputs.get(request.stage)
-        handed = [] if kept is None else [kept.payload(server.name)]
-        asked = await self._client.ask(server, request, [flight.tokens, *handed, *rest])
+        handed = [] if kept is None else [kept.payload(server)]
+        payloads = [flight.tokens, *handed, *rest]
+        asked = await self._client.ask(server, request, payloads)
         flight.trip_s += asked.trip_s
+        left = [one for one in asked.payloads if isinstance(one, Left)]
+        flight.left += [(one, server, request.stage) for one in left]
+        if flight.number not in self._commits.begun_s:
+            self._client.drop(flight)  # it counts everywhere already
         if kept is not None:
             match asked.answer:
                 case Done():
-                    kept.taken(server.name, handed[0])
-                case Lacks(rows=rows) if not kept.taken(server.name, handed[0], rows):
+                    kept.taken(server, handed[0])
+                case Lacks(rows=rows) if not kept.taken(server, handed[0], rows):
                     await asyncio.sleep(PAUSE_S)  # asked at once, it would answer the same
+        for place, payload in asked.fetched.items():
+            flight.replace(request.stage, payloads[place], payload)
+            if payload is None:
+                self._blame_for_loss(flight, payloads[place])
+                await asyncio.sleep(PAUSE_S)
         return asked
 
-    def _mask(self, flight: InFlight, stage: int) -> list[bytes]:
+    def _mask(self, flight: InFlight, stage: int) -> list[Given]:
         """Return the stage's output if the codec needs it to decode the gradient, else nothing."""
         after = flight.after(stage)
         if after is None or not self._codecs.edges.is_masked(flight.codecs.get(stage)):
@@ -300,6 +333,15 @@ class Walker:
         if maker is not None and made_at is not None:
             self._put_into_quarantine(flight, made_at, maker)
         return undecodable
+
+    def _blame_for_loss(self, flight: InFlight, lost: Given) -> None:
+        """Quarantine the maker of a lost payload if it still serves in the life that made it."""
+        for one, maker, stage in flight.left:
+            if isinstance(lost, Left) and one.call == lost.call:
+                serving = self._stage_directory.serving().stages[stage]
+                lives = self._stage_directory.server(maker.name) is not None
+                if lives and maker.peer in {server.peer for server in serving}:
+                    self._put_into_quarantine(flight, stage, maker.peer)
 
     def _put_into_quarantine(self, flight: InFlight, stage: int, maker: PeerId) -> None:
         self._quarantine.add(stage, maker, asyncio.get_running_loop().time())

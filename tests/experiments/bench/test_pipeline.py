@@ -1,6 +1,7 @@
 """The benchmark of pipelines: what it compares, and small runs of both metrics."""
 
 import math
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from farflock.experiments.bench.workers.pipeline_peer import (
     pipeline_of,
     plan_of,
 )
+from farflock.swarm.peer import left
 
 
 def answers(tokens, *cpu_s):
@@ -67,6 +69,17 @@ def test_utilisation_lies_between_nothing_and_all(quick):
     (metric,) = pipeline.run(quick("pipeline.utilisation"))
     assert (metric.metric, metric.yardstick) == ("pipeline.utilisation", 5.0)
     assert 0 < metric.ratio <= 1
+
+
+def test_payloads_that_the_trainer_does_not_carry_save_its_line(quick, monkeypatch):
+    monkeypatch.setattr(left, "MIN_LEFT_BYTES", 1)
+    (metric,) = pipeline.run(quick("pipeline.direct"))
+    assert metric.metric == "pipeline.direct"
+    up, down, up_before, down_before = map(
+        int, re.findall(r"(\d+)(?: kB up| down| and|(?= where))", metric.note)
+    )
+    assert (up < up_before, down < down_before) == (True, True)
+    assert metric.ratio > 0
 
 
 @pytest.mark.net

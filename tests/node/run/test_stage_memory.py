@@ -16,6 +16,7 @@ from farflock.node.run.memory import (
     require_stage_memory,
     stage_parameters,
 )
+from farflock.swarm.peer.left import MAX_LEFT_BYTES
 
 
 def planned(stages, **terms):
@@ -41,6 +42,16 @@ def test_more_layers_gradients_and_waiting_passes_take_more_memory():
     assert needed_stage_bytes(*planned([1, 3, 2], places=5), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], queue=33), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], codec="raw"), 1) > needed
+
+
+def test_payloads_that_stay_for_other_servers_are_counted_up_to_what_a_server_leaves():
+    for batch, kept, more in ((8, 256, False), (64, 96, True), (512, 1024, True)):
+        needed = []
+        for direct in (False, True):
+            plan, pipeline = planned([1, 3, 2], direct=direct, kept=kept)
+            needed.append(needed_stage_bytes(dataclasses.replace(plan, batch=batch), pipeline, 1))
+        assert (needed[1] > needed[0]) is more
+        assert needed[1] - needed[0] <= MAX_LEFT_BYTES
 
 
 def test_versions_of_the_frozen_embedding_are_counted_as_they_are_held_and_handed_on():

@@ -11,9 +11,12 @@ from farflock.node.pipeline.trainer.in_flight import (
     NUMBERS,
     MicrobatchSource,
     PassWeights,
+    WholeInput,
     WholeInputs,
     first_number,
 )
+from farflock.node.pipeline.trainer.stage_directory import ServerLife
+from farflock.swarm.peer.payloads import Left
 
 ORDER, TOKENS, LANE = (0, 2, 1, 3), 4, 5
 
@@ -83,9 +86,45 @@ def test_without_a_memory_an_input_stays_the_payload_that_it_came_as():
     expected = inputs.expect(flight, 0)
     kept = expected.read(b"payload", Forward(0, 0, -1, 0))
     assert expected.visit is inputs.backward_visit(flight) is None
-    assert {kept.payload(server) for server in ("a/1", "b/1")} == {b"payload"}
-    assert kept.taken("a/1", b"payload", (0,)), "as often as the server likes"
+    servers = ServerLife("a", 1), ServerLife("b", 1)
+    assert {kept.payload(server) for server in servers} == {b"payload"}
+    assert kept.taken(servers[0], b"payload", (0,)), "as often as the server likes"
     assert inputs.counts == {}
+
+
+def test_a_walk_goes_on_where_its_last_known_input_is():
+    flight, payload = source_of(Text()).draw(0), WholeInput(b"payload")
+    dues = [flight.due()]
+    for stage in ORDER[1:]:
+        assert flight.lacks_input(stage)
+        flight.inputs[stage] = payload
+        dues.append(flight.due())
+    assert dues == [0, 2, 1, None]
+    assert not any(map(flight.lacks_input, ORDER))
+    for stage, due in ((3, 1), (1, 2), (2, 0)):
+        flight.replace(stage, payload.raw, None)
+        assert flight.due() == due
+    flight.inputs[3] = payload
+    assert flight.due() is None, "what is lost before it is needed no more"
+
+
+def test_a_payload_is_replaced_unless_it_was_made_again():
+    flight, old = source_of(Text()).draw(0), Left((), ("maker",), 1)
+    new = Left((), ("other",), 1)
+    flight.inputs[2], flight.gradients[2] = WholeInput(old), new
+    flight.replace(2, old, b"fetched")
+    assert flight.inputs[2].raw == b"fetched"
+    flight.replace(2, old, None)
+    assert (flight.inputs[2].raw, flight.gradients[2]) == (b"fetched", new)
+    flight.replace(2, new, None)
+    assert 2 not in flight.gradients
+
+
+def test_a_server_that_has_read_an_input_is_one_more_holder():
+    left = Left(((bytes(32), 300_000),), ("maker",), 3)
+    kept = WholeInputs().read(left, Forward(0, 0, -1, 0))
+    assert kept.taken(ServerLife("reader", 1), left)
+    assert kept.payload(ServerLife("other", 1)).holders == ("maker", "reader")
 
 
 def test_where_servers_keep_no_versions_no_pass_names_one():
