@@ -2,14 +2,13 @@
 that a restart takes."""
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -19,6 +18,7 @@ from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.compute import Compute, inline
 
 KEPT = 3  # unless `--keep` says otherwise
 
@@ -32,13 +32,22 @@ class SavedNode(Resumable, Protocol):
     def model(self) -> Llama: ...
 
 
+class CheckpointCut(NamedTuple):
+    """A node's state at one step, as a checkpoint stores it."""
+
+    step: int
+    parts: dict[str, Cut]
+    meta: dict[str, object]
+
+
 @dataclass(slots=True)
 class CheckpointManager:
     """Writes a node's checkpoints every `every_s` seconds and at the end, and keeps the newest
     `keep`, or as many of them as take at most `keep_bytes`; one in any case.
 
-    Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py). A
-    stage's passes may put other weights in place of its own, so a stage's cut is copied at once."""
+    Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py).
+    `compute` takes the cut. At a stage that is the worker of its passes, since a pass may put other
+    weights in the place of the stage's own."""
 
     node: SavedNode
     folder: RunFolder
@@ -48,6 +57,7 @@ class CheckpointManager:
     role: str = "replica"  # each stage has its own folder: tensors differ
     keep: int = KEPT
     keep_bytes: int | None = None
+    compute: Compute = inline
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -58,13 +68,19 @@ class CheckpointManager:
         if self._writing is not None and self._writing.done():
             await self.written()
         if self._writing is None and time.monotonic() - self._written_s >= self.every_s:
-            self._writing = asyncio.create_task(self._write())
-            await asyncio.sleep(0)  # the task takes its cut before the next step
+            self._written_s = time.monotonic()
+            if self._present() is None:
+                self._writing = asyncio.create_task(self._write(await self.compute(self.cut)))
 
     async def save(self) -> Path:
         """Write a checkpoint unless there is one of this step; return its folder."""
         await self.written()
-        return await self._write()
+        return self._present() or await self._write(await self.compute(self.cut))
+
+    def _present(self) -> Path | None:
+        """Return the folder of the checkpoint of this step, if there is one."""
+        step, present = self.node.loop.step, checkpoint.steps(folder_of(self.folder, self.role))
+        return next((path for at, path in present if at == step), None)
 
     @property
     def writing(self) -> bool:
@@ -80,25 +96,28 @@ class CheckpointManager:
         except CheckpointError as error:
             log.warning("could not write a checkpoint, training goes on: %s", error)
 
-    async def _write(self) -> Path:
-        self._written_s = time.monotonic()
-        step = self.node.loop.step
-        folder = folder_of(self.folder, self.role)
-        if newest := [path for at, path in checkpoint.steps(folder) if at == step]:
-            return newest[0]
+    def cut(self) -> CheckpointCut:
+        """Return the node's state between two steps; its driver keeps it as it is."""
+        driver, step = self.node.loop.driver, self.node.loop.step
         parts, cursors = checkpoint_state(self.node)
         cuts = {name: Cut(tensors) for name, tensors in parts.items()}
-        tokens = self.node.loop.driver.tokens
+        exact = driver.method.equality == "exact"  # only rounds change shared state
+        for name, cut in cuts.items():
+            driver.cuts.add(cut, stepped=name in STEPPED or not exact)
         meta = {
             "run": self.run,
             "step": step,
-            "tokens": tokens,
+            "tokens": driver.tokens,
             "manifest": self.manifest,
             "node": cursors,
         }
+        return CheckpointCut(step, cuts, meta)
+
+    async def _write(self, moment: CheckpointCut) -> Path:
+        folder = folder_of(self.folder, self.role)
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
-        with self.opened(cuts):
-            write = partial(checkpoint.save, folder, step, cuts, meta, config)
+        with self.node.loop.driver.cuts.added(*moment.parts.values()):
+            write = partial(checkpoint.save, folder, moment.step, moment.parts, moment.meta, config)
             written = await asyncio.to_thread(write)
         self._intact.add(written)
         prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact)
@@ -111,18 +130,6 @@ class CheckpointManager:
                 *(written, size_bytes, self.keep_bytes),
             )
         return written
-
-    @contextlib.contextmanager
-    def opened(self, parts: Mapping[str, Cut]) -> Iterator[None]:
-        """Keep the parts of a checkpoint as they are while it is written."""
-        exact = self.node.loop.driver.method.equality == "exact"  # only rounds change shared state
-        cuts = self.node.loop.driver.cuts
-        with cuts.added(*parts.values()):
-            for name, cut in parts.items():
-                cuts.add(cut, stepped=name in STEPPED or not exact)
-                if self.role != "replica":
-                    cut.save()
-            yield
 
 
 async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> Path:

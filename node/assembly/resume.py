@@ -106,9 +106,9 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
         "method": shared,
         "model": dict(model),
     }
-    # few methods keep gradients between steps, and the next one's backward pass adds to them
-    gradients = _nonzero(_read(replica, ("grad",)))
-    parts["replica"] |= {name: x.clone() for name, x in gradients.items()}
+    if method.keeps_gradients:  # the next step's backward pass adds to them
+        gradients = _nonzero(_read(replica, ("grad",)))
+        parts["replica"] |= {name: x.clone() for name, x in gradients.items()}
     table = node.loop.driver.table
     opened = []
     for number, pending in enumerate(table):

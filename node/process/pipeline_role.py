@@ -29,6 +29,7 @@ from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
@@ -126,8 +127,9 @@ def part_of(
         needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages))
     )
     storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
+    spool = Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate)
     means = NodeServices(
-        worker, lambda work, cost: worker(work), worker, report, free, needs, storage
+        worker, lambda work, cost: worker(work), worker, report, free, needs, storage, spool
     )
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
     text, keepers = manifest.canonical().decode(), []
@@ -138,6 +140,7 @@ def part_of(
                 *(serving, machine.folder, run, text, machine.checkpoint_s, role),
                 keep=machine.keep,
                 keep_bytes=machine.keep_bytes,
+                compute=worker,
             )
         )
         serving.loop.pause = keepers[-1].pause

@@ -116,10 +116,11 @@ class OpenCuts:
 
     def __init__(self) -> None:
         self._open: dict[Cut, bool] = {}  # with whether a local step changes it
+        self._step = threading.Lock()  # held while a local step changes the state
 
     def add(self, cut: Cut, *, stepped: bool) -> None:
         """Keep a cut as it is; `stepped`: a local step changes it, not only the result of a
-        round."""
+        round. Such a cut is taken and added where no step is under way (`between_steps`)."""
         self._open[cut] = stepped
 
     @contextmanager
@@ -132,8 +133,23 @@ class OpenCuts:
                 self._open.pop(cut, None)
                 cut.close()
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Save what a local step is about to change, and let it change that inside the block; in
+        the thread of the step."""
+        with self._step:
+            self.before_step()
+            yield
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Wait for the end of a local step that is under way, and let none begin inside the
+        block."""
+        with self._step:
+            yield
+
     def before_step(self) -> None:
-        """Save what a local step is about to change; in the thread that changes it."""
+        """Save what a local step is about to change."""
         for cut, stepped in list(self._open.items()):
             if stepped:
                 cut.save_soon()

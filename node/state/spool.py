@@ -32,8 +32,9 @@ class Malformed(ValueError):
 
 
 class Spooled(NamedTuple):
-    """A cut's file in chunks, with their digests."""
+    """A cut's file, whole and in chunks, with their digests."""
 
+    file: memoryview
     chunks: tuple[memoryview, ...]
     digests: tuple[bytes, ...]
 
@@ -63,9 +64,9 @@ def spooled(cut: Cut, storage: Storage) -> Spooled:
     for _, piece in cut.read():
         file[at : at + piece.nbytes] = raw(piece)
         at += piece.nbytes
-    file = file.toreadonly()
-    chunks = tuple(file[at : at + CHUNK_BYTES] for at in range(0, cut.size_bytes, CHUNK_BYTES))
-    return Spooled(chunks, tuple(map(digest_of, chunks)))
+    fixed = file.toreadonly()
+    chunks = tuple(fixed[at : at + CHUNK_BYTES] for at in range(0, cut.size_bytes, CHUNK_BYTES))
+    return Spooled(file, chunks, tuple(map(digest_of, chunks)))
 
 
 def tensors_of(file: memoryview) -> dict[str, Tensor]:

@@ -139,8 +139,8 @@ class Driver:
 
     def local_step(self, progress: Progress) -> None:
         """Let the method make its local step; in the worker that trains."""
-        self.cuts.before_step()
-        self.method.local_step(self.replica, progress)
+        with self.cuts.stepping():
+            self.method.local_step(self.replica, progress)
 
     def trained(self, tokens: int, members: int) -> None:
         """Count the tokens of a local step; `members` is the number of peers that train at the

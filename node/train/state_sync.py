@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -32,6 +33,7 @@ MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
 NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
+UNKNOWN = b""  # hash of a state that is not written yet
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +56,12 @@ class StatePeer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spool:
-    """Where snapshots for joiners are kept, and the worker that writes them."""
+    """Where snapshots for joiners are kept, and the worker that writes them: one at a time, since
+    whoever changes the state waits for it."""
 
     compute: Compute
     storage: Storage = in_memory
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(slots=True)
@@ -184,7 +188,7 @@ class StateSync:
 
     def _beginning(self) -> bytes | None:
         """Return the hash of the state with which a run would begin here; None once it has."""
-        return None if self._opened else state_hash(self._state(live=True))
+        return None if self._opened else state_hash(self._state())
 
     def _restore(self, snapshot: Snapshot, file: memoryview) -> dict[str, int]:
         """Take over a downloaded snapshot, in the worker; return each stream's last round."""
@@ -210,34 +214,44 @@ class StateSync:
     async def _snapshot(self) -> Snapshot:
         """Return a snapshot of the current state. It is cut in the worker that applies results, so
         that the state and its rounds match, and written beside it."""
-        cut, made = await self._compute(self._cut)
-        with self._driver.cuts.added(cut):
-            write = partial(spooled, cut, self.spool.storage)
-            chunks, digests = await self.spool.compute(write)
-        return replace(made, chunks=chunks, digests=digests)
+        async with self.spool.turn:
+            cut, made = await self._compute(self.cut)
+            with self._driver.cuts.added(cut):
+                write = partial(_written, cut, made, self.spool.storage)
+                return await self.spool.compute(write)
 
-    def _cut(self) -> tuple[Cut, Snapshot]:
-        """Return a cut of the current state, and its snapshot without the chunks.
+    def cut(self) -> tuple[Cut, Snapshot]:
+        """Return a cut of the current state, which the driver keeps as it is, and its snapshot
+        without the chunks: in the worker that applies results, which at a stage computes the passes
+        too, so that none has put other weights in the place of the stage's own.
 
-        Local steps do not change the shared state of exact methods. Of others, and of stages, whose
-        passes may see other weights than the stage's own, the cut is of copies."""
-        driver, position = self._driver, self._driver.position
-        is_live = driver.method.equality == "exact" and self._client.stage is None
-        state = self._state(live=is_live)
+        Local steps do not change the shared state of exact methods. Their hash is known from the
+        last round, but at a stage it would hold up passes."""
+        driver, position, stage = self._driver, self._driver.position, self._client.stage
+        exact = driver.method.equality == "exact"
+        with nullcontext() if exact else driver.cuts.between_steps():
+            state = self._state()
+            cut = Cut(state)
+            driver.cuts.add(cut, stepped=not exact)
+        if self.spool.compute is self._compute:  # it is read after all that waits for this worker
+            cut.save()
+        known = state_hash(state) if exact and stage is None else UNKNOWN
         oldest = min(position.rounds.values(), default=-1)
-        cut = Cut(state)
-        if is_live:
-            driver.cuts.add(cut, stepped=False)
-        made = Snapshot(max(oldest, -1), state_hash(state), position.agreed_tokens, ())
-        return cut, made
+        return cut, Snapshot(max(oldest, -1), known, position.agreed_tokens, ())
 
-    def _state(self, *, live: bool) -> State:
-        """Return what a snapshot holds; `live`: not copies."""
-        method, replica = self._driver.method, self._driver.replica
-        state = dict(live_state(method, replica).shared if live else method.snapshot(replica))
+    def _state(self) -> State:
+        """Return what a snapshot holds, as it is stored."""
+        state = dict(live_state(self._driver.method, self._driver.replica).shared)
         for key in self._next_keys():
             state[NEXT + key.stream] = torch.tensor(key.round)
         return state | {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
+
+
+def _written(cut: Cut, made: Snapshot, storage: Storage) -> Snapshot:
+    """Write a snapshot's chunks; hash its state, if that is unknown, from what was written."""
+    file, chunks, digests = spooled(cut, storage)
+    state = state_hash(tensors_of(file)) if made.state == UNKNOWN else made.state
+    return replace(made, state=state, chunks=chunks, digests=digests)
 
 
 def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -248,7 +262,7 @@ def max_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
     """Encode these tensors as a snapshot taken after a round (negative: before the first)."""
-    chunks, digests = spooled(Cut(state), in_memory)
+    _, chunks, digests = spooled(Cut(state), in_memory)
     return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks, digests)
 
 

@@ -143,9 +143,10 @@ def is_zero(x: Tensor) -> bool:
         return not flat.numel()
     if flat.stride(0) == 0:  # one value, expanded
         return True
-    return not any(
-        bool(flat[start : start + BLOCK_VALUES].any())
+    return not any(  # `any` of floats takes 2.5 times as long
+        bool(end)
         for start in range(0, flat.numel(), BLOCK_VALUES)
+        for end in torch.aminmax(flat[start : start + BLOCK_VALUES])
     )
 
 

@@ -72,9 +72,13 @@ class EmbeddingSync(FrozenEmbedding):
         def averaged() -> dict[str, Tensor]:
             return dict(driver.method.eval_params(driver.replica))
 
-        self._applied, self._rewrite = applied, lambda: driver.replica.write(averaged(), "param")
+        def rewrite() -> None:
+            driver.cuts.before_change()
+            driver.replica.write(averaged(), "param")
+
+        self._applied, self._rewrite = applied, rewrite
         self._first = VersionedContributions(
-            contributions, self._tables, lambda: averaged()[EMBEDDING], replica
+            contributions, self._tables, lambda: averaged()[EMBEDDING], replica, driver.cuts
         )
         return self._first
 

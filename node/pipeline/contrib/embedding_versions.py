@@ -20,6 +20,7 @@ from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.constraint import ConstrainedReplica
 from farflock.node.run.terms import EmbeddingSchedule
+from farflock.node.state.cut import OpenCuts
 from farflock.node.train.driver import ContributionLog
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class VersionedContributions:
     """The contribution log of the first stage, where rounds make versions and weights follow them.
 
     `embedding()` is the averaged one, as of the last round in the method's state; `replica` is None
-    at a free replica."""
+    at a free replica. `cuts` are open cuts of the weights."""
 
     def __init__(
         self,
@@ -88,8 +89,9 @@ class VersionedContributions:
         tables: EmbeddingVersions,
         embedding: Callable[[], Tensor],
         replica: ConstrainedReplica | None,
+        cuts: OpenCuts,
     ) -> None:
-        self._contributions, self._tables = contributions, tables
+        self._contributions, self._tables, self._cuts = contributions, tables, cuts
         self._embedding, self._replica = embedding, replica
         tables.embeds = replica is not None
         self._changed = False  # with the round that is being applied
@@ -127,6 +129,7 @@ class VersionedContributions:
         """Follow between rounds, for a version that arrives late; this also projects the
         weights."""
         if self.follow(applied) and self._replica is not None:
+            self._cuts.before_change()
             self._replica.settle()
 
     def begin_anew(self, applied: int) -> bool:

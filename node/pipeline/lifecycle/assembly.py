@@ -28,7 +28,7 @@ from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import StateSync
+from farflock.node.train.state_sync import Spool, StateSync
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
@@ -47,6 +47,7 @@ class NodeServices:
     memory_bytes: int = 1 << 62  # free for a stage, in case of a move
     needs_bytes: tuple[int, ...] = ()  # to serve each stage; empty: not checked
     storage: Storage = in_memory  # of methods' states
+    spool: Spool | None = None  # of snapshots; None: `compute` writes them into memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Assembly:
         driver.contributions = (
             accounts if index else self.embedding.at_first(accounts, driver, applied)
         )
-        state_sync = StateSync(peer, driver, exchange_client, compute)
+        state_sync = StateSync(peer, driver, exchange_client, compute, means.spool)
         schedule, microbatch_tokens = of_share(plan.schedule, share), self.edges.tokens
         task = StageTask(accounts, stage, replica, schedule, microbatch_tokens, summing)
         task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0

@@ -2,24 +2,28 @@
 restart continues from."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
+import threading
 
 import pytest
 import safetensors.torch
+import torch
 
 from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of
 from farflock.node.assembly.resume import checkpoint_state
+from farflock.node.pipeline.contrib.stash import swapped
 from farflock.node.state import checkpoint
 from farflock.node.state import cut as cuts
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
-from farflock.node.state.cut import Cut, raw
+from farflock.node.state.cut import raw
 from farflock.node.state.paths import RunFolder
 from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.parts import blocks
 from farflock.optimizers.parts.state import state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.optimizers.trial_options import law_options
+from farflock.swarm.compute import Worker
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -140,10 +144,11 @@ def take(pieces, count=None):
 def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
     bench, text, tmp_path, monkeypatch, method
 ):
-    """It is read in pieces over several steps and rounds; each change saves what is not read."""
+    """Of each part a piece is read after a step; each change saves what is not read."""
     monkeypatch.setattr(cuts, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(blocks, "BLOCK_VALUES", 256)  # larger tensors are cut as they are stored
     made = bench(text, method, **law_options(METHODS[method]))
-    expected, found, readers, opened = {}, {}, {}, contextlib.ExitStack()
+    expected, found, readers = {}, {}, {}
 
     async def main():
         async with made.peer(0).running() as peer:
@@ -152,15 +157,12 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
 
             async def pause():
                 if node.loop.step == 10:
-                    parts, _ = checkpoint_state(node)
-                    parts_cut = {name: Cut(part) for name, part in parts.items()}
-                    for name, cut in parts_cut.items():
-                        expected[name] = safetensors.torch.save(dict(parts[name]))
+                    for name, part in checkpoint_state(node)[0].items():
+                        expected[name] = safetensors.torch.save(dict(part))
+                    for name, cut in keeper.cut().parts.items():
                         found[name], readers[name] = cut.head, cut.read()
-                    opened.enter_context(keeper.opened(parts_cut))
-                if node.loop.step % 4 == 2:
-                    for name, reader in readers.items():
-                        found[name] += take(reader, 3)
+                for name, reader in readers.items():
+                    found[name] += take(reader, 1)
 
             node.peer.found()
             node.state_sync.open()
@@ -168,8 +170,48 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
             await node.loop.run(1400)
 
     run_virtual(main())
-    with opened:
-        assert {name: found[name] + take(reader) for name, reader in readers.items()} == expected
+    left = {name: take(reader) for name, reader in readers.items()}
+    assert left["inner"], "nothing was left to read"
+    assert {name: found[name] + left[name] for name in readers} == expected
+
+
+def test_a_checkpoint_of_a_stage_is_of_its_own_weights_and_not_of_those_of_a_pass(
+    bench, text, tmp_path
+):
+    made, begun, over = bench(text, "local"), threading.Event(), threading.Event()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node, passes = made.node(peer), Worker("stage")
+            keeper = CheckpointManager(
+                *(node, RunFolder(tmp_path), "a" * 32, "text", 0.0), compute=passes
+            )
+            own = {name: x.detach().clone() for name, x in node.model.named_parameters()}
+
+            def compute():
+                with swapped(node.model, {name: torch.zeros_like(x) for name, x in own.items()}):
+                    begun.set()
+                    over.wait()
+
+            passing = asyncio.ensure_future(passes(compute))
+            await asyncio.to_thread(begun.wait)
+            pausing = asyncio.create_task(keeper.pause())
+            await asyncio.sleep(0.05)
+            assert not pausing.done(), "a pass is under way"
+            over.set()
+            await asyncio.gather(passing, pausing)
+            assert keeper.writing
+            with swapped(node.model, {name: torch.zeros_like(x) for name, x in own.items()}):
+                await keeper.written()
+            passes.close()
+            return own, await keeper.save()
+
+    own, folder = asyncio.run(main())
+    saved = checkpoint.load(folder).parts["replica"]
+    assert {name: x for name, x in saved.items() if name.startswith("param.")}.keys() == {
+        f"param.{name}" for name in own
+    }
+    assert all(torch.equal(saved[f"param.{name}"], x) for name, x in own.items())
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -119,8 +119,8 @@ def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
     with both.added(stepped, agreed):
         both.add(stepped, stepped=True)
         both.add(agreed, stepped=False)
-        both.before_step()
-        assert (stepped.saved_bytes, agreed.saved_bytes) == (16, 0)
+        with both.stepping():
+            assert (stepped.saved_bytes, agreed.saved_bytes) == (16, 0)
         both.before_change()
         assert agreed.saved_bytes == 16
     after = Cut({"x": torch.ones(4)})
@@ -129,3 +129,32 @@ def test_a_local_step_saves_what_it_changes_and_a_round_saves_all():
         raise ZeroDivisionError
     both.before_change()
     assert not after.saved_bytes, "a cut that is not read any more is not saved"
+
+
+def test_a_step_and_what_is_done_between_steps_wait_for_each_other():
+    both, inside, seen = OpenCuts(), threading.Event(), []
+
+    def step():
+        with both.stepping():
+            inside.set()
+            seen.append("step")
+
+    with both.between_steps():
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        assert not inside.wait(0.05)
+        seen.append("between")
+    stepping.join()
+    assert seen == ["between", "step"]
+
+    def between():
+        with both.between_steps():
+            seen.append("between")
+
+    with both.stepping():
+        waiting = threading.Thread(target=between)
+        waiting.start()
+        waiting.join(0.05)
+        seen.append("step")
+    waiting.join()
+    assert seen == ["between", "step", "step", "between"]

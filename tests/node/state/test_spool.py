@@ -36,7 +36,8 @@ def test_a_snapshot_is_a_safetensors_file_in_chunks_wherever_it_is_kept(
 ):
     state = STATE | {"phi.c": torch.randn(400_000)}  # a file of its own
     storage = in_memory if kept == "memory" else OuterFiles(tmp_path / "snapshots").allocate
-    chunks, digests = spooled(Cut(state), storage)
+    file, chunks, digests = spooled(Cut(state), storage)
+    assert file == b"".join(chunks)
     assert b"".join(chunks) == safetensors.torch.save(state)
     assert digests == tuple(map(digest_of, chunks))
     assert {len(chunk) for chunk in chunks[:-1]} == {1000}
@@ -47,7 +48,7 @@ def test_a_full_disk_leaves_the_snapshot_in_memory(caplog):
     def full(shape):
         raise Failure("the disk cannot hold it", "no room", "make room")
 
-    chunks, _ = spooled(Cut(STATE), full)
+    chunks = spooled(Cut(STATE), full).chunks
     assert b"".join(chunks) == safetensors.torch.save(STATE)
     assert "a snapshot for a joiner is kept in memory" in caplog.text
 

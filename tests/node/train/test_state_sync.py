@@ -1,12 +1,17 @@
 """A node's state sync: the state it serves and adopts, and how far it says the run is."""
 
 import asyncio
+import threading
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import safetensors.torch
 import torch
 
+from farflock.node.state import cut as cuts
+from farflock.node.state.cut import raw
+from farflock.node.state.spool import tensors_of
 from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.driver import RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
@@ -17,12 +22,17 @@ from farflock.node.train.state_sync import (
     decode_state,
     max_state_bytes,
 )
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.parts import blocks
 from farflock.optimizers.parts.state import state_hash
+from farflock.optimizers.trial_options import law_options
 from farflock.swarm.compute import inline
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Member, View
 from farflock.swarm.roles import NOTHING
 from farflock.swarm.sim.virtual_time import run_virtual
+
+INEXACT = [name for name, method in sorted(METHODS.items()) if method.equality != "exact"]
 
 
 def snapshot(state, told=None, at=3):
@@ -237,6 +247,128 @@ def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_
     before, after, time_s = run_virtual(main())
     assert before == after
     assert time_s < 60
+
+
+# A snapshot is of one moment.
+
+
+def provided(node):
+    """Found a node's run; return what makes its snapshots."""
+    made, serve = [], node.peer.snapshots.serve
+    node.peer.snapshots.serve = lambda name, provide: (made.append(provide), serve(name, provide))
+    node.found()
+    return made[-1]
+
+
+def expected_of(node):
+    driver = node.loop.driver
+    rounds = {f"next.{name}": torch.tensor(at) for name, at in node.state_sync.next_rounds.items()}
+    return driver.method.snapshot(driver.replica) | rounds
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
+
+
+async def beside(work):
+    """Compute, as another worker would."""
+    return work()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Also of tests' models most tensors are cut as they are stored, and read in many pieces."""
+    monkeypatch.setattr(cuts, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(blocks, "BLOCK_VALUES", 256)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_snapshot_is_of_the_moment_at_which_it_was_cut(bench, text, method):
+    """A piece is read after each step; each change saves what is not read."""
+    made = bench(text, method, **law_options(METHODS[method]))
+    expected, found, readers, served = {}, bytearray(), [], []
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            provide = provided(node)
+            node.state_sync.spool = Spool(beside)
+
+            async def pause():
+                if node.loop.step == 10:
+                    expected.update(expected_of(node))
+                    served.append(await provide())
+                    cut, _ = node.state_sync.cut()
+                    assert not cut.saved_bytes
+                    readers.append(cut.read())
+                    found.extend(cut.head)
+                for reader in readers:
+                    found.extend(b"".join(bytes(raw(piece)) for _, piece in islice(reader, 1)))
+
+            node.loop.pause = pause
+            await node.loop.run(1400)
+
+    run_virtual(main())
+    left = [bytes(raw(piece)) for _, piece in readers[0]]
+    assert left, "nothing was left to read"
+    assert same(tensors_of(memoryview(found + b"".join(left))), expected)
+    assert same(decode_state(served[0]), expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("method", INEXACT)
+def test_a_snapshot_has_no_half_of_a_step(bench, text, method):
+    """A step begins in the thread that trains while the state is being listed."""
+    made = bench(text, method, **law_options(METHODS[method]))
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            provide, driver = provided(node), node.loop.driver
+            node.state_sync.spool = Spool(beside)
+            replica, progress = driver.replica, driver.progress(0, 0.0)
+            replica.write({name: torch.ones(x) for name, x in replica.shapes.items()}, "grad")
+
+            def step():
+                driver.local_step(progress)
+                driver.after_step(progress)
+
+            training, read, reads = threading.Thread(target=step), replica.block, []
+
+            def block(*where):
+                reads.append(where)
+                if len(reads) == 3:
+                    training.start()
+                    training.join(0.1)  # it ends, or waits until all is listed
+                return read(*where)
+
+            expected, replica.block = expected_of(node), block
+            snapshot = await provide()
+            if training.ident is None:  # the state has nothing of the replica
+                training.start()
+            training.join()
+            return decode_state(snapshot), expected, expected_of(node)
+
+    found, before, after = run_virtual(main())
+    assert same(found, before)
+    assert same(before, after) == (method not in ("local", "sparta"))  # whose weights are shared
+
+
+def test_a_cut_that_its_own_worker_would_read_later_is_copied_at_once(bench, text):
+    """What is queued before its reader would otherwise wait for it."""
+    made = bench(text, "diloco")
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.found()
+            return node.state_sync.cut()[0]
+
+    cut = run_virtual(main())
+    assert cut.saved_bytes == cut.size_bytes - len(cut.head)
 
 
 # A stage's books.

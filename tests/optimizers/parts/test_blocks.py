@@ -1,5 +1,7 @@
 """Blocks of tensors, and tensors that are computed when they are read."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -94,3 +96,14 @@ def test_dropped_tensors_keep_their_names_and_cannot_be_read(held):
         lazy["a"]
     assert len(asked) == before
     assert LazyTensors.spent({"a": (5,)}).dropped
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("count", [0, 1, 64, 150])
+def test_a_tensor_is_zero_if_no_value_counts_as_true_wherever_it_is(value, count, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_VALUES", 64)  # of which every fifth value is looked at first
+    for at in range(max(count, 1)):
+        x = torch.zeros(count)
+        x[at : at + 1] = value
+        assert module.is_zero(x) == (not x.any())
+    assert module.is_zero(torch.tensor(value).expand(count, 2)) == (not count or value == 0.0)

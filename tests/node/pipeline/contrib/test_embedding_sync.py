@@ -22,6 +22,7 @@ from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedRepli
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.node.run.terms import EmbeddingSchedule
+from farflock.node.state.cut import OpenCuts
 from farflock.node.train.state_sync import decode_state, encode_state
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -62,7 +63,7 @@ class KeeperWorld:
     def __init__(self, newest=-1, every=1, others=(1, 1, 1), monkeypatch=None):
         self.rounds, self.snapshots, self.others = Rounds(newest), self, others
         self.there, self.asked, self.served, self.versions, self.distrusted = {}, [], {}, {}, []
-        self.computing = False
+        self.computing, self.cuts = False, OpenCuts()
         codec = SubspaceVersions(Subspace(BASIS, None, None))
         self.keeper = EmbeddingSync(
             codec, EmbeddingSchedule(every), self, MODEL, 3, "delta/0", self.compute

@@ -19,6 +19,7 @@ from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedRepli
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, EmbeddingSchedule
+from farflock.node.state.cut import Cut, OpenCuts
 
 MODEL = ModelConfig(
     vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False
@@ -149,8 +150,9 @@ class First:
         )
         self.tables, self.under, self.average = tables(every), Books(), BASIS.fixed_VD
         replica = None if free else self.replica
+        self.cuts = OpenCuts()
         self.contributions = VersionedContributions(
-            self.under, self.tables, lambda: self.average, replica
+            self.under, self.tables, lambda: self.average, replica, self.cuts
         )
 
     def round(self, number, average, *, taken=True):
@@ -217,8 +219,12 @@ def test_a_peer_without_the_version_in_effect_stays_in_its_own_and_says_so():
     torch.testing.assert_close(first.embedding, around(BASIS.fixed_VD, table(5)), rtol=0, atol=2e-6)
     assert first.tables.lacking(5)[0] == 6
     mine = first.embedding
+    cut = Cut({"x": first.replica.block(EMBEDDING, "param", 0, mine.numel())})
+    first.cuts.add(cut, stepped=False)
     first.tables.hold(6, table(9))
     first.contributions.follow_late(5)
+    ((_, kept),) = cut.read()
+    assert torch.equal(kept.view_as(mine), mine), "a cut that is being read stays as it was"
     assert first.tables.codec.spoken == 6
     torch.testing.assert_close(first.embedding, around(table(9), mine), rtol=0, atol=2e-6)
 
