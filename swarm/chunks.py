@@ -11,7 +11,15 @@ The receiver also says how long the pieces may be: about what the holder has lat
 import asyncio
 import collections
 import math
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,6 +45,9 @@ GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 SERVE_TIMEOUT_S = 5.0
 MAX_WANTS = 64  # requests waiting to be served, per asker
 MAX_ASKERS = 256
+
+Chunk = bytes | memoryview  # in memory, or a view of a mapped file
+Shelve = Callable[[Sequence[Chunk]], Awaitable[Sequence[Chunk]]]  # moves chunks to a file
 
 
 class ChunkCarrier(Protocol):
@@ -77,7 +88,7 @@ class Store:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._chunks: dict[bytes, bytes | memoryview] = {}
+        self._chunks: dict[bytes, Chunk] = {}
         self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
         # How many users pin each chunk: a number, since garbage collections would visit sets.
         self._pins: dict[bytes, int] = {}
@@ -100,7 +111,7 @@ class Store:
         found = self._chunks.get(digest)
         return None if found is None else memoryview(found)
 
-    def put(self, data: bytes | memoryview, pin: Hashable, verified: bytes | None = None) -> bytes:
+    def put(self, data: Chunk, pin: Hashable, verified: bytes | None = None) -> bytes:
         """Keep a chunk at least until `pin` is released; return its digest (or `verified`)."""
         digest = verified or digest_of(data)
         if digest not in self._chunks:
@@ -109,6 +120,13 @@ class Store:
         self.pin(digest, pin)
         self._trim()
         return digest
+
+    async def move(self, pin: Hashable, shelve: Shelve) -> None:
+        """Let `shelve` move the chunks of this user out of memory."""
+        here = {digest: self._chunks[digest] for digest in self.pinned(pin) if digest in self}
+        for digest, moved in zip(here, await shelve(list(here.values())), strict=True):
+            if digest in self:  # it may have been dropped meanwhile
+                self._chunks[digest] = moved
 
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk for one more user."""

@@ -28,6 +28,7 @@ from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.state.shelf import Shelf
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Compute, Worker
@@ -103,7 +104,8 @@ class NetworkEntryPoint:
                 else:
                     head, records, founder = _sealed(identity, run, raw), [], identity.peer
                 assert terms is not None
-                peer = _peer(terms, run, identity, links, directory, codecs)
+                shelf = Shelf(machine.folder.rounds, files)
+                peer = _peer(terms, run, identity, links, directory, codecs, shelf)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
                     join_request,
@@ -138,6 +140,7 @@ def _peer(
     links: ZmqLinks,
     directory: DhtDirectory,
     compute: Compute,
+    shelf: Shelf,
 ) -> Peer:
     known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
@@ -149,6 +152,7 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=compute,
+        shelve=shelf,
     )
     peer.ticks.rests = True
     return peer

@@ -48,6 +48,7 @@ from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
+from farflock.node.state.shelf import Shelf
 from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
@@ -293,7 +294,7 @@ async def _found(
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
     async with network(machine, identity, run, ()) as (directory, links):
-        peer = _peer(manifest, run, identity, directory, links, stage)
+        peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
         text = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
@@ -365,7 +366,7 @@ async def _join(
         require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
-        peer = _peer(manifest, invite.run, identity, directory, links, stage)
+        peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
@@ -477,6 +478,7 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
 
 
 def _peer(
+    machine: MachineOptions,
     manifest: Manifest,
     run: str,
     identity: Identity,
@@ -497,6 +499,7 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=Worker("codec"),
+        shelve=Shelf(machine.folder.rounds, Worker("files")),
     )
     peer.ticks.rests = True
     return peer

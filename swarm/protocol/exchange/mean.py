@@ -161,7 +161,7 @@ class Mean(Content):
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(bundle)
             size = self.offers[member].sizes[bundle]
-            self.fetch(bundle, digest, size, functools.partial(_only, member))
+            self.fetch(bundle, digest, size, functools.partial(self._contributor, member))
         if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
             self._begin(bundle, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
@@ -220,6 +220,9 @@ class Mean(Content):
         all_here = self.offers.includes(living) and not missing - suspects
         return usable and (all_here or now_s >= self._context.soft_s)
 
+    def _contributor(self, member: int) -> tuple[int, ...]:
+        return (member,) if self._decided is None else ()
+
     def _makers(self, item: RoundItem) -> tuple[int, ...]:
         return self._roster.reducers(item.index)
 
@@ -227,7 +230,3 @@ class Mean(Content):
 def item_of(message: Reduced) -> RoundItem:
     """Return the item of a reduced bundle."""
     return RoundItem(message.bundle, message.digest, message.size, message.mask)
-
-
-def _only(member: int) -> tuple[int, ...]:
-    return (member,)

@@ -468,3 +468,20 @@ def test_what_a_member_says_it_holds_may_be_nonsense():
             world.at(0.3, world.arrive, 0, 1, Holds(KEY, VIEW, first, noise, first, True))
     world.run()
     assert len(world.close.members) == 3
+
+
+def test_nothing_is_fetched_any_more_that_a_decided_list_does_not_need():
+    """Members drop it, and would refuse it for as long as it is asked for."""
+    world = offering_world(16, n=3)
+    wanted, act = [], world.act
+
+    def watching(me, action):
+        if isinstance(action, Fetch):
+            wanted.append((me, action))
+        act(me, action)
+
+    world.act = watching
+    world.run()
+    assert wanted
+    decided = {item.digest for item in world.close.items}
+    assert all(fetch.holders() == () for _, fetch in wanted if fetch.digest not in decided)
