@@ -9,12 +9,13 @@ import contextlib
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
 from farflock.node.process.network import (
     MachineOptions,
@@ -106,9 +107,10 @@ class NetworkEntryPoint:
                 assert terms is not None
                 shelf = Shelf(machine.folder.rounds, files)
                 peer = _peer(terms, run, identity, links, directory, codecs, shelf)
+                report = trimmed(join_request.report, files, peer.context.spawn)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
-                    join_request,
+                    replace(join_request, report=report),
                     terms,
                     peer,
                     state,

@@ -29,6 +29,7 @@ from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.brake import with_brake
+from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
@@ -522,9 +523,11 @@ def _node(
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
+    files = Worker("files")
+    report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
+        part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
         plan = manifest.plan()
         on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
@@ -534,9 +537,9 @@ def _node(
             tokens,
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
-            report=journal.report,
+            report=report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
-            spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
+            spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
         )
         keepers = [
