@@ -365,12 +365,13 @@ class Chunks:
             if already is not None:  # another task fetches this chunk: wait, then look again
                 await already.changed.wait()
                 await asyncio.sleep(STALL_S / 20)
-            elif not self._living(asked()):
+            elif not (living := self._living(asked())):
                 if final:
                     return None
                 await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
-                fetching = await self._fetch_once(digest, size, mixing, asked, without)
+                first = min(living, key=self._inbound.load)
+                fetching = await self._fetch_once(digest, size, mixing, first, asked, without)
                 if not fetching.missing:
                     data = fetching.whole()
                     if is_intact(data, digest):
@@ -387,15 +388,16 @@ class Chunks:
         digest: bytes,
         size: int,
         mixing: bool,
+        first: PeerId,
         holders: Callable[[], Sequence[PeerId]],
         without: set[PeerId],
     ) -> _Fetching:
-        """Fetch one copy, unverified; pieces are missing if no holder is left alive.
+        """Fetch one copy, unverified, in the share of the budget of its `first` holder; pieces are
+        missing if no holder is left alive.
 
         Peers that do not have the chunk are added to `without`."""
         fetching = _Fetching(digest, 0, set(), mixing, without)
         self._incoming[digest] = fetching
-        first = min(self._living(holders()), key=self._inbound.load)
         taken = 0
         try:
             await self._inbound.take(first, size)
@@ -547,7 +549,7 @@ class Chunks:
                 return
             queue = self._wants[sender] = collections.deque()
             self._carrier.spawn(self._serve(sender, queue))
-        if any(_covers(queued, want) for queued in queue):
+        if _is_queued(queue, want):
             return  # a repeated request: the bytes are on their way
         if len(queue) < MAX_WANTS:
             queue.append(want)
@@ -581,8 +583,9 @@ class Chunks:
         return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
 
 
-def _covers(queued: Want, want: Want) -> bool:
-    return queued.digest == want.digest and queued.start <= want.start and want.stop <= queued.stop
+def _is_queued(queue: Iterable[Want], want: Want) -> bool:
+    same = [queued for queued in queue if queued.digest == want.digest]
+    return any(queued.start <= want.start and want.stop <= queued.stop for queued in same)
 
 
 def _piece_bytes(want: Want) -> int:
