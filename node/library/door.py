@@ -105,8 +105,8 @@ class NetworkEntryPoint:
                 else:
                     head, records, founder = _sealed(identity, run, raw), [], identity.peer
                 assert terms is not None
-                shelf = Shelf(machine.folder.rounds, files)
-                peer = _peer(terms, run, identity, links, directory, codecs, shelf)
+                peer = _peer(terms, run, identity, links, directory, codecs)
+                peer.context.shelve = Shelf(machine.folder.rounds, files)
                 report = trimmed(join_request.report, files, peer.context.spawn)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
@@ -142,7 +142,6 @@ def _peer(
     links: ZmqLinks,
     directory: DhtDirectory,
     compute: Compute,
-    shelf: Shelf,
 ) -> Peer:
     known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
@@ -154,7 +153,6 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=compute,
-        shelve=shelf,
     )
     peer.ticks.rests = True
     return peer

@@ -500,9 +500,9 @@ def _peer(
         incarnation=incarnation,
         record=links.record,
         compute=Worker("codec"),
-        shelve=Shelf(machine.folder.rounds, Worker("files")),
     )
     peer.ticks.rests = True
+    peer.context.shelve = Shelf(machine.folder.rounds, Worker("files"))
     return peer
 
 

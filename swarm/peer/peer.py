@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from farflock.swarm import messages
-from farflock.swarm.chunks import Shelve, Store
+from farflock.swarm.chunks import Store
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack
@@ -82,13 +82,12 @@ class Peer:
         record: Callable[[], bytes],
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
-        shelve: Shelve | None = None,
     ) -> None:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.context = PeerContext(
-            terms.run, terms.seed, incarnation, links, store, self._spawn, compute, shelve
+            terms.run, terms.seed, incarnation, links, store, self._spawn, compute
         )
         self.membership = Membership(self.context, identity, terms.view_s)
         self.rounds = Rounds(self.context)

@@ -32,7 +32,7 @@ def collect_s(deadline_s: float) -> float:
     return min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
 
 
-def patience_s(bundles: int, deadline_s: float) -> float:
+def first_repeat_s(bundles: int, deadline_s: float) -> float:
     """Return the wait before an announcement is first repeated, in a round of so many bundles."""
     return collect_s(deadline_s) if bundles >= MANY_BUNDLES else 0.0
 

@@ -20,7 +20,7 @@ from farflock.swarm.protocol.decide import TAKEOVER_S
 from farflock.swarm.protocol.exchange.actions import Reduce
 from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
-from farflock.swarm.protocol.exchange.holdings import RESEND_S, patience_s
+from farflock.swarm.protocol.exchange.holdings import RESEND_S, first_repeat_s
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
 
@@ -61,7 +61,7 @@ class Mean(Content):
         # By bundle, for those that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._results: dict[int, Reduced] = {}  # in order of announcement
-        self._patience_s = patience_s(bundles, context.terms.deadline_s)
+        self._first_repeat_s = first_repeat_s(bundles, context.terms.deadline_s)
         # By bundle, when to repeat the announcement next, and how often it was repeated.
         self._repeats: dict[int, tuple[float, int]] = {}
         # By missing contribution, the bundles that need it.
@@ -130,9 +130,9 @@ class Mean(Content):
         outage, the next repeat comes at the latest when it has been over for as long as it
         lasted."""
         sends: list[tuple[int, Message]] = []
-        wait_s = max(RESEND_S, self._patience_s)
+        wait_s = max(RESEND_S, self._first_repeat_s)
         for bundle, message in self._results.items():
-            due_s, count = self._repeats.setdefault(bundle, (now_s + self._patience_s, 0))
+            due_s, count = self._repeats.setdefault(bundle, (now_s + self._first_repeat_s, 0))
             if now_s >= due_s:
                 self._repeats[bundle] = (now_s + wait_s * 2.0**count, count + 1)
                 holders = {self._roster.me, *self.availability.said(item_of(message))}
