@@ -124,7 +124,8 @@ class Store:
     async def move(self, pin: Hashable, shelve: Shelve) -> None:
         """Let `shelve` move the chunks of this user out of memory."""
         here = {digest: self._chunks[digest] for digest in self.pinned(pin) if digest in self}
-        for digest, moved in zip(here, await shelve(list(here.values())), strict=True):
+        moves = await shelve(list(here.values())) if here else ()
+        for digest, moved in zip(here, moves, strict=True):
             if digest in self:  # it may have been dropped meanwhile
                 self._chunks[digest] = moved
 

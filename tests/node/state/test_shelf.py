@@ -39,6 +39,8 @@ def test_a_store_moves_the_chunks_of_one_user_and_none_that_it_dropped_meanwhile
         store.keep_only([kept], "round")
         return await shelf(chunks)
 
+    run_virtual(store.move("nobody", shelve))
+    assert store.pinned("round") == (kept, dropped)
     run_virtual(store.move("round", shelve))
     assert (store.get(kept), store.get(dropped), store.get(other)) == (b"kept", None, b"other")
     assert [isinstance(store.view(name).obj, bytes) for name in (kept, other)] == [False, True]
