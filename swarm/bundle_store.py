@@ -22,7 +22,7 @@ from farflock.swarm.protocol.exchange.bundles import (
 )
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 
-FETCHES = 16  # shards of one bundle under way at once; more would only wait for the line
+FETCHES = 4  # shards of one bundle under way at once; more would only wait for a holder's window
 
 PeersToAsk = Callable[[], Sequence[PeerId]]
 

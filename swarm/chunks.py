@@ -11,7 +11,15 @@ The receiver also says how long the pieces may be: about what the holder has lat
 import asyncio
 import collections
 import math
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,6 +45,9 @@ GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 SERVE_TIMEOUT_S = 5.0
 MAX_WANTS = 64  # requests waiting to be served, per asker
 MAX_ASKERS = 256
+
+Chunk = bytes | memoryview  # in memory, or a view of a mapped file
+Shelve = Callable[[Sequence[Chunk]], Awaitable[Sequence[Chunk]]]  # moves chunks to a file
 
 
 class ChunkCarrier(Protocol):
@@ -77,7 +88,7 @@ class Store:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._chunks: dict[bytes, bytes | memoryview] = {}
+        self._chunks: dict[bytes, Chunk] = {}
         self._loose: dict[bytes, None] = {}  # chunks that nobody has pinned, the oldest first
         # How many users pin each chunk: a number, since garbage collections would visit sets.
         self._pins: dict[bytes, int] = {}
@@ -100,7 +111,7 @@ class Store:
         found = self._chunks.get(digest)
         return None if found is None else memoryview(found)
 
-    def put(self, data: bytes | memoryview, pin: Hashable, verified: bytes | None = None) -> bytes:
+    def put(self, data: Chunk, pin: Hashable, verified: bytes | None = None) -> bytes:
         """Keep a chunk at least until `pin` is released; return its digest (or `verified`)."""
         digest = verified or digest_of(data)
         if digest not in self._chunks:
@@ -109,6 +120,14 @@ class Store:
         self.pin(digest, pin)
         self._trim()
         return digest
+
+    async def move(self, pin: Hashable, shelve: Shelve) -> None:
+        """Let `shelve` move the chunks of this user out of memory."""
+        here = {digest: self._chunks[digest] for digest in self.pinned(pin) if digest in self}
+        moves = await shelve(list(here.values())) if here else ()
+        for digest, moved in zip(here, moves, strict=True):
+            if digest in self:  # it may have been dropped meanwhile
+                self._chunks[digest] = moved
 
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk for one more user."""
@@ -354,12 +373,13 @@ class Chunks:
             if already is not None:  # another task fetches this chunk: wait, then look again
                 await already.changed.wait()
                 await asyncio.sleep(STALL_S / 20)
-            elif not self._living(asked()):
+            elif not (living := self._living(asked())):
                 if final:
                     return None
                 await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
-                fetching = await self._fetch_once(digest, size, mixing, asked, without)
+                first = min(living, key=self._inbound.load)
+                fetching = await self._fetch_once(digest, size, mixing, first, asked, without)
                 if not fetching.missing:
                     data = fetching.whole()
                     if is_intact(data, digest):
@@ -376,15 +396,16 @@ class Chunks:
         digest: bytes,
         size: int,
         mixing: bool,
+        first: PeerId,
         holders: Callable[[], Sequence[PeerId]],
         without: set[PeerId],
     ) -> _Fetching:
-        """Fetch one copy, unverified; pieces are missing if no holder is left alive.
+        """Fetch one copy, unverified, in the share of the budget of its `first` holder; pieces are
+        missing if no holder is left alive.
 
         Peers that do not have the chunk are added to `without`."""
         fetching = _Fetching(digest, 0, set(), mixing, without)
         self._incoming[digest] = fetching
-        first = min(self._living(holders()), key=self._inbound.load)
         taken = 0
         try:
             await self._inbound.take(first, size)
@@ -536,7 +557,7 @@ class Chunks:
                 return
             queue = self._wants[sender] = collections.deque()
             self._carrier.spawn(self._serve(sender, queue))
-        if any(_covers(queued, want) for queued in queue):
+        if _is_queued(queue, want):
             return  # a repeated request: the bytes are on their way
         if len(queue) < MAX_WANTS:
             queue.append(want)
@@ -570,8 +591,9 @@ class Chunks:
         return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
 
 
-def _covers(queued: Want, want: Want) -> bool:
-    return queued.digest == want.digest and queued.start <= want.start and want.stop <= queued.stop
+def _is_queued(queue: Iterable[Want], want: Want) -> bool:
+    same = [queued for queued in queue if queued.digest == want.digest]
+    return any(queued.start <= want.start and want.stop <= queued.stop for queued in same)
 
 
 def _piece_bytes(want: Want) -> int:

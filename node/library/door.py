@@ -9,12 +9,13 @@ import contextlib
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
 from farflock.node.process.network import (
     MachineOptions,
@@ -28,6 +29,7 @@ from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.state.shelf import Shelf
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Compute, Worker
@@ -104,9 +106,11 @@ class NetworkEntryPoint:
                     head, records, founder = _sealed(identity, run, raw), [], identity.peer
                 assert terms is not None
                 peer = _peer(terms, run, identity, links, directory, codecs)
+                peer.context.shelve = Shelf(machine.folder.rounds, files)
+                report = trimmed(join_request.report, files, peer.context.spawn)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
-                    join_request,
+                    replace(join_request, report=report),
                     terms,
                     peer,
                     state,

@@ -29,6 +29,7 @@ from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.brake import with_brake
+from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
@@ -48,6 +49,7 @@ from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
+from farflock.node.state.shelf import Shelf
 from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
@@ -293,7 +295,7 @@ async def _found(
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
     async with network(machine, identity, run, ()) as (directory, links):
-        peer = _peer(manifest, run, identity, directory, links, stage)
+        peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
         text = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
@@ -365,7 +367,7 @@ async def _join(
         require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
-        peer = _peer(manifest, invite.run, identity, directory, links, stage)
+        peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
@@ -477,6 +479,7 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
 
 
 def _peer(
+    machine: MachineOptions,
     manifest: Manifest,
     run: str,
     identity: Identity,
@@ -499,6 +502,7 @@ def _peer(
         compute=Worker("codec"),
     )
     peer.ticks.rests = True
+    peer.context.shelve = Shelf(machine.folder.rounds, Worker("files"))
     return peer
 
 
@@ -519,9 +523,11 @@ def _node(
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
+    files = Worker("files")
+    report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
+        part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
         plan = manifest.plan()
         on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
@@ -531,9 +537,9 @@ def _node(
             tokens,
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
-            report=journal.report,
+            report=report,
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
-            spool=Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate),
+            spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
         )
         keepers = [

@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "snapshots"
 
     @property
+    def rounds(self) -> Path:
+        """The folder of the content of past rounds."""
+        return self.path / "rounds"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

@@ -8,13 +8,13 @@ and the codec's bytes (docs/wire-format.md).
 """
 
 import bisect
-import contextlib
 import functools
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,11 +37,11 @@ MIN_WEIGHT = 2.0**-100  # a smaller total may be 0 in float32
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """The flat range [start, stop) of one tensor with `columns` columns (0: a vector).
 
-    `number` counts the tensor's segments."""
+    `number` counts the tensor's segments. A large model has so many that a garbage collection
+    would take long to visit them."""
 
     tensor: str
     start: int
@@ -278,19 +278,20 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
     """Return sum(w_i / W · x_i), added in the order given and with each float32 operation
     rounded (portable arithmetic)."""
     mean = [torch.empty_like(x) for x in inputs[0][1]]
-    by_share = shares([weight for weight, _ in inputs])
+    by_share = shares(tuple(weight for weight, _ in inputs))
     for number, (share, (_, values)) in enumerate(zip(by_share, inputs, strict=True)):
         for x, into in zip(values, mean, strict=True):
             add_share(into, x, share, first=number == 0)
     return mean
 
 
-def shares(weights: Sequence[float]) -> list[float]:
+@functools.lru_cache(maxsize=16)  # all shards of a round have the same
+def shares(weights: tuple[float, ...]) -> tuple[float, ...]:
     """Return each weight over their sum, as float32 values."""
     total = torch.zeros((), dtype=torch.float32)
     for weight in weights:
         total = total + torch.tensor(weight, dtype=torch.float32)
-    return [float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights]
+    return tuple(float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights)
 
 
 def add_share(mean: Tensor, x: Tensor, share: float, *, first: bool) -> None:
@@ -306,15 +307,6 @@ class _CorruptInput(Exception):
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-
-    @classmethod
-    @contextlib.contextmanager
-    def of(cls, peer: str) -> Iterator[None]:
-        """Raise a `CorruptPayload` as this error."""
-        try:
-            yield
-        except CorruptPayload as error:
-            raise cls(peer) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,21 +366,20 @@ class Reducer:
     def _mean(self, round_number: int, index: int, inputs: Inputs) -> Values:
         """Return the weighted mean, segment by segment: of the inputs, only one segment each is
         decoded at a time. Raise `_CorruptInput` for the first input that cannot be decoded."""
-        raws = {}
-        for peer, _, payload in inputs:
-            with _CorruptInput.of(peer):
+        peer, raws, mean = "", {}, []
+        by_share = shares(tuple(weight for _, weight, _ in inputs))
+        try:
+            for peer, _, payload in inputs:
                 raws[peer] = self._layout.split(index, payload)
-        mean, by_share = [], shares([weight for _, weight, _ in inputs])
-        for number, segment in enumerate(self._layout.shards[index]):
-            values, total = (
-                torch.empty(segment.count, dtype=torch.float32),
-                torch.empty(segment.count, dtype=torch.float32),
-            )
-            for share, (peer, _, _) in zip(by_share, inputs, strict=True):
-                with _CorruptInput.of(peer):
+            for number, segment in enumerate(self._layout.shards[index]):
+                values = torch.empty(segment.count, dtype=torch.float32)
+                total = torch.empty_like(values)
+                for share, (peer, _, _) in zip(by_share, inputs, strict=True):
                     self._layout.decode_segment(segment, round_number, raws[peer][number], values)
-                add_share(total, values, share, first=peer == inputs[0][0])
-            mean.append(total)
+                    add_share(total, values, share, first=peer == inputs[0][0])
+                mean.append(total)
+        except CorruptPayload as error:
+            raise _CorruptInput(peer) from error
         return mean
 
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:

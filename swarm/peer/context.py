@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
-from farflock.swarm.chunks import Chunks, Store
+from farflock.swarm.chunks import Chunks, Shelve, Store
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId
@@ -33,6 +33,7 @@ class PeerContext:
     store: Store
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     compute: Compute = inline
+    shelve: Shelve | None = None  # moves the content of past rounds out of memory
     chain: Chain | None = None
     # The next view must begin here or later: after the rounds that this peer took part in.
     floor: Floor = NO_FLOOR

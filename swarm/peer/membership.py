@@ -30,6 +30,7 @@ from farflock.swarm.roles import EVERY, stage_of
 from farflock.swarm.runtime import RunClock
 
 PING_EVERY_S = 5.0  # local clocks drift by far less than a round in this time
+MAX_PINGED = 16  # peers at once; of more, others each time: the median of these will do
 
 
 class Membership:
@@ -47,6 +48,7 @@ class Membership:
             context, identity, view_s, self.admission, self.sync, self.view_changed
         )
         self._pinged_s = -1e9
+        self._ping_turn = 0
 
     @property
     def is_member(self) -> bool:
@@ -115,8 +117,17 @@ class Membership:
             self.next_view.tick(now_s)
         if now_s - self._pinged_s >= PING_EVERY_S:
             self._pinged_s = now_s
-            for peer in self.book.others():
+            for peer in self._to_ping():
                 self._context.send(peer, Ping(now_s))
+
+    def _to_ping(self) -> list[PeerId]:
+        """Return the peers to ask for the run time now: of many, the next in turn."""
+        others = self.book.others()
+        if len(others) <= MAX_PINGED:
+            return others
+        first = self._ping_turn * MAX_PINGED % len(others)
+        self._ping_turn += 1
+        return (others + others)[first : first + MAX_PINGED]
 
     def receive(
         self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage

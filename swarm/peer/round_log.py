@@ -23,6 +23,7 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 
 LOG_ROUNDS = 8  # with all content, for members that were away
 MAX_LOG_BYTES = 128 * 1024 * 1024  # per stream, of that content; the newest round always stays
+MIN_SHELVED_BYTES = 1024 * 1024  # of a round's content; less stays in memory
 OLD_LOG_ROUNDS = 256  # with the last shards only, for trainers
 OLD_LOG_BYTES = 16 * 1024 * 1024  # per stream: last shards may be large
 
@@ -126,7 +127,7 @@ class RoundLog:
         self._machines.pop(key, None)
         last = last_bundles(entry.close, state.stream.terms.bundles)
         self._context.store.keep_only([item.digest for item in last], key)
-        self._context.store.release(work_pin(key))
+        self._context.store.forget(work_pin(key))
         self._shorten(state, OLD_LOG_ROUNDS)
 
     def _shorten(self, state: StreamState, limit: int) -> None:
@@ -158,7 +159,7 @@ class RoundLog:
         del state.log[number]
         self._machines.pop(key, None)
         self._context.store.release(key)
-        self._context.store.release(work_pin(key))
+        self._context.store.forget(work_pin(key))
         state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
@@ -171,11 +172,14 @@ class RoundLog:
             # Only what is here: a voter may have none of it.
             bundle = item.index % state.stream.terms.bundles
             self._context.bundles.pin(state.stream, bundle, item.digest, key)
-        self._context.store.release(work_pin(key))
+        self._context.store.forget(work_pin(key))
         entry.complete = True
         entry.content_bytes = self._context.store.pinned_bytes(key)
         state.resolve(number, outcome(state.stream, number, entry, self._context.bundles))
         self._fit(state)
+        shelve = self._context.shelve
+        if shelve is not None and entry.content_bytes >= MIN_SHELVED_BYTES:
+            self._context.spawn(self._context.store.move(key, shelve))
 
     def _fit(self, state: StreamState) -> None:
         """Drop the oldest complete rounds until the content of the others fits."""

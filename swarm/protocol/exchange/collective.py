@@ -37,7 +37,13 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.closing import Closing
 from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
-from farflock.swarm.protocol.exchange.holdings import RESEND_S, Holdings, collect_s
+from farflock.swarm.protocol.exchange.holdings import (
+    OFFER_WAIT_S,
+    RESEND_S,
+    Holdings,
+    collect_s,
+    first_repeat_s,
+)
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.voter import Voter
@@ -79,6 +85,8 @@ class Collective:
         if self.roster.me not in self.content.offers:
             self.content.take(self.roster.me, offer)
             self._actions.to_others(offer)
+            wait_s = first_repeat_s(self._terms.bundles, self._terms.deadline_s)
+            self._offer_due_s = now_s + min(OFFER_WAIT_S, wait_s)
         self._advance(now_s, everywhere=True)
 
     def receive(self, now_s: float, sender: int, message: ContentMessage | PaxosMessage) -> None:

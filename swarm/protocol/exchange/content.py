@@ -62,7 +62,9 @@ class Content:
         self._fetching: set[bytes] = set()
         # By digest, the members that announced the item, and so hold it.
         self._announcers: dict[bytes, set[int]] = {}
-        self._is_decided = False
+        # Once a list is decided, the digests of its items that are missing here. All other fetches
+        # end: members drop what the list does not name, and would refuse it until the deadline.
+        self._decided: frozenset[bytes] | None = None
 
     # defined by each kind of exchange
 
@@ -118,8 +120,9 @@ class Content:
 
         Most members hold them, even if none has said so to this one, and those that have may have
         been restarted since."""
-        self._is_decided = True
-        self.collect(items)
+        missing = list(items)
+        self._decided = frozenset(item.digest for item in missing)
+        self.collect(missing)
 
     def fetch(self, bundle: int, digest: bytes, size: int, holders: Holders) -> None:
         """Fetch a bundle unless it is here, corrupt, or being fetched."""
@@ -142,14 +145,16 @@ class Content:
 
     def _holders(self, item: RoundItem) -> tuple[int, ...]:
         """Return the members that announced or hold an item; if none is live, its makers too; once
-        it is decided, all.
+        it is decided, all, and none for what the decided list does not need.
 
         The chunk store asks the least busy of these, so a member that cannot have the item yet must
         not be among them: its refusal would cost a round trip."""
+        if self._decided is not None and item.digest not in self._decided:
+            return ()
         me = self._roster.me
         known = {*self._announcers.get(item.digest, ()), *self.availability.said(item)} - {me}
-        if known - self._roster.suspects and not self._is_decided:
+        if known - self._roster.suspects and self._decided is None:
             return tuple(sorted(known))
         makers = (member for member in self._makers(item) if member != me)
-        others = self._roster.others if self._is_decided else ()
+        others = () if self._decided is None else self._roster.others
         return tuple(dict.fromkeys((*sorted(known), *makers, *others)))

@@ -19,6 +19,10 @@ QUICK_REPEATS = 4  # after this time, before they become rarer: what is not lost
 # message is repeated: a share of the deadline, at least `RESEND_S` and at most `MAX_COLLECT_S`.
 COLLECT = 0.05
 MAX_COLLECT_S = 10.0
+# In a round of so many bundles offers are long, and reductions are fetched for long. They are first
+# repeated after a time in which most members have shown that they know them.
+MANY_BUNDLES = 32
+OFFER_WAIT_S = 2.0  # of offers: a member that was not ready for the round misses them
 
 HoldingsChange = tuple[int, bytes]
 
@@ -26,6 +30,11 @@ HoldingsChange = tuple[int, bytes]
 def collect_s(deadline_s: float) -> float:
     """Return the time between reports of holdings that grow, in a round with this deadline."""
     return min(max(COLLECT * deadline_s, RESEND_S), MAX_COLLECT_S)
+
+
+def first_repeat_s(bundles: int, deadline_s: float) -> float:
+    """Return the wait before an announcement is first repeated, in a round of so many bundles."""
+    return collect_s(deadline_s) if bundles >= MANY_BUNDLES else 0.0
 
 
 class Holdings:

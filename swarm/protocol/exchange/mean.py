@@ -20,7 +20,7 @@ from farflock.swarm.protocol.decide import TAKEOVER_S
 from farflock.swarm.protocol.exchange.actions import Reduce
 from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
-from farflock.swarm.protocol.exchange.holdings import RESEND_S
+from farflock.swarm.protocol.exchange.holdings import RESEND_S, first_repeat_s
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
 
@@ -61,6 +61,7 @@ class Mean(Content):
         # By bundle, for those that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._results: dict[int, Reduced] = {}  # in order of announcement
+        self._first_repeat_s = first_repeat_s(bundles, context.terms.deadline_s)
         # By bundle, when to repeat the announcement next, and how often it was repeated.
         self._repeats: dict[int, tuple[float, int]] = {}
         # By missing contribution, the bundles that need it.
@@ -129,10 +130,11 @@ class Mean(Content):
         outage, the next repeat comes at the latest when it has been over for as long as it
         lasted."""
         sends: list[tuple[int, Message]] = []
+        wait_s = max(RESEND_S, self._first_repeat_s)
         for bundle, message in self._results.items():
-            due_s, count = self._repeats.get(bundle, (now_s, 0))
+            due_s, count = self._repeats.setdefault(bundle, (now_s + self._first_repeat_s, 0))
             if now_s >= due_s:
-                self._repeats[bundle] = (now_s + RESEND_S * 2.0**count, count + 1)
+                self._repeats[bundle] = (now_s + wait_s * 2.0**count, count + 1)
                 holders = {self._roster.me, *self.availability.said(item_of(message))}
                 sends += [(other, message) for other in self._roster.others if other not in holders]
         return sends
@@ -161,7 +163,7 @@ class Mean(Content):
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(bundle)
             size = self.offers[member].sizes[bundle]
-            self.fetch(bundle, digest, size, functools.partial(_only, member))
+            self.fetch(bundle, digest, size, functools.partial(self._contributor, member))
         if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
             self._begin(bundle, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
@@ -220,6 +222,9 @@ class Mean(Content):
         all_here = self.offers.includes(living) and not missing - suspects
         return usable and (all_here or now_s >= self._context.soft_s)
 
+    def _contributor(self, member: int) -> tuple[int, ...]:
+        return (member,) if self._decided is None else ()
+
     def _makers(self, item: RoundItem) -> tuple[int, ...]:
         return self._roster.reducers(item.index)
 
@@ -227,7 +232,3 @@ class Mean(Content):
 def item_of(message: Reduced) -> RoundItem:
     """Return the item of a reduced bundle."""
     return RoundItem(message.bundle, message.digest, message.size, message.mask)
-
-
-def _only(member: int) -> tuple[int, ...]:
-    return (member,)

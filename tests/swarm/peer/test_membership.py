@@ -1,6 +1,7 @@
 """Membership: joins, deaths, restarts and partitions become views that all members share."""
 
 import asyncio
+import collections
 from itertools import pairwise
 
 import pytest
@@ -16,11 +17,13 @@ from farflock.swarm.messages import (
     Leave,
     Offer,
     PairRefuse,
+    Ping,
     Pong,
     Propose,
     ViewQuery,
     Views,
 )
+from farflock.swarm.peer import membership
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import Member, View, view_key
@@ -457,6 +460,26 @@ async def test_run_time_agrees_although_clocks_begin_anywhere(herd):
     await asyncio.sleep(12)
     times = [node.peer.run_s() for node in herd.nodes.values()]
     assert max(times) - min(times) < 0.05
+
+
+@in_virtual_time(5)
+async def test_of_many_members_some_in_turn_are_asked_for_the_time(herd):
+    node, asked = herd.nodes[0], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "MAX_PINGED", 3)
+        send = node.peer.context.links.send
+
+        def noting(peer, packed):
+            if isinstance(unpack(packed).message, Ping):
+                asked.append(peer)
+            return send(peer, packed)
+
+        node.peer.context.links.send = noting
+        await asyncio.sleep(4 * membership.PING_EVERY_S)
+    counts = collections.Counter(asked)
+    assert counts.keys() == ids(herd, 1, 2, 3, 4)
+    assert counts.total() == 4 * 3
+    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 @in_virtual_time()

@@ -404,6 +404,34 @@ async def test_a_log_over_its_bytes_keeps_fewer_rounds_and_a_member_that_was_awa
             assert list(state.log) == [node.applied], "the newest stays, whatever its size"
 
 
+@in_virtual_time(3)
+async def test_a_round_leaves_no_contribution_in_the_store_and_its_result_in_a_file(herd):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_log, "MIN_SHELVED_BYTES", 1)
+        node, moved, offered = herd.nodes[0], [], set()
+        send = node.peer.context.links.send
+
+        async def shelve(chunks):
+            moved.extend(bytes(chunk) for chunk in chunks)
+            return [memoryview(bytearray(chunk)) for chunk in chunks]
+
+        def noting(peer, packed):
+            if isinstance(message := unpack(packed).message, Offer):
+                offered.update(message.digests)
+            return send(peer, packed)
+
+        node.peer.context.shelve, node.peer.context.links.send = shelve, noting
+        before = node.applied
+        await until(lambda: node.applied > before + 3, 60, "rounds")
+        await calm(herd, 0, 1, 2)
+    store, (state,) = node.peer.context.store, node.peer.rounds.streams.values()
+    newest = [item.digest for item in state.log[node.applied].close.items]
+    assert offered
+    assert not any(digest in store for digest in offered)
+    assert {store.get(digest) for digest in newest} <= set(moved)
+    assert all(isinstance(store.view(digest).obj, bytearray) for digest in newest)
+
+
 # Questions about the log.
 
 

@@ -28,6 +28,7 @@ from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.content import SOFT
+from farflock.swarm.protocol.exchange.holdings import MANY_BUNDLES, OFFER_WAIT_S, RESEND_S
 from farflock.swarm.protocol.exchange.mean import LATE_REDUCER, Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 
@@ -468,3 +469,43 @@ def test_what_a_member_says_it_holds_may_be_nonsense():
             world.at(0.3, world.arrive, 0, 1, Holds(KEY, VIEW, first, noise, first, True))
     world.run()
     assert len(world.close.members) == 3
+
+
+def test_nothing_is_fetched_any_more_that_a_decided_list_does_not_need():
+    """Members drop it, and would refuse it for as long as it is asked for."""
+    world = offering_world(16, n=3)
+    wanted, act = [], world.act
+
+    def watching(me, action):
+        if isinstance(action, Fetch):
+            wanted.append((me, action))
+        act(me, action)
+
+    world.act = watching
+    world.run()
+    assert wanted
+    decided = {item.digest for item in world.close.items}
+    assert all(fetch.holders() == () for _, fetch in wanted if fetch.digest not in decided)
+
+
+def test_a_long_round_repeats_its_offers_and_reductions_later():
+    def sent_again(bundles):
+        machine = Collective(
+            KEY,
+            VIEW,
+            Roster(tuple("ab"), 0, (0, 1)),
+            RoundTerms("mean", bundles, deadline_s=100.0),
+            100.0,
+        )
+        offer = Offer(KEY, VIEW, (bytes(32),) * bundles, (5,) * bundles, 1.0, 10)
+        machine.offer(100.0, offer)
+        machine.take()
+        times = []
+        for tick in range(1, 40):
+            machine.tick(100 + tick / 10, frozenset())
+            said = [action for action in machine.take() if isinstance(action, tuple)]
+            times += [tick / 10 for _, message in said if isinstance(message, Offer)]
+        return times[0]
+
+    assert sent_again(MANY_BUNDLES - 1) == 0.1
+    assert OFFER_WAIT_S <= sent_again(MANY_BUNDLES) <= OFFER_WAIT_S + RESEND_S
