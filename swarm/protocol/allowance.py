@@ -17,7 +17,9 @@ TIMEOUT_ROUNDS = 2.0  # the same for long rounds, in times between the last two
 # Times its batch, the size up to which a round is no reason to hold microbatches back: some come
 # in until all servers know that the batch is full.
 TOLERANCE = 2.0
-LATE_FACTOR = 0.8  # of the allowance, once one of its microbatches came too late
+# Of the allowance with which a round would have named as many as it may, or, once a microbatch
+# came too late to count, of the allowance.
+LOWER_FACTOR = 0.8
 # Added with each round from then on, instead of 1: whether a microbatch is late shows only several
 # rounds after it set out, and those that follow it until then are late, too.
 CAREFUL = 0.25
@@ -59,7 +61,8 @@ class Allowance:
     def named(self, size: int, now_s: float) -> None:
         """Note a round that names so many microbatches, of all trainers."""
         if size > TOLERANCE * self.batch:
-            self.limit = max(self.limit * self.batch / size, 1.0)
+            fitting = self.limit * TOLERANCE * self.batch / size
+            self.limit = max(fitting * LOWER_FACTOR, 1.0)
         elif self._was_short:
             self.limit += self._rise
         if self._named_s is not None:
@@ -70,5 +73,5 @@ class Allowance:
         """Note a microbatch, begun at `begun_s`, that came too late to count. Those that set out
         before the limit was last lowered for one say nothing about the new limit."""
         if begun_s >= self._lowered_s:
-            self.limit, self._lowered_s = max(self.limit * LATE_FACTOR, 1.0), now_s
+            self.limit, self._lowered_s = max(self.limit * LOWER_FACTOR, 1.0), now_s
             self._rise = CAREFUL
