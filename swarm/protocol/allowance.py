@@ -17,9 +17,8 @@ TIMEOUT_ROUNDS = 2.0  # the same for long rounds, in times between the last two
 # Times its batch, the size up to which a round is no reason to hold microbatches back: some come
 # in until all servers know that the batch is full.
 TOLERANCE = 2.0
-# Of the allowance with which a round would have named as many as it may, or, once a microbatch
-# came too late to count, of the allowance.
-LOWER_FACTOR = 0.8
+LARGE_FACTOR = 0.65  # after a larger round, of the allowance that would have kept to that size
+LATE_FACTOR = 0.8  # of the allowance, once one of its microbatches came too late
 # Added with each round from then on, instead of 1: whether a microbatch is late shows only several
 # rounds after it set out, and those that follow it until then are late, too.
 CAREFUL = 0.25
@@ -62,7 +61,7 @@ class Allowance:
         """Note a round that names so many microbatches, of all trainers."""
         if size > TOLERANCE * self.batch:
             fitting = self.limit * TOLERANCE * self.batch / size
-            self.limit = max(fitting * LOWER_FACTOR, 1.0)
+            self.limit = max(fitting * LARGE_FACTOR, 1.0)
         elif self._was_short:
             self.limit += self._rise
         if self._named_s is not None:
@@ -73,5 +72,5 @@ class Allowance:
         """Note a microbatch, begun at `begun_s`, that came too late to count. Those that set out
         before the limit was last lowered for one say nothing about the new limit."""
         if begun_s >= self._lowered_s:
-            self.limit, self._lowered_s = max(self.limit * LOWER_FACTOR, 1.0), now_s
+            self.limit, self._lowered_s = max(self.limit * LATE_FACTOR, 1.0), now_s
             self._rise = CAREFUL

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from farflock.swarm.protocol.allowance import (
     CAREFUL,
-    LOWER_FACTOR,
+    LARGE_FACTOR,
+    LATE_FACTOR,
     ROUND_TIMEOUT_S,
     TIMEOUT_ROUNDS,
     TOLERANCE,
@@ -78,7 +79,7 @@ def test_one_that_held_microbatches_back_grows_by_one_with_a_round_of_the_right_
 def test_a_round_that_is_too_large_shrinks_it_to_less_than_would_fit_but_never_below_one():
     allowance = Allowance(BATCH, 6)
     allowance.named(3 * BATCH, 0.0)
-    assert allowance.limit == pytest.approx(6 * TOLERANCE / 3 * LOWER_FACTOR)
+    assert allowance.limit == pytest.approx(6 * TOLERANCE / 3 * LARGE_FACTOR)
     allowance.named(1000 * BATCH, 1.0)
     assert allowance.limit == 1
 
@@ -104,12 +105,12 @@ def test_a_late_microbatch_shrinks_it_once_for_all_that_set_out_before_and_slows
     allowance = Allowance(BATCH, 10)
     for begun_s in (0.0, 3.0, 1.0):
         allowance.late(begun_s, 5.0)
-    assert allowance.limit == 10 * LOWER_FACTOR
+    assert allowance.limit == 10 * LATE_FACTOR
     allowance.late(5.0, 9.0)
-    assert allowance.limit == pytest.approx(10 * LOWER_FACTOR**2)
+    assert allowance.limit == pytest.approx(10 * LATE_FACTOR**2)
     assert not allowance.has_room(100, 10.0)
     allowance.named(BATCH, 11.0)
-    assert allowance.limit == pytest.approx(10 * LOWER_FACTOR**2 + CAREFUL)
+    assert allowance.limit == pytest.approx(10 * LATE_FACTOR**2 + CAREFUL)
     for again_s in range(20, 60):
         allowance.late(again_s, again_s + 0.5)
     assert allowance.limit == 1
