@@ -9,7 +9,8 @@ import collections
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from farflock.swarm.chunks import Chunks, Store
+from farflock.swarm.chunk_store import Store
+from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.exchange.bundles import (

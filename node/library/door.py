@@ -31,7 +31,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.shelf import Shelf
 from farflock.node.train.state_sync import Spool
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity

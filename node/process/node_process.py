@@ -53,7 +53,7 @@ from farflock.node.state.shelf import Shelf
 from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from farflock.node.state.cut import raw
-from farflock.swarm.chunks import Chunk
+from farflock.swarm.chunk_store import Chunk
 from farflock.swarm.compute import Compute
 
 log = logging.getLogger(__name__)

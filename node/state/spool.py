@@ -16,7 +16,7 @@ from torch import Tensor
 from farflock.node.errors import Failure
 from farflock.node.model.replica import Storage, in_memory
 from farflock.node.state.cut import TYPES, Cut, raw
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 
 CHUNK_BYTES = 1024 * 1024
 MAX_HEAD_BYTES = 64 * 1024 * 1024

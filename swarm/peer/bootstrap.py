@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Miss, Piece

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.swarm.bundle_store import BundleStore
-from farflock.swarm.chunks import Chunks, Shelve, Store
+from farflock.swarm.chunk_store import Shelve, Store
+from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack, pack_parts
 from farflock.swarm.links import Links, Liveness, PeerId

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from farflock.swarm import messages
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
 from farflock.swarm.peer.context import PeerContext

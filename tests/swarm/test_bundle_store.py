@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.swarm.bundle_store import BundleStore
-from farflock.swarm.chunks import Store, digest_of
+from farflock.swarm.chunk_store import Store, digest_of
 from farflock.swarm.compute import inline
 from farflock.swarm.protocol.exchange.bundles import BadBundle, BundleCut, encode_list
 from farflock.swarm.protocol.exchange.close_list import RoundTerms

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm import frame as frames
-from farflock.swarm.chunks import digest_of, is_intact
+from farflock.swarm.chunk_store import digest_of, is_intact
 from farflock.swarm.frame import Frame, ProtocolViolation, message_kind, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (

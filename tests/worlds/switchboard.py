@@ -8,7 +8,7 @@ import pytest
 from worlds.tasks import Spawner
 from worlds.waiting import now
 
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Answer, Call, Heard, Keep
 from farflock.swarm.peer.call_server import LEASE_S, CallReply

@@ -26,7 +26,7 @@ from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, WholeInpu
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.call_server import CallReply
 from farflock.swarm.peer.calls import CallFailed

@@ -26,7 +26,7 @@ from farflock.node.train.shards import Reducer
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Progress
 from farflock.optimizers.parts.spread import in_turn, spread_over
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream

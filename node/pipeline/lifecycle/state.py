@@ -37,7 +37,7 @@ from farflock.node.train.state_sync import (
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.state import WrongState
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 

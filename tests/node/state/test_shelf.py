@@ -3,7 +3,7 @@
 import tempfile
 
 from farflock.node.state.shelf import Shelf
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.compute import inline
 from farflock.swarm.sim.virtual_time import run_virtual
 

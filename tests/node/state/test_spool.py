@@ -15,7 +15,7 @@ from farflock.node.state import spool
 from farflock.node.state.cut import Cut
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.spool import Malformed, spooled, tensors_of
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 
 STATE = {
     "phi.a": torch.arange(2000.0).reshape(40, 50),

@@ -7,7 +7,7 @@ import pytest
 from worlds.switchboard import RTT_S, Echo, backwards, data_of, in_a_world
 from worlds.waiting import now
 
-from farflock.swarm.chunks import digest_of
+from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Answer, Call, Heard
 from farflock.swarm.peer import call_server as server_module
 from farflock.swarm.peer.call_server import (

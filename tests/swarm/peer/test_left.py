@@ -7,7 +7,8 @@ import pytest
 from worlds.switchboard import RTT_S, Echo, data_of, in_a_world
 from worlds.waiting import now
 
-from farflock.swarm.chunks import STALL_S, digest_of
+from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunks import STALL_S
 from farflock.swarm.messages import Answer, Call, Heard, Keep, Piece, Want
 from farflock.swarm.peer import left as left_module
 from farflock.swarm.peer.call_server import CallReply

@@ -9,7 +9,7 @@ from worlds.collective import one_shard_each
 from worlds.tasks import Spawner
 from worlds.waiting import now
 
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import (
     Key,

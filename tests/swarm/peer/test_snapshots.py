@@ -10,7 +10,7 @@ import pytest
 from worlds.tasks import Spawner
 from worlds.waiting import now
 
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer import snapshots

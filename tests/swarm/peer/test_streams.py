@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from worlds.collective import one_shard_each
 
 from farflock.swarm.bundle_store import BundleStore
-from farflock.swarm.chunks import Store
+from farflock.swarm.chunk_store import Store
 from farflock.swarm.compute import inline
 from farflock.swarm.messages import Decided, Key
 from farflock.swarm.peer.round_log import LoggedRound, outcome, work_pin
