@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import (
-    Exchange,
-    Method,
-    Progress,
-    State,
-    Tensors,
-)
+from farflock.optimizers.method import Exchange, Method, Progress, State, Tensors
 from farflock.optimizers.testing.loopback import (
     Loopback,
     LoopbackPeer,
