@@ -54,7 +54,7 @@ imports: $(READY)
 	mkdir -p $(VIEW)/farflock
 	for folder in experiments node swarm optimizers compression; do \
 	ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
-	cd $(VIEW) && ../bin/lint-imports --config ../../pyproject.toml
+	cd $(VIEW) && ../bin/lint-imports --debug --config ../../pyproject.toml
 
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
 	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it:" \

@@ -395,7 +395,7 @@ def mixed_with_churn(seed):
         servers=3,
         trainers=2,
         replicas=2,
-        steps=40,
+        steps=50,
         every=1 + seed % 3,
         seed=seed,
         world={"churn_s": 3.0},
