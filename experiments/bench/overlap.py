@@ -14,7 +14,8 @@ steps of 1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 ste
 advises at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s on a link of
 10 Mbit/s. The number of parameters hardly matters, since computing and sending both grow with it;
 the tokens between two exchanges do. Large runs have more of them, and so a better ratio. With fewer
-the ratio falls, until a fragment takes longer than its 5 steps and the loop waits.
+the ratio falls; a fragment that takes longer than its 5 steps is merged when it arrives, and the
+loop waits only where the next one is to be sent.
 
 `overlap.RATE.waiting` is the same with `overlap` 0: the loop waits for each fragment, as DiLoCo
 waits for its whole replica. The difference between the two ratios is the gain from overlapping.
