@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from farflock.experiments.bench.round import METHODS, size_name
+from farflock.experiments.bench.round import METHODS, WITH_MOMENTS, size_name
 from farflock.experiments.bench.workers.bare import plan_of
 from farflock.experiments.bench.workers.whole_peer import Settings
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
@@ -115,9 +115,7 @@ def run(options: Options) -> Iterator[Metric]:
         raise NotMeasured("anonymous memory is measured on Linux only")
     case = QUICK if options.quick else case_of(options.parameters)
     size = size_name(case.model.parameters())
-    for method in METHODS:
-        if options.method not in (None, method):
-            continue
+    for method in _measured(case, options.method):
         metrics = f"whole.{method}.{size}", f"whole.cpu.{method}.{size}"
         if any(map(options.wants, metrics)):
             peers = _peers(case, method)
@@ -125,6 +123,14 @@ def run(options: Options) -> Iterator[Metric]:
             yield _time(metrics[1], peers)
         if options.wants(join := f"whole.join.{method}.{size}"):
             yield _join(join, case, method)
+
+
+def _measured(case: Case, wanted: str | None) -> list[str]:
+    """Return the methods to measure: `wanted`, or all that this case's optimizer can serve."""
+    lacking = () if MOMENTS[case.inner] else WITH_MOMENTS
+    if wanted in lacking:
+        raise NotMeasured(f"{wanted} reads the optimizer's moments, and {case.inner} has none")
+    return [name for name in METHODS if wanted in (None, name) and name not in lacking]
 
 
 def case_of(parameters: int | None, cases: Sequence[Case] = CASES) -> Case:

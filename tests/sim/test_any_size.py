@@ -39,7 +39,9 @@ SHARD_VALUES = 8  # fewer would make equal shards, and those travel only once
 TOKENS = 64
 CONTENT = {kind.__struct_config__.tag.encode() for kind in (Want, Piece)}
 EVERYDAY = {"demo", "flexdemo", "sparseloco", "sparta"}  # up to ten thousand shards
-LATE = {"co2", "delayed"}  # they hide an exchange behind a round, which needs two steps
+PERIOD = 4  # fragments of a model take turns within it
+LATE = {"co2", "delayed"}  # they hide an exchange behind the steps up to the next one
+LATENCY_S = 0.00001  # shards are a few bytes, so at 1 ms all time would be round trips
 
 
 def streams_of(made, model):
@@ -157,15 +159,19 @@ def test_a_method_trains_with_as_many_shards_as_70_billion_parameters_have(name,
     with torch.device("meta"):
         llama = Llama(LLAMA_70B)
     wanted = streams_of(method(name), llama)
-    period = 2 if name in LATE else 1
     options = {
         key: value
-        for key, value in {"period": period, "deadline_s": 600.0}.items()
+        for key, value in {"period": PERIOD, "enough": 2, "deadline_s": 600.0}.items()
         if key in options_of(name)
     }
+    period = options.get("period", 1)
+    steps = 2 * period if name in LATE else period + 1  # one after a round
     monkeypatch.setattr(shards, "SEGMENT_VALUES", SHARD_VALUES)
     monkeypatch.setattr(shards, "SHARD_BYTES", 0)  # each segment is a shard of its own
-    network, sent_bytes = SimNetwork(1, LinkModel(1e12, 1e12, 0.001, 0.0)), collections.Counter()
+    network, sent_bytes = (
+        SimNetwork(1, LinkModel(1e12, 1e12, LATENCY_S, 0.0)),
+        collections.Counter(),
+    )
 
     def tap(now_s, sender, receiver, frame):
         content = message_kind(frame) in CONTENT
@@ -174,7 +180,7 @@ def test_a_method_trains_with_as_many_shards_as_70_billion_parameters_have(name,
 
     network.tap = tap
     count = enough(name, options, wanted)
-    members = run_virtual(trained(network, 2 * period, name, options, count))
+    members = run_virtual(trained(network, steps, name, options, count))
     for member in members:
         assert member.rounds["ok"] >= 1
         assert member.rounds.total() == member.rounds["ok"]

@@ -36,6 +36,22 @@ def test_a_size_without_a_case_is_refused():
         whole.case_of(50_000_000)
 
 
+def test_a_method_that_reads_moments_is_not_measured_with_an_optimizer_without_any(
+    quick, monkeypatch
+):
+    without = dataclasses.replace(whole.QUICK, inner="sgd")
+    monkeypatch.setattr(whole, "QUICK", without)
+    with pytest.raises(NotMeasured, match="lean reads the optimizer's moments, and sgd has none"):
+        next(whole.run(quick(method="lean")))
+    measured = []
+    monkeypatch.setattr(whole, "_peers", lambda case, method: measured.append(method))
+    monkeypatch.setattr(whole, "_memory", lambda *given: given[0])
+    monkeypatch.setattr(whole, "_time", lambda *given: given[0])
+    monkeypatch.setattr(whole, "_join", lambda *given: given[0])
+    list(whole.run(quick()))
+    assert measured == ["diloco", "sparseloco"]
+
+
 def test_what_is_needed_is_counted_by_its_parts():
     case = dataclasses.replace(whole.QUICK, dtype="bfloat16")
     count = case.model.parameters()
