@@ -16,6 +16,10 @@ from nursery import Nursery
 
 pytest.register_assert_rewrite("worlds")
 
+from worlds.card import CARD, register  # noqa: E402 - its assertions are to be rewritten too
+
+HAS_CARD = register()
+
 # A shell without job control starts background processes with Ctrl-C ignored, and their children
 # inherit that. The tests send Ctrl-C, so it is switched on again.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,6 +51,15 @@ def pytest_collection_modifyitems(config, items):
     if seed is not None:
         items[:], dropped = long_slice.select(seed, items)
         config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture
+def card():
+    """Plug a device with a memory of its own into this machine; see worlds/card.py."""
+    if not HAS_CARD:
+        pytest.skip("it needs torch 2.13, on a machine without a device of its own")
+    yield CARD.plug_in()
+    CARD.unplug()
 
 
 @pytest.fixture(autouse=True)

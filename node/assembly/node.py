@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
 from farflock.node.model.data import Batches
+from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.tokenizer import TokenIds
@@ -121,16 +122,18 @@ def replica_node(
     storage: Storage = in_memory,
     spool: Spool | None = None,
     spread: Spread = in_turn,
+    device: Device | None = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
-    method's state is kept, `spool` where snapshots are, and `spread` the threads that encode and
-    check payloads."""
-    model = build(plan.model, plan.run_seed)
+    method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
+    check payloads, and `device` where the model trains (None: the CPU)."""
+    device = device or Device()
+    model = build(plan.model, plan.run_seed).to(device.place)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(
-        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast
+        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
     )
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)

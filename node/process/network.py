@@ -12,11 +12,12 @@ import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from farflock.node.errors import Failure, RefusedByRun, explained
+from farflock.node.model.device import Device
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
@@ -51,6 +52,7 @@ class MachineOptions:
     keep_bytes: int | None = None  # of checkpoints
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
     outer: OuterPlace = "auto"  # where the method's state is kept
+    device: Device = field(default_factory=Device)  # that trains
 
 
 def identity_of(folder: RunFolder) -> Identity:

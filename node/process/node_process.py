@@ -24,6 +24,7 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.device import Device
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -260,6 +261,7 @@ async def found(
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
+    machine = _placed(machine, manifest)
     _require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
@@ -363,6 +365,7 @@ async def _join(
     ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
+        machine = _placed(machine, manifest)
         _require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
@@ -388,6 +391,15 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
+
+
+def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
+    """Return the machine with the device that its part in this run computes on: stages and their
+    trainers compute on the CPU."""
+    if manifest.pipeline is None or machine.device.place.type == "cpu":
+        return machine
+    log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
+    return replace(machine, device=Device())
 
 
 def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
@@ -541,6 +553,7 @@ def _node(
             storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
+            device=machine.device,
         )
         keepers = [
             CheckpointManager(

@@ -2,13 +2,14 @@
 rate."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from farflock.node.model.data import Batches
+from farflock.node.model.device import Device
 from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.method import Progress
@@ -43,9 +44,9 @@ class TrainingTask(Protocol):
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
 
-    A step's gradient is the mean of `accumulate` batches. With `autocast`, matrix products run in
-    bf16; master weights and gradients stay fp32. The rate follows the run's progress, not this
-    peer's steps.
+    A step's gradient is the mean of `accumulate` batches. Matrix products run in the device's
+    precision, or with `autocast` in bf16; master weights and gradients stay fp32. The rate follows
+    the run's progress, not this peer's steps.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class LanguageModelTask:
     schedule: Schedule
     accumulate: int = 1
     autocast: bool = False
+    device: Device = field(default_factory=Device)
     joined_at: int = 0  # step at which this peer joined, with empty moments
 
     @property
@@ -69,21 +71,23 @@ class LanguageModelTask:
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Add this step's mean gradient to the model's; return the mean loss in nats per token."""
         self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
-        total = 0.0
+        losses: list[torch.Tensor] = []
         for part in range(self.accumulate):
-            x, y = self.batches.batch(step * self.accumulate + part)
-            with self._precision(x):
+            batch = self.batches.batch(step * self.accumulate + part)
+            x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
+            with self._precision():
                 loss = next_token_loss(self.module(x), y) / self.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
+            losses.append(loss.detach())
+        # Read only here: until then the device is not waited for.
+        return sum(torch.stack(losses).tolist(), 0.0)
 
     def set_rate(self, tokens: int) -> None:
         """Set the schedule's rate at the run's `tokens`. All peers take this step, so there is
         no joiner's warm-up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
-    def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-        if not self.autocast:
-            return contextlib.nullcontext()
-        return torch.autocast(x.device.type, dtype=torch.bfloat16)
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self.autocast and self.device.place.type == "cpu":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return self.device.autocast()

@@ -44,7 +44,7 @@ class Bench:
         terms = RunTerms("3", 3, view_s=2.0)
         return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
 
-    def node(self, peer, report=lambda kind, fields: None):
+    def node(self, peer, report=lambda kind, fields: None, device=None):
         async def compute(work):
             return work()
 
@@ -53,7 +53,9 @@ class Bench:
             await asyncio.sleep(0.5)
             return loss
 
-        return replica_node(self.plan, peer, self.text, compute=compute, train=train, report=report)
+        return replica_node(
+            self.plan, peer, self.text, compute=compute, train=train, report=report, device=device
+        )
 
 
 @pytest.fixture(scope="session")

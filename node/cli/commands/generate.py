@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output
 
 
@@ -38,22 +39,32 @@ from farflock.node.cli.output import Output
     show_default=True,
     help="The same seed gives the same text.",
 )
+@device_option
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
-    folder: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, as_json: bool
+    folder: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    device: str,
+    as_json: bool,
 ) -> None:
     """Sample text from CHECKPOINT.
 
     CHECKPOINT is a folder `step-N`, a folder of those (the newest is taken), or a folder with one
     of those for each stage of the model: `stage-0`, `stage-1`, …
     """
+    from farflock.node.model.device import choose
     from farflock.node.model.generate import generate
     from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.state.saved_model import open_model
 
+    place = choose(device).place
     saved = open_model(folder)
     text = generate(
-        saved.model,
+        saved.model.to(place),
         ByteTokenizer(),
         prompt,
         tokens,

@@ -35,6 +35,13 @@ def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int
     return size
 
 
+device_option = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device that computes: cpu, cuda, cuda:N, mps, xpu, or the best of this machine (auto).",
+)
 _MACHINE = (
     click.option(
         "--folder",
@@ -103,6 +110,7 @@ _MACHINE = (
         help="In a run whose model is split into stages: trainer, replica (all stages),"
         " stage (the one with the fewest servers), stage:N, or auto.",
     ),
+    device_option,
     click.option(
         "--outer",
         type=click.Choice(["auto", "host", "disk"]),
@@ -127,7 +135,9 @@ def machine_options(command: Command) -> Command:
 
 
 def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
-    """Return the machine's contribution that these options describe."""
+    """Return the machine's contribution that these options describe; raise `Usage` if it has no
+    such device."""
+    from farflock.node.model.device import choose
     from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 
@@ -144,4 +154,5 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
+        device=choose(options["device"]),
     )

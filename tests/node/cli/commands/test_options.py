@@ -6,6 +6,8 @@ from click.testing import CliRunner
 
 from farflock.node.assembly.checkpoints import KEPT
 from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.errors import Usage
+from farflock.node.model.device import Device
 
 
 def given(*arguments):
@@ -17,7 +19,7 @@ def given(*arguments):
     def command(**options):
         made.append(machine_of(options))
 
-    answer = CliRunner().invoke(command, arguments)
+    answer = CliRunner().invoke(command, arguments, catch_exceptions=False)
     return made[0] if made else answer.output
 
 
@@ -38,6 +40,16 @@ def test_sizes_are_written_as_people_write_them(text, size):
 def test_what_is_no_size_is_refused_in_words(text):
     said = given("--keep-bytes", text)
     assert "is not a size; write it as in 20GB, 500MB or 1.5TB" in said
+
+
+def test_a_node_trains_on_the_best_device_or_on_the_one_that_is_chosen(card):
+    assert given().device.place == card
+    assert given("--device", "cpu").device == Device()
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(Usage, match="--device tpu: that is not a device's name"):
+        given("--device", "tpu")
 
 
 def test_not_to_keep_any_checkpoint_is_refused():

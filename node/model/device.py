@@ -1,0 +1,108 @@
+"""The device that holds a node's tensors. This is the one place that chooses it.
+
+The device belongs to the machine: no manifest names one, and nothing on which peers must agree
+depends on it.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import torch
+
+from farflock.node.errors import Usage
+
+Precision = Literal["bf16", "fp32"]  # of matrix products; weights and sums are float32
+
+KINDS = ("cuda", "mps", "xpu")  # beside cpu; ROCm's devices are named cuda too
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of this machine; `precision` is bf16 if it multiplies that natively. On a CPU it is
+    fp32, unless the run asks for another."""
+
+    place: torch.device = CPU
+    name: str = "the CPU"
+    precision: Precision = "fp32"
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of its memory."""
+        return memory_of(self.place)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Let matrix products run in `precision` while the block runs."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.place.type, dtype=torch.bfloat16)
+
+    def __str__(self) -> str:
+        """Return what a volunteer reads, such as "NVIDIA RTX 3060, 11.2 of 12.0 GB free, bf16"."""
+        free, total = (size / 1e9 for size in self.memory())
+        return f"{self.name}, {free:.1f} of {total:.1f} GB free, {self.precision}"
+
+
+def choose(wanted: str = "auto") -> Device:
+    """Return the device of this name, or for "auto" the best that torch finds here.
+
+    Raise `Usage` if this machine, or this build of torch, has none of that name."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "auto":
+        return _described(CPU if found is None else found)
+    try:
+        place = torch.device(wanted)
+    except RuntimeError:
+        raise Usage(
+            f"--device {wanted[:64]}",
+            "that is not a device's name",
+            f"choose auto, cpu, {', '.join(KINDS)}, or cuda:1 for the second of several",
+        ) from None
+    if place == CPU:
+        return _described(place)
+    if found is None or found.type != place.type:
+        here = "only a CPU" if found is None else f"a device of type {found.type}"
+        raise Usage(
+            f"--device {wanted}",
+            f"torch {torch.__version__} finds {here} here",
+            "install the build of torch for this device and its driver, or choose auto",
+        )
+    count = torch.accelerator.device_count()
+    if (place.index or 0) >= count:
+        raise Usage(
+            f"--device {wanted}",
+            f"this machine has {count} of them, counted from 0",
+            f"choose {place.type}:{count - 1} or below",
+        )
+    return _described(place)
+
+
+def memory_of(place: torch.device) -> tuple[int, int]:
+    """Return the free and the total bytes of a device's memory."""
+    if place.type == "cpu":
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+    if place.type == "mps":  # its memory is the machine's
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    free, total = torch.get_device_module(place).mem_get_info(place)
+    return int(free), int(total)
+
+
+def _described(place: torch.device) -> Device:
+    if place.type == "cpu":
+        return Device()
+    module = torch.get_device_module(place)
+    if place.type == "mps":
+        return Device(place, "Apple's GPU", "bf16" if _multiplies_bf16(place) else "fp32")
+    native = module.is_bf16_supported(including_emulation=False)
+    return Device(place, module.get_device_name(place), "bf16" if native else "fp32")
+
+
+def _multiplies_bf16(place: torch.device) -> bool:
+    try:
+        one = torch.ones(1, 1, device=place, dtype=torch.bfloat16)
+        return bool((one @ one).item() == 1)
+    except (RuntimeError, TypeError):
+        return False

@@ -1,0 +1,159 @@
+"""A node whose model is on an accelerator trains as one on the CPU does, and with one.
+
+The accelerator is worlds/card.py. Its attention and norms are not the fused ones of the CPU, so
+local steps differ by rounding; what peers agree on does not.
+"""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from worlds.card import CARD, is_on_card
+from worlds.waiting import until
+
+from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.model.device import Device, choose
+from farflock.node.model.evaluation import losses
+from farflock.node.model.generate import generate
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.state import checkpoint
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.method import Progress
+from farflock.swarm.sim.virtual_time import run_virtual
+
+TOKENS = 1280
+OPTIONS = {"diloco": {"period": 5, "codec": "int8"}, "ddp": {"codec": "bf16"}}
+EVERY_DAY = ("ddp", "diloco", "local", "sparseloco")
+
+
+@pytest.fixture
+def single(card):
+    """The card, computing in the CPU's precision."""
+    return Device(card, "Double Card", "fp32")
+
+
+def alone(bench, tokens=TOKENS, device=None, saved=None):
+    """Return a lone node after these tokens, from the start or from a checkpoint."""
+
+    async def main():
+        async with bench.peer(0).running() as peer:
+            node = bench.node(peer, device=device)
+            node.peer.found()
+            if saved is None:
+                node.state_sync.open()
+            else:
+                load_state(node, saved)
+            await node.loop.run(tokens)
+            return node
+
+    return run_virtual(main())
+
+
+def state_of(node):
+    """Return all that a checkpoint holds, on the CPU."""
+    parts, _cursors = checkpoint_state(node)
+    return {part: {name: x.clone() for name, x in held.items()} for part, held in parts.items()}
+
+
+def close(one, other):
+    """Raise `AssertionError` unless two states are equal within rounding of a few steps."""
+    assert one.keys() == other.keys()
+    for part, held in one.items():
+        assert held.keys() == other[part].keys()
+        for name, x in held.items():
+            away = (x.double() - other[part][name].double()).norm()
+            assert away <= 1e-2 * other[part][name].double().norm() + 1e-9, f"{part} {name}"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.long)
+        for name in sorted(METHODS)
+    ],
+)
+def test_a_lone_node_on_the_card_ends_where_one_on_the_cpu_does(bench, text, single, method):
+    made = bench(text, method, total=TOKENS, **OPTIONS.get(method, {}))
+    there, here = alone(made, device=single), alone(made)
+    assert all(is_on_card(x) for x in there.model.parameters())
+    assert there.last_loss == pytest.approx(here.last_loss, rel=1e-4)
+    close(state_of(there), state_of(here))
+
+
+def together(bench, *devices):
+    """Return two nodes that trained together, one after the other's start."""
+
+    async def main():
+        first, second = (bench.peer(number) for number in range(2))
+        async with first.running(), second.running():
+            nodes = [
+                bench.node(peer, device=device)
+                for peer, device in zip((first, second), devices, strict=True)
+            ]
+            nodes[0].found()
+            founder = asyncio.create_task(nodes[0].run(bench.total))
+            await until(lambda: nodes[0].step >= 3)
+            await nodes[1].join([bench.record(0)], 60.0)
+            await asyncio.gather(founder, nodes[1].run(bench.total))
+            return nodes
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("on_card", [(0,), (1,), (0, 1)])
+def test_a_peer_on_the_card_and_one_on_the_cpu_end_with_one_state(bench, text, single, on_card):
+    made = bench(text, peers=2, total=4 * TOKENS, period=5, codec="int8")
+    devices = [single if number in on_card else None for number in range(2)]
+    nodes = together(made, *devices)
+    first, second = (state_of(node)["method"] for node in nodes)
+    assert nodes[0].loop.driver.position == nodes[1].loop.driver.position
+    assert first.keys() == second.keys()
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+@pytest.mark.parametrize("from_card", [True, False])
+def test_a_checkpoint_goes_on_wherever_it_was_written(bench, text, single, tmp_path, from_card):
+    made = bench(text, total=TOKENS, period=5, codec="int8", feedback=0.9)
+    first, second = (single, None) if from_card else (None, single)
+    node = alone(made, TOKENS // 2, first)
+    parts, cursors = checkpoint_state(node)
+    saved = checkpoint.load(checkpoint.save(tmp_path, node.step, parts, {"node": cursors}))
+    for part, held in state_of(node).items():
+        assert all(torch.equal(x, saved.parts[part][name]) for name, x in held.items()), part
+    resumed = alone(made, device=second, saved=saved)
+    assert resumed.last_loss == pytest.approx(alone(made).last_loss, rel=1e-3)
+
+
+def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
+    node = alone(bench(text, "local", total=TOKENS), device=choose())
+    CARD.reset_counters()
+    node.loop.train_one(Progress(node.step, node.step, node.tokens))
+    assert CARD.to_card_bytes == 2 * 2 * 32 * 8  # of inputs and of targets, int64
+    assert CARD.from_card_bytes == 4  # the loss
+
+
+def test_a_round_copies_the_weights_twice_and_never_all_at_once(bench, text, single):
+    made = bench(text, total=TOKENS, period=5)
+    weights = 4 * sum(x.numel() for x in alone(made, device=single).model.parameters())
+    CARD.reset_counters()
+    alone(made, device=single)
+    rounds = TOKENS // 64 // 5
+    assert CARD.from_card_bytes <= (2 * rounds + 2) * weights
+    assert CARD.largest_from_card_bytes < weights / 2
+
+
+def test_losses_and_text_are_those_of_the_cpu(bench, text, card):
+    here = alone(bench(text, "local", total=TOKENS)).model
+    there = copy.deepcopy(here).to(card)
+    x, y = (torch.as_tensor(text[at : at + 128].astype("int64")).view(4, 32) for at in (0, 1))
+    torch.testing.assert_close(losses(there, x, y), losses(here, x, y))
+    said = [generate(model, ByteTokenizer(), "To be", 20) for model in (there, here)]
+    assert said[0] == said[1]
+
+
+def test_in_lower_precision_it_still_trains(bench, text, card):
+    node = alone(bench(text, "local", total=4 * TOKENS), device=choose())
+    assert node.loop.training_task.device.precision == "bf16"
+    assert node.last_loss < 5.0  # of 5.5 without training
+    assert all(x.dtype == torch.float32 for x in node.model.parameters())
