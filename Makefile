@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check ci-more test-long bench imports docs clean
+.PHONY: demo test check ci-more test-long bench gpu imports docs clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -41,6 +41,14 @@ ci-more: $(READY)
 
 bench: $(READY)
 	$(BIN)/farflock bench
+
+# On a machine with an accelerator: its tests, benchmarks and one experiment, then its page.
+gpu: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
+	mkdir -p build
+	$(BIN)/farflock bench gpu --json > build/gpu.jsonl
+	$(BIN)/python docs/make_gpu_page.py build/gpu.jsonl --commit "$(COMMIT)" --date "$$(date -I)"
+	$(BIN)/farflock reproduce interval --tier gpu
 
 docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"

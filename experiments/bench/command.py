@@ -34,7 +34,9 @@ BENCHMARKS = {
     "checkpoint": "farflock.experiments.bench.checkpoint",
     "idle": "farflock.experiments.bench.idle",
     "pipeline": "farflock.experiments.bench.pipeline",
+    "gpu": "farflock.experiments.bench.gpu",
 }
+EVERYWHERE = tuple(name for name in BENCHMARKS if name != "gpu")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
 MIN_PARAMETERS, MAX_PARAMETERS = 1_000_000, 1_000_000_000_000
@@ -139,6 +141,13 @@ class _Scoreboard(click.Command):
     help="Threads that encode and decode in round, compared with one.",
 )
 @click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device of the gpu benchmark, such as cuda:1.",
+)
+@click.option(
     "--quick",
     is_flag=True,
     help="Use small sizes, to check that the benchmarks run; the numbers mean little.",
@@ -156,14 +165,16 @@ def command(
     parameters: int | None,
     method: str | None,
     codec_threads: int,
+    device: str,
     quick: bool,
     as_json: bool,
 ) -> None:
-    """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks.
+    """Measure speed, memory and bytes, each next to a baseline. Without NAME, run all benchmarks
+    but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, pipeline, or one metric such as codec.int8. `farflock bench quality` takes
-    hours and has its own options: see `farflock bench quality --help`.
+    checkpoint, idle, pipeline, gpu, or one metric such as codec.int8. `farflock bench quality`
+    takes hours and has its own options: see `farflock bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),
@@ -172,11 +183,11 @@ def command(
     from farflock.experiments.measure.metric import NotMeasured, Options
 
     out, rows, failed = Output(as_json=True), [], []
-    for name in names or BENCHMARKS:
+    for name in names or EVERYWHERE:
         only = name if "." in name else None
         out.line(f"measuring {name}")
         try:
-            options = Options(repeats, rate, quick, only, parameters, method, codec_threads)
+            options = Options(repeats, rate, quick, only, parameters, method, codec_threads, device)
             for metric in measured(_benchmark(name), options):
                 out.result(asdict(metric), "")
                 rows.append([_short(getattr(metric, name)) for name in SHOWN])

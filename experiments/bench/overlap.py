@@ -107,17 +107,17 @@ def run(options: Options) -> Iterator[Metric]:
 def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[Metric]:
     """Yield both metrics of one rate."""
     with hosts(PEERS, rate_bits) as places:
-        turns = asyncio.run(_turns(size, places, repeats))
+        timed = asyncio.run(turns(size, places, repeats))
     for arm, suffix in (("overlapping", ""), ("waiting", ".waiting")):
-        yield metric_of(size, turns, arm, name + suffix)
+        yield metric_of(size, timed, arm, name + suffix)
 
 
-def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
+def metric_of(size: Size, timed: Sequence[Turn], arm: str, name: str) -> Metric:
     """Compare an arm's tokens per second, turn by turn, with the loop without exchanges."""
-    pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
+    pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in timed]
     value, yardstick, ratio = medians(pairs)
     own, plain = (
-        statistics.median(turn[which].cpu_s for turn in turns) for which in (arm, "local")
+        statistics.median(turn[which].cpu_s for turn in timed) for which in (arm, "local")
     )
     merged = size.overlap if arm == "overlapping" else 0
     note = (
@@ -126,13 +126,22 @@ def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
         f"{CODEC} out and {RETURN_CODEC} back, merged {merged} steps later; "
         f"{own:.2f} s of computing per piece and worker, {plain:.2f} s without exchanges"
     )
-    return Metric(name, value, yardstick, ratio, len(turns), load(), "tokens/s", note)
+    return Metric(name, value, yardstick, ratio, len(timed), load(), "tokens/s", note)
 
 
-async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]:
-    """Train all arms in turns, piece by piece, after the steps before the first fragment."""
+async def turns(
+    size: Size, places: Sequence[Host], repeats: int, device: str = "cpu"
+) -> list[Turn]:
+    """Train all arms in turns, piece by piece, after the steps before the first fragment; all on
+    one device."""
     arms = [size.arm(name) for name in ARMS]
-    settings = {"model": size.model, "batch": size.batch, "seq": size.seq, "arms": arms}
+    settings = {
+        "model": size.model,
+        "batch": size.batch,
+        "seq": size.seq,
+        "arms": arms,
+        "device": device,
+    }
     async with fleet.fleet(WORKER, places, settings) as workers:
         for _ in arms:
             await fleet.introduce(workers)

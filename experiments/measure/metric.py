@@ -45,6 +45,7 @@ class Options:
     parameters: int | None = None  # the size of what is measured, where that can be chosen
     method: str | None = None  # the only method to measure
     codec_threads: int = 1  # that encode and decode
+    device: str = "auto"  # of the GPU benchmark
 
     def wants(self, metric: str) -> bool:
         """Return whether to measure this metric."""

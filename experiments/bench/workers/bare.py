@@ -1,9 +1,11 @@
 """The yardstick of training: a plain PyTorch loop that takes the same steps."""
 
+import torch
 from torch import nn
 from torch.nn import functional
 
 from farflock.node.model.data import Batches
+from farflock.node.model.device import Device
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
@@ -30,11 +32,16 @@ def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -
 
 
 class Bare:
-    """One replica: model, inner optimizer, clipped gradients, schedule, and one peer's batches."""
+    """One replica: model, inner optimizer, clipped gradients, schedule, and one peer's batches.
 
-    def __init__(self, plan: RunPlan, tokens: TokenIds, peer: str) -> None:
-        self._plan = plan
-        self._model = build(plan.model, plan.run_seed)
+    On a device (None: the CPU) it does not wait for each step's loss, as a loop would that is
+    written for speed."""
+
+    def __init__(
+        self, plan: RunPlan, tokens: TokenIds, peer: str, device: Device | None = None
+    ) -> None:
+        self._plan, self._device = plan, device or Device()
+        self._model = build(plan.model, plan.run_seed).to(self._device.place)
         self._inner = plan.inner.build(self._model)
         self._batches = Batches(
             tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples
@@ -44,10 +51,15 @@ class Bare:
 
     def train(self, steps: int) -> None:
         """Take `steps` more steps; `loss` is that of the last one, in nats per token."""
-        plan = self._plan
+        plan, place = self._plan, self._device.place
+        loss = torch.tensor(self.loss)
         for _ in range(steps):
-            x, y = self._batches.batch(self._step)
-            loss = functional.cross_entropy(self._model(x).flatten(0, 1), y.flatten())
+            x, y = (
+                tokens.to(place, non_blocking=True) for tokens in self._batches.batch(self._step)
+            )
+            with self._device.autocast():
+                logits = self._model(x).float()
+                loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten())
             self._inner.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if plan.clip_norm is not None:
@@ -55,5 +67,7 @@ class Bare:
             for group in self._inner.param_groups:
                 group["lr"] = plan.schedule.rate(self._step * plan.batch * plan.seq, self._step)
             self._inner.step()
-            self.loss = loss.item()
+            if place.type == "cpu":
+                self.loss = loss.item()
             self._step += 1
+        self.loss = loss.item()

@@ -30,6 +30,7 @@ from farflock.experiments.measure.metric import NotMeasured, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.device import Device
 from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
@@ -96,9 +97,11 @@ async def _clocks(steps: Worker) -> tuple[float, float, float]:
 
 
 @contextlib.asynccontextmanager
-async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[tuple[ReplicaNode, Worker]]:
-    """Run a node that is the only member of its run, and the worker of its steps; remove its files
-    afterwards."""
+async def alone(
+    plan: RunPlan, tokens: TokenIds, device: Device | None = None
+) -> AsyncIterator[tuple[ReplicaNode, Worker]]:
+    """Run a node that is the only member of its run, on a device (None: the CPU), and the worker of
+    its steps; remove its files afterwards."""
     codecs, steps = Worker("codec"), Worker("train")
     with (
         tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder,
@@ -113,14 +116,16 @@ async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[tuple[ReplicaN
                 history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
 
         async with member(None, Place(0, 1, "127.0.0.1"), codecs, RunTerms(RUN, SEED)) as peer:
-            node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
+            node = replica_node(
+                plan, peer, tokens, compute=codecs, train=steps, report=report, device=device
+            )
             node.found()
             yield node, steps
 
 
-def require_alike(ours: float | None, theirs: float) -> None:
+def require_alike(ours: float | None, theirs: float, rel_tol: float = SAME_LOSS) -> None:
     """Raise `Unalike` unless both loops ended with the same loss."""
-    if ours is None or not math.isclose(ours, theirs, rel_tol=SAME_LOSS):
+    if ours is None or not math.isclose(ours, theirs, rel_tol=rel_tol):
         raise Unalike(
             f"the losses at the end of a turn differ: node's loop {ours}, bare loop {theirs}"
         )

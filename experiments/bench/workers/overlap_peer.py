@@ -19,6 +19,7 @@ from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
+from farflock.node.model.device import choose
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.swarm.compute import Worker
@@ -35,12 +36,13 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Settings(Place, frozen=True):
-    """The owner's settings: the model, its batch, and the loops that take turns."""
+    """The owner's settings: the model, its batch, the loops that take turns, and their device."""
 
     model: ModelConfig
     batch: int
     seq: int
     arms: list[Arm]
+    device: str
 
 
 class Pieces:
@@ -98,7 +100,15 @@ async def node_of(
             results.append(fields)
 
     peer = await left.enter_async_context(member(owner, settings, codecs))
-    node = replica_node(plan, peer, tokens, compute=state, train=steps, report=report)
+    node = replica_node(
+        plan,
+        peer,
+        tokens,
+        compute=state,
+        train=steps,
+        report=report,
+        device=choose(settings.device),
+    )
     view = await meet(owner, peer, settings, peer.found, peer.join)
     pieces = Pieces(owner, node, results)
     pieces.begin(view.first_round)

@@ -1,0 +1,35 @@
+"""The page of measurements on a GPU is made from the benchmark's lines alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "make_gpu_page.py"
+LINE = {
+    **{"metric": "gpu.mfu", "value": 0.5, "yardstick": 0.51234, "ratio": 0.98, "n": 5},
+    **{"load": 0.1, "unit": "of the products", "note": "a | b"},
+}
+
+
+def made(folder, *lines):
+    script, file = folder / SCRIPT.name, folder / "gpu.jsonl"
+    script.write_text(SCRIPT.read_text())
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, str(script), str(file), "--commit", "abc", "--date", "2026-01-02"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_each_metric_is_a_row_with_the_device_and_the_commit(tmp_path):
+    assert made(tmp_path, LINE, {"failed": "gpu.overlap"}).returncode == 0
+    page = (tmp_path / "benchmarks-gpu.md").read_text()
+    assert ", commit abc, 2026-01-02." in page
+    assert "| gpu.mfu | 0.5 | 0.5123 | 0.98 | 5 | of the products | a \\| b |" in page
+    assert page.count("\n| ") == 3
+
+
+def test_without_a_metric_the_page_stays(tmp_path):
+    done = made(tmp_path, {"failed": "gpu"})
+    assert done.returncode == 1
+    assert "has no metric" in done.stderr
+    assert not (tmp_path / "benchmarks-gpu.md").exists()

@@ -1,0 +1,50 @@
+"""The GPU benchmark: what it reckons, and its loops on the double of a device."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from farflock.experiments.bench import gpu
+from farflock.experiments.bench.workers.device_training import measured, product_flops
+from farflock.experiments.measure.metric import NotMeasured
+from farflock.node.model.device import Device, choose
+from farflock.node.model.llama import PRESETS
+
+
+def test_without_a_device_nothing_is_measured(quick):
+    with pytest.raises(NotMeasured, match="no device here beside the CPU"):
+        next(gpu.run(quick(device="cpu")))
+
+
+def test_a_token_takes_six_operations_a_weight_and_those_of_attention():
+    model = PRESETS["tiny"]
+    assert gpu.flops_a_token(model, 16) == 6 * model.parameters() + 12 * 2 * 24 * 16
+
+
+def test_the_shares_are_of_what_products_of_matrices_reach():
+    size = gpu.training_size("card", 2, quick=True)
+    work = 2 * 2 * 16 * gpu.flops_a_token(size.model, size.seq)
+    turns = [{"ours_s": 2.0, "bare_s": 1.0}, {"ours_s": 2.0, "bare_s": 1.6}]
+    line = gpu.mfu(size, [{"device": "Double Card", "flops": 4.0 * work}, *turns])
+    assert line.value == pytest.approx(0.125)
+    assert line.ratio == pytest.approx((0.5 + 0.8) / 2)
+    assert line.note.startswith("Double Card; ")
+
+
+def test_node_and_bare_loop_take_the_same_steps_on_the_device(card):
+    size = gpu.training_size("card", 1, quick=True)
+
+    async def turns():
+        with ThreadPoolExecutor(1) as thread:
+            return [turn async for turn in measured(size, choose("card"), thread)]
+
+    (turn,) = asyncio.run(turns())
+    assert 0 < turn["ours_s"] < 60
+    assert 0 < turn["bare_s"] < 60
+    assert 0 < turn["loss"] < 6
+
+
+def test_products_are_timed_where_the_device_trains(card):
+    assert product_flops(choose("card"), 16) > 0
+    assert product_flops(Device(), 16) > 0
