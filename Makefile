@@ -22,13 +22,13 @@ demo: $(READY)
 	$(BIN)/farflock demo
 
 test: $(READY)
-	$(PYTEST) -m "not long and not ci_more"
+	$(PYTEST) -m "not long and not ci_more and not gpu"
 
 check: $(READY) imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not long and not ci_more"
+	$(PYTEST) -m "not long and not ci_more and not gpu"
 
 test-long: $(READY)
 	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
@@ -37,7 +37,7 @@ test-long: $(READY)
 # the commit draws.
 ci-more: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
-	$(PYTEST) -m "long or ci_more" --long-slice "$(COMMIT)" -o faulthandler_timeout=0
+	$(PYTEST) -m "(long or ci_more) and not gpu" --long-slice "$(COMMIT)" -o faulthandler_timeout=0
 
 bench: $(READY)
 	$(BIN)/farflock bench

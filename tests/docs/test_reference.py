@@ -31,6 +31,7 @@ def test_the_reference_is_what_the_code_says():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci_more
 def test_a_stale_page_is_shown_as_a_diff(tmp_path):
     script = copy_of_the_script(tmp_path)
     page = script.parent / "reference" / "codecs.md"
@@ -41,6 +42,7 @@ def test_a_stale_page_is_shown_as_a_diff(tmp_path):
     assert "+| `int8` | 8.12" in done.stderr
 
 
+@pytest.mark.ci_more
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [

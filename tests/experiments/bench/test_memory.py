@@ -17,6 +17,7 @@ ROUNDS = [
 ]
 
 
+@pytest.mark.ci_more
 @pytest.mark.net
 def test_two_processes_exchange_and_their_memory_is_held_against_the_allowance(quick):
     one, whole = memory.run(quick())

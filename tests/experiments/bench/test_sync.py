@@ -70,6 +70,7 @@ def test_on_loopback_two_processes_sync_and_the_yardsticks_are_other_systems():
     assert 0 < cpu.yardstick < cpu.value
 
 
+@pytest.mark.ci_more
 @pytest.mark.net
 def test_where_hivemind_finds_no_group_the_others_are_measured(monkeypatch):
     together = fleet.together
@@ -85,6 +86,7 @@ def test_where_hivemind_finds_no_group_the_others_are_measured(monkeypatch):
     assert [each.metric for each in others] == ["sync.2.gloo", "sync.2.fp32", "sync.2.cpu"]
 
 
+@pytest.mark.ci_more
 @pytest.mark.net
 def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
     try:
