@@ -66,9 +66,10 @@ class Card:
 
     def sweep(self) -> None:
         """Free what tensors that ended held."""
-        ended = [key for key, (there, _) in self._values.items() if there.expired()]
-        for key in ended:
-            self.used_bytes -= self._values.pop(key)[1].nbytes()
+        ended = [key for key, (there, _) in list(self._values.items()) if there.expired()]
+        for key in ended:  # or another thread was first
+            _, values = self._values.pop(key, (None, None))
+            self.used_bytes -= values.nbytes() if values is not None else 0
 
     def plug_in(self) -> torch.device:
         """Let torch find the card."""

@@ -1,0 +1,53 @@
+"""A program's own model on a device: its swarm ends with one state, on whatever its ranks train."""
+
+import pytest
+import torch
+from torch import nn
+from worlds.card import CARD, is_on_card
+
+import farflock
+
+STEPS = 8
+
+
+def net():
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for number, x in enumerate(model.parameters()):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(number)))
+    return model
+
+
+def trained(optimizer, model, rank):
+    for step in range(STEPS):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+        x = x.to(next(model.parameters()).device)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "on_card"),
+    [
+        ("diloco", {"period": 4}, (0,)),
+        pytest.param("diloco", {"period": 4}, (0, 1), marks=pytest.mark.ci_more),
+        pytest.param("ddp", {}, (0,), marks=pytest.mark.ci_more),
+        pytest.param("ddp", {}, (0, 1), marks=pytest.mark.ci_more),
+    ],
+)
+def test_ranks_on_the_card_end_with_the_state_of_the_others(card, method, options, on_card):
+    models = [net().to(card) if rank in on_card else net() for rank in range(2)]
+
+    def work(rank, optimize):
+        optimizer = optimize(models[rank], inner="sgd", lr=0.1)
+        optimizer.wait_for_members(2)
+        trained(optimizer, models[rank], rank)
+        return optimizer.eval_params()
+
+    with farflock.local_swarm(2, method, **options) as swarm:
+        first, second = swarm.train(work)
+    assert first
+    assert all(torch.equal(x.cpu(), second[name].cpu()) for name, x in first.items())
+    assert all(is_on_card(x) for rank in on_card for x in models[rank].parameters())
+    assert 0 < CARD.largest_from_card_bytes <= 4 * 3 * 16
