@@ -12,6 +12,7 @@ import hypothesis
 import long_slice
 import numpy as np
 import pytest
+import torch
 from nursery import Nursery
 
 pytest.register_assert_rewrite("worlds")
@@ -60,6 +61,17 @@ def card():
         pytest.skip("it needs torch 2.13, on a machine without a device of its own")
     yield CARD.plug_in()
     CARD.unplug()
+
+
+@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.gpu)])
+def accelerator(request):
+    """Return a device beside the CPU: the double, and with `-m gpu` the machine's own."""
+    if request.param == "double":
+        return request.getfixturevalue("card")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        pytest.skip("this machine has no device beside the CPU")
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -32,12 +32,12 @@ def test_the_shares_are_of_what_products_of_matrices_reach():
     assert line.note.startswith("Double Card; ")
 
 
-def test_node_and_bare_loop_take_the_same_steps_on_the_device(card):
-    size = gpu.training_size("card", 1, quick=True)
+def test_node_and_bare_loop_take_the_same_steps_on_the_device(accelerator):
+    size = gpu.training_size(accelerator.type, 1, quick=True)
 
     async def turns():
         with ThreadPoolExecutor(1) as thread:
-            return [turn async for turn in measured(size, choose("card"), thread)]
+            return [turn async for turn in measured(size, choose(size.device), thread)]
 
     (turn,) = asyncio.run(turns())
     assert 0 < turn["ours_s"] < 60
@@ -45,6 +45,6 @@ def test_node_and_bare_loop_take_the_same_steps_on_the_device(card):
     assert 0 < turn["loss"] < 6
 
 
-def test_products_are_timed_where_the_device_trains(card):
-    assert product_flops(choose("card"), 16) > 0
+def test_products_are_timed_where_the_device_trains(accelerator):
+    assert product_flops(choose(accelerator.type), 16) > 0
     assert product_flops(Device(), 16) > 0

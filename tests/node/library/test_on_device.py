@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from worlds.card import CARD, is_on_card
+from worlds.card import CARD
 
 import farflock
 
@@ -36,8 +36,8 @@ def trained(optimizer, model, rank):
         pytest.param("ddp", {}, (0, 1), marks=pytest.mark.ci_more),
     ],
 )
-def test_ranks_on_the_card_end_with_the_state_of_the_others(card, method, options, on_card):
-    models = [net().to(card) if rank in on_card else net() for rank in range(2)]
+def test_ranks_on_the_card_end_with_the_state_of_the_others(accelerator, method, options, on_card):
+    models = [net().to(accelerator) if rank in on_card else net() for rank in range(2)]
 
     def work(rank, optimize):
         optimizer = optimize(models[rank], inner="sgd", lr=0.1)
@@ -49,5 +49,7 @@ def test_ranks_on_the_card_end_with_the_state_of_the_others(card, method, option
         first, second = swarm.train(work)
     assert first
     assert all(torch.equal(x.cpu(), second[name].cpu()) for name, x in first.items())
-    assert all(is_on_card(x) for rank in on_card for x in models[rank].parameters())
-    assert 0 < CARD.largest_from_card_bytes <= 4 * 3 * 16
+    for rank in on_card:
+        assert all(x.device.type == accelerator.type for x in models[rank].parameters())
+    if CARD.plugged:  # which counts
+        assert 0 < CARD.largest_from_card_bytes <= 4 * 3 * 16
