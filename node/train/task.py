@@ -10,7 +10,6 @@ from torch import nn
 
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
-from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
@@ -76,8 +75,8 @@ class LanguageModelTask:
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
             with self._precision():
-                loss = next_token_loss(self.module(x), y) / self.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss = self.module(x, y) / self.accumulate
+            loss.backward()
             losses.append(loss.detach())
         # Read only here: until then the device is not waited for.
         return sum(torch.stack(losses).tolist(), 0.0)
