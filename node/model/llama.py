@@ -15,6 +15,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from farflock.node.model import loss
 
@@ -197,6 +198,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.span = range(config.layers) if span is None else span
+        self.checkpointing = False  # of activations: backward passes compute each layer again
         is_consecutive = len(self.span) > 0 and self.span.step == 1
         if not (is_consecutive and self.span.start >= 0 and self.span.stop <= config.layers):
             raise ValueError(
@@ -233,7 +235,12 @@ class Llama(nn.Module):
             x = self.model.embed_tokens(x)
         cos_LK, sin_LK = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         for block in self.blocks():
-            x = block(x, cos_LK, sin_LK)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, cos_LK, sin_LK, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, cos_LK, sin_LK)
         if self.model.norm is None:
             return x
         x = self.model.norm(x)
