@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
+from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
+from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
@@ -123,18 +125,22 @@ def replica_node(
     spool: Spool | None = None,
     spread: Spread = in_turn,
     device: Device | None = None,
+    step_options: StepOptions | None = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, and `device` where the model trains (None: the CPU)."""
-    device = device or Device()
+    check payloads, `device` where the model trains (None: the CPU), and `step_options` how."""
+    device, step_options = device or Device(), step_options or StepOptions()
     model = build(plan.model, plan.run_seed).to(device.place)
+    model.checkpointing = step_options.checkpoints
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(
         model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
     )
+    if step_options.compiles_on(device):
+        training_task.compiled = CompiledLayers(model)
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute, spool)

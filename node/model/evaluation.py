@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farflock.node.model.llama import Llama, cross_entropy
 from farflock.node.model.tokenizer import TokenIds
 
 
@@ -65,6 +65,6 @@ def summarise(losses: Tensor) -> LossEstimate:
 def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean loss of each sequence, float64 (n,)."""
     device = next(model.parameters()).device
-    logits = model(x.to(device))
-    each = F.cross_entropy(logits.float().transpose(1, 2), y.to(device), reduction="none")
+    x, y = x.to(device), y.to(device)
+    each = model(x, y, "none") if isinstance(model, Llama) else cross_entropy(model(x), y, "none")
     return each.double().mean(dim=1).cpu()

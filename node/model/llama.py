@@ -9,12 +9,17 @@ Shapes: B sequences, L positions, D model width, H heads, K width of a head, V v
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from farflock.node.model import loss
+
+Reduction = Literal["mean", "sum", "none"]  # of losses, as torch calls them
 
 _LIMITS = {  # bounds for a manifest, inclusive
     "vocab_size": (2, 1_048_576),
@@ -193,6 +198,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.span = range(config.layers) if span is None else span
+        self.checkpointing = False  # of activations: backward passes compute each layer again
         is_consecutive = len(self.span) > 0 and self.span.step == 1
         if not (is_consecutive and self.span.start >= 0 and self.span.stop <= config.layers):
             raise ValueError(
@@ -209,11 +215,15 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos_LK, persistent=False)
         self.register_buffer("sin", sin_LK, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, targets_BL: Tensor | None = None, reduction: Reduction = "mean"
+    ) -> Tensor:
         """Run tokens (B, L) in the first stage, or activations (B, L, D) in another, through the
         layers.
 
-        Return activations or, from the last stage, logits (B, L, V).
+        Return activations or, from the last stage, logits (B, L, V). With targets, return their
+        cross-entropy in nats instead, as their mean or sum, or without gradients as that of each
+        token (B, L); of a large vocabulary's logits, only a chunk exists at a time.
         """
         length = x.shape[1]
         if length > self.config.context:
@@ -225,21 +235,43 @@ class Llama(nn.Module):
             x = self.model.embed_tokens(x)
         cos_LK, sin_LK = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         for block in self.blocks():
-            x = block(x, cos_LK, sin_LK)
-        return x if self.model.norm is None else self._logits(self.model.norm(x))
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, cos_LK, sin_LK, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, cos_LK, sin_LK)
+        if self.model.norm is None:
+            return x
+        x = self.model.norm(x)
+        return self._logits(x) if targets_BL is None else self._loss(x, targets_BL, reduction)
 
     def blocks(self) -> list[nn.Module]:
         """Return this stage's layers in order; pipelines are cut between them, and FSDP wraps
         each."""
         return list(self.model.layers.values())
 
-    def _logits(self, x_BLD: Tensor) -> Tensor:
+    def _head(self) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "the last stage has neither a head nor the embedding"
-        if self.lm_head is None and x_BLD.requires_grad and head.weight.requires_grad:
-            tied: Tensor = TiedHead.apply(x_BLD, head.weight)  # type: ignore[no-untyped-call]
+        return head.weight
+
+    def _logits(self, x_BLD: Tensor) -> Tensor:
+        weight = self._head()
+        if self.lm_head is None and x_BLD.requires_grad and weight.requires_grad:
+            tied: Tensor = TiedHead.apply(x_BLD, weight)  # type: ignore[no-untyped-call]
             return tied
-        return F.linear(x_BLD, head.weight)
+        return F.linear(x_BLD, weight)
+
+    def _loss(self, x_BLD: Tensor, targets_BL: Tensor, reduction: Reduction) -> Tensor:
+        tokens = loss.chunk_tokens(self.config.vocab_size)
+        if targets_BL.numel() <= tokens:
+            return cross_entropy(self._logits(x_BLD), targets_BL, reduction)
+        flat = x_BLD.flatten(0, 1), self._head(), targets_BL.flatten(), tokens
+        if reduction == "none":
+            return loss.token_losses(*flat).view(targets_BL.shape)
+        total = loss.summed_loss(*flat)
+        return total / targets_BL.numel() if reduction == "mean" else total
 
 
 def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
@@ -265,7 +297,16 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per token, computed in float32."""
-    return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+    return cross_entropy(logits_BLV, targets_BL)
+
+
+def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Return the cross-entropy in nats, computed in float32, or in float64 for such logits; for
+    "none" that of each token (B, L)."""
+    logits = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
+    if reduction == "none":
+        return F.cross_entropy(logits.transpose(1, 2), targets_BL, reduction="none")
+    return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction=reduction)
 
 
 def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:

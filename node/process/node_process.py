@@ -554,6 +554,7 @@ def _node(
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
             device=machine.device,
+            step_options=machine.step_options,
         )
         keepers = [
             CheckpointManager(

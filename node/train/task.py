@@ -3,14 +3,15 @@ rate."""
 
 import contextlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
-from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
@@ -42,7 +43,8 @@ class TrainingTask(Protocol):
 
 @dataclass(slots=True)
 class LanguageModelTask:
-    """A causal language model on one peer's stream of batches.
+    """A causal language model on one peer's stream of batches. `module` returns the mean loss of
+    tokens and targets, as `Llama` does.
 
     A step's gradient is the mean of `accumulate` batches. Matrix products run in the device's
     precision, or with `autocast` in bf16; master weights and gradients stay fp32. The rate follows
@@ -56,6 +58,7 @@ class LanguageModelTask:
     accumulate: int = 1
     autocast: bool = False
     device: Device = field(default_factory=Device)
+    compiled: CompiledLayers | None = None
     joined_at: int = 0  # step at which this peer joined, with empty moments
 
     @property
@@ -75,8 +78,9 @@ class LanguageModelTask:
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
-            with self._precision():
-                loss = next_token_loss(self.module(x), y) / self.accumulate
+            if self.compiled is not None:
+                self.compiled.settle(partial(self._loss, x, y))
+            loss = self._loss(x, y)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         # Read only here: until then the device is not waited for.
@@ -86,6 +90,11 @@ class LanguageModelTask:
         """Set the schedule's rate at the run's `tokens`. All peers take this step, so there is
         no joiner's warm-up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self._precision():
+            loss: torch.Tensor = self.module(x, y) / self.accumulate
+        return loss
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.autocast and self.device.place.type == "cpu":

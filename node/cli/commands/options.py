@@ -42,6 +42,24 @@ device_option = click.option(
     metavar="DEVICE",
     help="Device that computes: cpu, cuda, cuda:N, mps, xpu, or the best of this machine (auto).",
 )
+STEP_OPTIONS = (
+    click.option(
+        "--checkpointing",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Keep only what enters each layer, and compute the layer again for its gradients: a"
+        " third slower, in much less memory (auto: off).",
+    ),
+    click.option(
+        "--compile",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Compile the model's layers with torch.compile, which takes a minute at the start"
+        " (auto: on CUDA and XPU devices).",
+    ),
+)
 _MACHINE = (
     click.option(
         "--folder",
@@ -111,6 +129,7 @@ _MACHINE = (
         " stage (the one with the fewest servers), stage:N, or auto.",
     ),
     device_option,
+    *STEP_OPTIONS,
     click.option(
         "--outer",
         type=click.Choice(["auto", "host", "disk"]),
@@ -138,6 +157,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     """Return the machine's contribution that these options describe; raise `Usage` if it has no
     such device."""
     from farflock.node.model.device import choose
+    from farflock.node.model.step_options import StepOptions
     from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 
@@ -155,4 +175,5 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         role=options["role"],
         outer=options["outer"],
         device=choose(options["device"]),
+        step_options=StepOptions(options["checkpointing"], options["compile"]),
     )

@@ -1,0 +1,52 @@
+"""How a machine computes its training steps: in less memory, or faster, with the same result.
+
+These choices belong to the machine, like its device; no manifest names them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from farflock.node.model.device import Device
+from farflock.node.model.llama import ModelConfig
+
+Switch = Literal["auto", "on", "off"]
+
+COMPILING = ("cuda", "xpu")  # devices on which compiled code is worth its compilation
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """`checkpointing` is of activations: backward passes compute each layer again. `compile` is
+    torch.compile, layer by layer."""
+
+    checkpointing: Switch = "auto"
+    compile: Switch = "auto"
+
+    @property
+    def checkpoints(self) -> bool:
+        """True if layers are computed again; auto: no."""
+        return self.checkpointing == "on"
+
+    def compiles_on(self, device: Device) -> bool:
+        """Return whether layers are compiled for this device."""
+        auto = device.place.type in COMPILING
+        return auto if self.compile == "auto" else self.compile == "on"
+
+
+def activation_bytes(config: ModelConfig, is_lower: bool, checkpointing: bool) -> int:
+    """Return the bytes per token that a forward pass keeps for the backward pass at most, with
+    products in float32 or, if `is_lower`, in a type of two bytes.
+
+    With checkpointing, the layer that is computed again is counted too. Logits are not
+    (loss.MAX_LOGITS), and attention is one that keeps no probabilities, as fused ones are."""
+    width, pairs = config.dim, 2 * config.kv_heads * config.head_dim
+    # Norms keep float32: their input, the same scaled to unit size, and that factor.
+    norm, size = 4 * (2 * width + 1), 2 if is_lower else 4
+    # Autocast makes a copy for each product; float32 products share the norm's output.
+    inputs = (5 if is_lower else 2) * width
+    attention, hidden = 2 * width + pairs, 4 * config.ffn_dim
+    layer = 2 * norm + 4 * config.heads + size * (inputs + attention + hidden)
+    ends = norm + 4 * width + 2 * 8  # the last norm and its output; a token and its target
+    if checkpointing:
+        return config.layers * 4 * width + layer + ends
+    return config.layers * layer + ends

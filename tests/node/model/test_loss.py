@@ -1,0 +1,145 @@
+"""The loss in chunks of tokens equals the whole one, and no more logits exist than it says."""
+
+from itertools import accumulate
+
+import msgspec
+import pytest
+import torch
+from worlds.card import CARD
+
+from farflock.node.model import loss
+from farflock.node.model.evaluation import losses
+from farflock.node.model.llama import ModelConfig, build, cross_entropy
+
+CONFIG = ModelConfig(vocab_size=97, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, context=32)
+UNTIED = msgspec.structs.replace(CONFIG, tied=False)
+CPU_MEMORY = torch.profiler.ProfilerActivity.CPU
+WIDE = msgspec.structs.replace(CONFIG, vocab_size=16_384, dim=8)
+
+
+@pytest.fixture(params=[1, 7, 16, 63], ids="{} tokens".format)
+def chunked(request, monkeypatch):
+    """Let the logits of this many tokens, of 64, be all that fits."""
+    monkeypatch.setattr(loss, "MAX_LOGITS", CONFIG.vocab_size * request.param)
+
+
+@pytest.fixture(params=[CONFIG, UNTIED], ids=["tied", "untied"])
+def model(request):
+    return build(request.param, 1)
+
+
+def batch(config):
+    """Return tokens and targets, of 4 sequences of 16."""
+    ids = torch.Generator().manual_seed(3)
+    return torch.randint(config.vocab_size, (2, 4, 16), generator=ids)
+
+
+def gradients(model, loss):
+    """Return a loss and its gradients, by name."""
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return {"loss": loss.detach(), **found}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_and_gradients_are_those_of_the_whole_logits(model, kind, reduction, chunked):
+    model, (x, y) = model.to(kind), batch(CONFIG)
+    ours = gradients(model, model(x, y, reduction) / 3)
+    whole = gradients(model, cross_entropy(model(x), y, reduction) / 3)
+    assert ours.keys() == whole.keys()
+    for name, wanted in whole.items():
+        torch.testing.assert_close(ours[name], wanted, msg=name)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_with_autocast_gradients_are_as_near_to_the_exact_ones(model, kind, chunked):
+    x, y = batch(CONFIG)
+    exact = gradients(model, cross_entropy(model(x), y))
+    with torch.autocast("cpu", kind):
+        ours = gradients(model, model(x, y))
+        whole = gradients(model, cross_entropy(model(x), y))
+    for name, wanted in exact.items():
+        away, usual = (one[name].sub(wanted).norm() for one in (ours, whole))
+        assert ours[name].dtype == torch.float32
+        assert away <= 1.5 * usual + 1e-3 * wanted.norm(), name
+
+
+def test_without_gradients_it_is_the_same_loss(model, chunked):
+    x, y = batch(CONFIG)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, y), cross_entropy(model(x), y))
+        each = cross_entropy(model(x), y, "none")
+        torch.testing.assert_close(model(x, y, "none"), each)
+    torch.testing.assert_close(losses(model, x, y, batch_size=3), each.double().mean(dim=1))
+
+
+def test_one_chunk_is_the_whole_loss_bit_for_bit(model):
+    x, y = batch(CONFIG)
+    ours, whole = gradients(model, model(x, y)), gradients(model, cross_entropy(model(x), y))
+    assert all(torch.equal(ours[name], wanted) for name, wanted in whole.items())
+
+
+@pytest.mark.parametrize("frozen", [("lm_head.weight",), ("model.norm.weight", "model.layers")])
+def test_frozen_weights_get_no_gradient(frozen, monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", CONFIG.vocab_size * 7)
+    model, (x, y) = build(UNTIED, 1), batch(UNTIED)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not name.startswith(frozen))
+    ours = gradients(model, model(x, y))
+    whole = gradients(model, cross_entropy(model(x), y))
+    for name, wanted in whole.items():
+        assert (ours[name] is None) == name.startswith(frozen)
+        torch.testing.assert_close(ours[name], wanted)
+
+
+def test_a_second_backward_pass_is_refused(monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", 97)
+    found = build(CONFIG, 1)(*batch(CONFIG))
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        found.backward()
+
+
+def peak(model, run):
+    """Return the bytes that a run takes at most on the card, beside the model."""
+    CARD.reset_counters()
+    before = CARD.used_bytes
+    run()
+    return CARD.peak_bytes - before
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_never_exist_whole(card, monkeypatch, autocast):
+    model, (x, y) = build(WIDE, 1).to(card), batch(WIDE).to(card)
+    table = 4 * WIDE.vocab_size * WIDE.dim  # bytes
+    logits = 4 * WIDE.vocab_size * y.numel()
+
+    def train(loss_of):
+        def run():
+            with torch.autocast("card", torch.bfloat16, enabled=autocast):
+                found = loss_of()
+            found.backward()
+            model.zero_grad()
+
+        return run
+
+    whole = peak(model, train(lambda: cross_entropy(model(x), y)))
+    monkeypatch.setattr(loss, "MAX_LOGITS", WIDE.vocab_size)
+    chunked = peak(model, train(lambda: model(x, y)))
+    assert whole > 2 * logits
+    assert chunked < logits / 2
+    assert chunked < 3.1 * table  # the card adds the head's and the look-up's out of place
+    with torch.no_grad():
+        assert peak(model, lambda: model(x, y, "none")) < table
+
+
+def test_a_tied_tables_gradients_are_added_in_place(monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", 2 * WIDE.vocab_size)
+    model, (x, y) = build(WIDE, 1), batch(WIDE)[:, :1]
+    with torch.profiler.profile(activities=[CPU_MEMORY], profile_memory=True) as profile:
+        model(x, y).backward()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert max(accumulate(sizes)) < 2.8 * 4 * WIDE.vocab_size * WIDE.dim
