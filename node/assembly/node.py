@@ -111,6 +111,15 @@ class ReplicaNode:
         self.training_task.joined_at = self.loop.step
 
 
+def task_of(
+    plan: RunPlan, model: Llama, batches: Batches, device: Device, micro_batch: int | None = None
+) -> LanguageModelTask:
+    """Return the task that trains a model on this device, with its replica and inner optimizer."""
+    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    terms = (plan.schedule, plan.accumulate, plan.autocast)
+    return LanguageModelTask(model, replica, batches, *terms, device, micro_batch)
+
+
 def replica_node(
     plan: RunPlan,
     peer: Peer,
@@ -123,18 +132,18 @@ def replica_node(
     spool: Spool | None = None,
     spread: Spread = in_turn,
     device: Device | None = None,
+    micro_batch: int | None = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, and `device` where the model trains (None: the CPU)."""
+    check payloads, `device` where the model trains (None: the CPU), and `micro_batch` how many
+    sequences it computes at once (None: a batch)."""
     device = device or Device()
     model = build(plan.model, plan.run_seed).to(device.place)
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    training_task = LanguageModelTask(
-        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
-    )
+    training_task = task_of(plan, model, batches, device, micro_batch)
+    replica = training_task.replica
+    replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute, spool)
