@@ -113,6 +113,19 @@ class ReplicaNode:
         self.training_task.joined_at = self.loop.step
 
 
+def task_of(
+    plan: RunPlan, model: Llama, batches: Batches, device: Device, options: StepOptions
+) -> LanguageModelTask:
+    """Return the task that trains a model on this device, with its replica and inner optimizer."""
+    model.checkpointing = options.checkpoints
+    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    terms = (plan.schedule, plan.accumulate, plan.autocast)
+    task = LanguageModelTask(model, replica, batches, *terms, device, options.micro_batch)
+    if options.compiles_on(device):
+        task.compiled = CompiledLayers(model)
+    return task
+
+
 def replica_node(
     plan: RunPlan,
     peer: Peer,
@@ -130,17 +143,12 @@ def replica_node(
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
     check payloads, `device` where the model trains (None: the CPU), and `step_options` how."""
-    device, step_options = device or Device(), step_options or StepOptions()
+    device = device or Device()
     model = build(plan.model, plan.run_seed).to(device.place)
-    model.checkpointing = step_options.checkpoints
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    training_task = LanguageModelTask(
-        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
-    )
-    if step_options.compiles_on(device):
-        training_task.compiled = CompiledLayers(model)
+    training_task = task_of(plan, model, batches, device, step_options or StepOptions())
+    replica = training_task.replica
+    replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute, spool)

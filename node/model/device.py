@@ -5,6 +5,7 @@ depends on it.
 """
 
 import contextlib
+import gc
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,16 +14,19 @@ import torch
 
 from farflock.node.errors import Usage
 
-Precision = Literal["bf16", "fp32"]  # of matrix products; weights and sums are float32
+Precision = Literal["bf16", "fp16", "fp32"]  # of matrix products; weights and sums are float32
 
 KINDS = ("cuda", "mps", "xpu")  # beside cpu; ROCm's devices are named cuda too
 CPU = torch.device("cpu")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# said by an error that torch does not raise as its OutOfMemoryError
+NO_ROOM = ("MPS backend out of memory", "STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device of this machine; `precision` is bf16 if it multiplies that natively. On a CPU it is
-    fp32, unless the run asks for another."""
+    """A device of this machine; `precision` is bf16 if it multiplies that natively, else fp16. On
+    a CPU it is fp32, unless the run asks for another."""
 
     place: torch.device = CPU
     name: str = "the CPU"
@@ -36,7 +40,14 @@ class Device:
         """Let matrix products run in `precision` while the block runs."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.place.type, dtype=torch.bfloat16)
+        return torch.autocast(self.place.type, dtype=TYPES[self.precision])
+
+    def release(self) -> None:
+        """Give back the memory of tensors that ended, which torch keeps for later ones."""
+        gc.collect()  # a failed pass leaves cycles of graphs and frames
+        empty = getattr(torch.get_device_module(self.place), "empty_cache", None)
+        if self.place.type != "cpu" and empty is not None:
+            empty()
 
     def __str__(self) -> str:
         """Return what a volunteer reads, such as "NVIDIA RTX 3060, 11.2 of 12.0 GB free, bf16"."""
@@ -90,14 +101,20 @@ def memory_of(place: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device had no room for a tensor or for a library's own memory."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_ROOM)
+    return isinstance(error, torch.OutOfMemoryError) or said
+
+
 def _described(place: torch.device) -> Device:
     if place.type == "cpu":
         return Device()
     module = torch.get_device_module(place)
     if place.type == "mps":
-        return Device(place, "Apple's GPU", "bf16" if _multiplies_bf16(place) else "fp32")
+        return Device(place, "Apple's GPU", "bf16" if _multiplies_bf16(place) else "fp16")
     native = module.is_bf16_supported(including_emulation=False)
-    return Device(place, module.get_device_name(place), "bf16" if native else "fp32")
+    return Device(place, module.get_device_name(place), "bf16" if native else "fp16")
 
 
 def _multiplies_bf16(place: torch.device) -> bool:

@@ -17,10 +17,12 @@ COMPILING = ("cuda", "xpu")  # devices on which compiled code is worth its compi
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """`checkpointing` is of activations: backward passes compute each layer again. `compile` is
-    torch.compile, layer by layer."""
+    torch.compile, layer by layer. `micro_batch` sequences are computed at once, at first (None: a
+    batch)."""
 
     checkpointing: Switch = "auto"
     compile: Switch = "auto"
+    micro_batch: int | None = None
 
     @property
     def checkpoints(self) -> bool:

@@ -2,6 +2,8 @@
 rate."""
 
 import contextlib
+import logging
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -9,12 +11,17 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from farflock.node.errors import Failure
 from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
-from farflock.node.model.device import Device
+from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.replica import PlainReplica
+from farflock.node.train.loss_scale import LossScale, unscale
+from farflock.node.train.microbatches import Microbatches, drop_gradients, set_aside
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 
 class TrainingTask(Protocol):
@@ -41,14 +48,19 @@ class TrainingTask(Protocol):
         ...
 
 
+class StepImpossible(Failure):
+    """This machine cannot take the step; the model is as it was before it."""
+
+
 @dataclass(slots=True)
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches. `module` returns the mean loss of
     tokens and targets, as `Llama` does.
 
-    A step's gradient is the mean of `accumulate` batches. Matrix products run in the device's
-    precision, or with `autocast` in bf16; master weights and gradients stay fp32. The rate follows
-    the run's progress, not this peer's steps.
+    A step's gradient is the mean of `accumulate` batches, each computed in parts if the device has
+    no room for all of it. Matrix products run in the device's precision, or with `autocast` in
+    bf16; master weights and gradients stay fp32. The rate follows the run's progress, not this
+    peer's steps.
     """
 
     module: nn.Module
@@ -58,8 +70,14 @@ class LanguageModelTask:
     accumulate: int = 1
     autocast: bool = False
     device: Device = field(default_factory=Device)
+    micro_batch: int | None = None  # sequences computed at once, at first; None: a batch
     compiled: CompiledLayers | None = None
     joined_at: int = 0  # step at which this peer joined, with empty moments
+    microbatches: Microbatches = field(init=False)
+    loss_scale: LossScale = field(default_factory=LossScale, init=False)
+
+    def __post_init__(self) -> None:
+        self.microbatches = Microbatches(self.batches.batch_size, self.micro_batch)
 
     @property
     def tokens_per_step(self) -> int:
@@ -72,28 +90,99 @@ class LanguageModelTask:
         return 1.0
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Add this step's mean gradient to the model's; return the mean loss in nats per token."""
+        """Add this step's mean gradient to the model's; return the mean loss in nats per token.
+
+        Where a device runs out of memory, or fp16 overflows, the step is taken again with the same
+        samples. Raise `StepImpossible` if it cannot be taken at all."""
         self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
+        if self.device.place.type == "cpu":  # where neither happens
+            return self._sum(self._passes(step, 1.0))
+        with set_aside(self.module.parameters()):
+            while (loss := self._try(step)) is None:
+                drop_gradients(self.module.parameters())
+            return loss
+
+    def _try(self, step: int) -> float | None:
+        """Take the step; return its loss, or None if it has to be taken again."""
+        scaled = self.device.precision == "fp16"
+        scale = self.loss_scale.value if scaled else 1.0
+        try:
+            losses = self._passes(step, scale)
+            if not scaled:
+                return self._sum(losses)
+            return self._settled(losses, unscale(self.module.parameters(), scale))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        # Here, not above: the error holds the frames of the pass, and these its tensors.
+        self._compute_less(step, reason)
+        return None
+
+    def _passes(self, step: int, scale: float) -> list[torch.Tensor]:
+        """Run the step's passes; return each one's share of the loss."""
         losses: list[torch.Tensor] = []
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
-            if self.compiled is not None:
-                self.compiled.settle(partial(self._loss, x, y))
-            loss = self._loss(x, y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            for rows in self.microbatches:
+                share = self.accumulate * len(x) / len(x[rows])
+                loss_of = partial(self._loss, x[rows], y[rows], share)
+                if self.compiled is not None:
+                    self.compiled.settle(loss_of)
+                loss = loss_of()
+                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        return losses
+
+    def _sum(self, losses: list[torch.Tensor]) -> float:
         # Read only here: until then the device is not waited for.
         return sum(torch.stack(losses).tolist(), 0.0)
+
+    def _settled(self, losses: list[torch.Tensor], largest: torch.Tensor) -> float | None:
+        """Return the loss if the gradients are finite; else halve the scale and return None. Both
+        are read at once, so the device is waited for once."""
+        *read, gradient = torch.stack([*losses, largest]).tolist()
+        if math.isfinite(gradient):
+            self.loss_scale.stepped()
+            return sum(read, 0.0)
+        if not self.loss_scale.overflowed():
+            raise StepImpossible(
+                "the gradients are not finite",
+                f"{self.device.name} computes in fp16, and they overflow even without loss scaling",
+                "lower the run's learning rate, or train on another device (--device cpu)",
+            )
+        return None
+
+    def _compute_less(self, step: int, reason: str) -> None:
+        """Halve what is computed at once, and say so."""
+        before = self.microbatches.at_once
+        if not self.microbatches.halve():
+            raise StepImpossible(
+                f"{self.device.name} has no room for a step with one sequence at a time",
+                reason,
+                "close programs that use it, or train on another device (--device cpu)",
+            )
+        log.warning(
+            "%s ran out of memory with %d sequences at once: step %d is taken again with %d",
+            self.device.name,
+            before,
+            step,
+            self.microbatches.at_once,
+        )
+        if self.compiled is not None:
+            self.compiled.settled = False  # code is compiled for one shape
+        drop_gradients(self.module.parameters())
+        self.device.release()
 
     def set_rate(self, tokens: int) -> None:
         """Set the schedule's rate at the run's `tokens`. All peers take this step, so there is
         no joiner's warm-up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
-    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _loss(self, x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:
         with self._precision():
-            loss: torch.Tensor = self.module(x, y) / self.accumulate
+            loss: torch.Tensor = self.module(x, y) / share
         return loss
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:

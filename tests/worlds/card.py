@@ -138,6 +138,10 @@ class Module:
         CARD.sweep()
         return CARD.capacity_bytes - CARD.used_bytes, CARD.capacity_bytes
 
+    def empty_cache(self) -> None:
+        """Free what tensors that ended held."""
+        CARD.sweep()
+
     def get_device_name(self, device: object = None) -> str:
         """Return a name as a vendor gives one."""
         return "Double Card"

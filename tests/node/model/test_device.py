@@ -6,7 +6,7 @@ import torch
 from worlds.card import CARD, NAME
 
 from farflock.node.errors import Usage
-from farflock.node.model.device import Device, choose
+from farflock.node.model.device import Device, choose, is_out_of_memory
 
 
 def test_without_an_accelerator_auto_is_the_cpu():
@@ -28,9 +28,36 @@ def test_free_memory_is_what_tensors_left(card):
     assert choose("auto").memory()[0] == free
 
 
-def test_a_device_without_native_bf16_multiplies_in_float32(card, monkeypatch):
+def test_a_device_without_native_bf16_multiplies_in_fp16(card, monkeypatch):
     monkeypatch.setattr(CARD, "has_bf16", False)
-    assert choose("auto").precision == "fp32"
+    chosen = choose("auto")
+    assert chosen.precision == "fp16"
+    one = torch.ones(2, 2, device=card)
+    with chosen.autocast():
+        assert (one @ one).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.0 GB)"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("expected all tensors to be on the same device"), False),
+        (MemoryError("of the host"), False),
+    ],
+)
+def test_a_device_without_room_is_told_from_other_failures(error, said):
+    assert is_out_of_memory(error) is said
+
+
+def test_what_ended_is_given_back_even_in_a_cycle(card):
+    free = choose().memory()[0]
+    cycle = [torch.zeros(1000, device=card)]
+    cycle.append(cycle)
+    del cycle
+    choose().release()
+    assert choose().memory()[0] == free
 
 
 def test_the_cpu_can_be_chosen_beside_an_accelerator(card):
