@@ -7,6 +7,7 @@ passed in.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
@@ -28,6 +29,9 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
+
+if TYPE_CHECKING:
+    from farflock.node.assembly.followers import SharedPart
 
 
 @dataclass(slots=True)
@@ -123,20 +127,29 @@ def replica_node(
     spool: Spool | None = None,
     spread: Spread = in_turn,
     device: Device | None = None,
+    shared: "SharedPart | None" = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, and `device` where the model trains (None: the CPU)."""
-    device = device or Device()
-    model = build(plan.model, plan.run_seed).to(device.place)
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    check payloads, `device` where the model trains (None: the CPU), and `shared` this process' part
+    of it if several train it."""
+    part = shared or _whole_part(plan, tokens, peer.me, device or Device())
+    model, replica, training_task = part
     replica.storage = storage
-    batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    training_task = LanguageModelTask(
-        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
-    )
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute, spool)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)
+
+
+def _whole_part(
+    plan: RunPlan, tokens: TokenIds, me: str, device: Device
+) -> tuple[Llama, PlainReplica, LanguageModelTask]:
+    model = build(plan.model, plan.run_seed).to(device.place)
+    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
+    training_task = LanguageModelTask(
+        model, replica, batches, plan.schedule, plan.accumulate, plan.autocast, device
+    )
+    return model, replica, training_task

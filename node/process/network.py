@@ -18,6 +18,7 @@ import msgspec
 
 from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.model.device import Device
+from farflock.node.model.ranks import Ranks
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
@@ -53,6 +54,7 @@ class MachineOptions:
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
     outer: OuterPlace = "auto"  # where the method's state is kept
     device: Device = field(default_factory=Device)  # that trains
+    ranks: Ranks | None = None  # the processes of this peer, if there are several
 
 
 def identity_of(folder: RunFolder) -> Identity:
