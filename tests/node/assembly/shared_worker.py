@@ -8,7 +8,6 @@ import asyncio
 import os
 import sys
 import traceback
-
 from pathlib import Path
 
 import torch
@@ -30,11 +29,11 @@ from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
-TOKENS = 1600
+TOKENS = 960
 BATCH, SEQ, ACCUMULATE = 3, 32, 2  # two processes take one row and two
 
 
-def manifest(method="diloco", **options):
+def manifest(corpus, method="diloco", **options):
     return resolve(
         {
             "run": {"name": "shared", "seed": 3, "total_tokens": TOKENS},
@@ -47,6 +46,7 @@ def manifest(method="diloco", **options):
                 "autocast": options.pop("autocast", False),
             },
             "method": {"name": method, "options": options},
+            "data": {"corpus": corpus},
             "exchange": {"start_peers": 1},
         }
     )
@@ -55,10 +55,14 @@ def manifest(method="diloco", **options):
 class World:
     """A lone node at a time, of all ranks or of this process."""
 
-    def __init__(self, ranks):
-        self.ranks = ranks
+    def __init__(self, ranks, folder):
+        self.ranks, self.corpus = ranks, str(folder / "corpus.txt")
         self.identity = Identity.from_seed(bytes(32))
-        self.text = ByteTokenizer().encode(load_corpus("shakespeare").train)
+        Path(self.corpus).write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
+        self.text = ByteTokenizer().encode(load_corpus(self.corpus).train)
+
+    def manifest(self, **terms):
+        return manifest(self.corpus, **terms)
 
     def peer(self):
         me = self.identity
@@ -87,17 +91,18 @@ class World:
         )
 
     def trained(self, described, shared, saved=None):
-        """Return a node's state at the start and at the end, and its losses."""
+        """Return a node's state at the start, the node at the end, and its losses. A node with a
+        checkpoint only loads it."""
         losses = []
 
         async def main():
             async with self.peer().running() as peer:
                 node = self.node(peer, described, shared, losses)
                 node.peer.found()
-                if saved is None:
-                    node.state_sync.open()
-                else:
+                if saved is not None:
                     load_state(node, saved)
+                    return state_of(node), node
+                node.state_sync.open()
                 began = state_of(node)
                 await node.loop.run(TOKENS)
                 return began, node
@@ -128,44 +133,38 @@ def close(one, other):
             assert away <= 1e-3 * other[part][name].double().norm() + 1e-9, f"{part} {name}"
 
 
-def local_steps_are_those_of_one_process(world, folder):
-    for method in ("diloco", "ddp"):
-        options = {"diloco": {"period": 3, "codec": "int8"}, "ddp": {"codec": "fp32"}}[method]
-        described = manifest(method, **options)
-        began, node, losses = world.trained(described, shared=True)
-        began_alone, alone, losses_alone = world.trained(described, shared=False)
-        same(began, began_alone)
-        assert len(losses) == len(losses_alone) > 6
-        torch.testing.assert_close(
-            torch.tensor(losses), torch.tensor(losses_alone), rtol=1e-5, atol=1e-5
-        )
-        close(state_of(node), state_of(alone))
-        assert node.trained_tokens == alone.trained_tokens
-        assert node.tokens == alone.tokens
+def local_steps_are_those_of_one_process(world, described):
+    began, node, losses = world.trained(described, shared=True)
+    began_alone, alone, losses_alone = world.trained(described, shared=False)
+    same(began, began_alone)
+    assert len(losses) == len(losses_alone) >= 5
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(losses_alone), rtol=1e-5, atol=1e-5
+    )
+    close(state_of(node), state_of(alone))
+    assert node.trained_tokens == alone.trained_tokens
+    assert node.tokens == alone.tokens
+    return node, losses
 
 
-def a_checkpoint_moves_between_one_process_and_two(world, folder):
-    described = manifest(period=3, codec="fp32", return_codec="fp32")
-    _, node, _ = world.trained(described, shared=True)
+def a_checkpoint_moves_between_one_process_and_two(world, described, node, folder):
     parts, cursors = checkpoint_state(node)
     meta = {"run": "3", "step": node.step, "tokens": node.tokens, "node": cursors}
     path = checkpoint.save(folder / "checkpoints", node.step, parts, meta)
-    for shared in (True, False):
-        began, _, _ = world.trained(described, shared, checkpoint.load(path))
-        same(began, state_of(node))
+    for shared in (False, True):  # the last one ends the shards that are read here
+        loaded, _, _ = world.trained(described, shared, checkpoint.load(path))
+        same(loaded, checkpoint.load(path).parts)
 
 
-def in_bf16_the_loss_falls_as_in_float32(world, folder):
-    options = {"period": 3, "codec": "fp32", "return_codec": "fp32"}
-    _, node, losses = world.trained(manifest(autocast=True, **options), shared=True)
-    _, _, exact = world.trained(manifest(**options), shared=True)
+def in_bf16_the_loss_falls_as_in_float32(world, options, exact):
+    _, node, losses = world.trained(world.manifest(autocast=True, **options), shared=True)
     assert losses != exact
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(exact), rtol=0.02, atol=0.02)
     assert all(x.dtype == torch.float32 for x in node.model.parameters())
 
 
-def each_rank_holds_its_rows_alone(world, folder):
-    described = manifest(period=3)
+def each_rank_holds_its_rows_alone(world):
+    described = world.manifest(period=3)
 
     async def main():
         return world.node(world.peer(), described, shared=True)
@@ -182,13 +181,13 @@ def each_rank_holds_its_rows_alone(world, folder):
 
 
 def all_is_well(world, folder):
-    for case in (
-        each_rank_holds_its_rows_alone,
-        local_steps_are_those_of_one_process,
-        a_checkpoint_moves_between_one_process_and_two,
-        in_bf16_the_loss_falls_as_in_float32,
-    ):
-        case(world, folder)
+    options = {"period": 2, "codec": "fp32", "return_codec": "fp32"}
+    each_rank_holds_its_rows_alone(world)
+    described = world.manifest(**options)
+    node, losses = local_steps_are_those_of_one_process(world, described)
+    a_checkpoint_moves_between_one_process_and_two(world, described, node, folder)
+    local_steps_are_those_of_one_process(world, world.manifest(method="ddp", codec="fp32"))
+    in_bf16_the_loss_falls_as_in_float32(world, options, losses)
 
 
 def a_follower_fails(world, folder):
@@ -196,7 +195,7 @@ def a_follower_fails(world, folder):
 
     async def main():
         async with world.peer().running() as peer:
-            node = world.node(peer, manifest(period=3), shared=True)
+            node = world.node(peer, world.manifest(period=3), shared=True)
             node.peer.found()
             node.state_sync.open()
             await unless_lost(world.ranks, node.loop.run(10**9))
@@ -207,7 +206,7 @@ def a_follower_fails(world, folder):
 def the_leader_dies(world, folder):
 
     async def main():
-        world.node(world.peer(), manifest(period=3), shared=True)
+        world.node(world.peer(), world.manifest(period=3), shared=True)
 
     asyncio.run(main())
     (folder / "result.txt").write_text("")
@@ -224,7 +223,7 @@ def main(case, folder):
     torch.set_num_threads(1)
     with gathered(place_of(os.environ), Device()) as ranks:
         if ranks.leads:
-            globals()[case](World(ranks), folder)
+            globals()[case](World(ranks, folder), folder)
             return
         if case == "a_follower_fails":
             SharedTask.take_part = fail_at_step_3
