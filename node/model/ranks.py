@@ -9,6 +9,7 @@ whose orders stop knows that something is wrong.
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Literal
@@ -25,12 +26,18 @@ from farflock.node.errors import Failure
 LEADER = 0
 ORDER_TIMEOUT_S = 300.0  # without an order or a beat, and for each piece of one
 BEAT_S = 2.0
+LOST_EVERY_S = 0.5  # between two looks at the processes
+LOST_TIMEOUT_S = 5.0  # for a process that has broken a call to be seen as ended
 HEAD_BYTES = 256  # of an order, with its length; longer ones follow in a second message
 LENGTH_BYTES = 4
 
 Act = Literal[
     "beat", "begin", "block", "closure", "end", "put", "read", "release", "step", "train", "write"
 ]
+
+
+class FollowerLost(Failure):
+    """A process of this peer has ended, and its shard of the model with it."""
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
@@ -96,24 +103,40 @@ class Ranks:
             if order.act != "beat":
                 return order
 
-    def end(self) -> None:
-        """Send the followers home; they hear nothing more. It is safe to call this twice."""
+    def end(self, *, heard: bool = True) -> None:
+        """Send the followers home, if they hear this; they hear nothing more. It is safe to call
+        this twice."""
         if self._over.is_set():
             return
         self._over.set()
-        if self.leads and not self.broken:
+        if self.leads and heard and not self.broken:
             with contextlib.suppress(RuntimeError), self.call(Order("end")):
                 pass
 
-    def hold(self) -> None:
-        """Announce nothing until `resume`, not even beats, because no follower listens."""
+    def hold(self, last: Order | None = None) -> None:
+        """Announce nothing after this order until `resume`, not even beats, because no follower
+        listens then."""
         self._take_turn()
+        try:
+            if last is not None:
+                self._announce(last)
+        except BaseException:
+            self.broken = True
+            self._turn.release()
+            raise
 
     def resume(self) -> None:
         """Announce again; any thread may call this after `hold`."""
-        self._turn.release()
+        if self._turn.locked():  # not after a broken call
+            self._turn.release()
 
     def _take_turn(self) -> None:
+        if self.broken:
+            raise Failure(
+                "the processes of this peer cannot be told anything",
+                "an earlier call has failed in one of them",
+                "start them again",
+            )
         if not self._turn.acquire(timeout=self._timeout_s):
             raise Failure(
                 "the processes of this peer cannot be told anything",
@@ -177,6 +200,27 @@ class Ranks:
             for rank, pid in self._places.items()
             if rank != self.rank and not _lives(pid)
         }
+
+    def lost(self) -> FollowerLost | None:
+        """Return the error that says which follower has ended and why; None if all are there.
+        After a broken call, look for a while: what broke it may not have ended yet."""
+        gone = self.gone_within(LOST_TIMEOUT_S if self.broken else 0.0)
+        if not gone:
+            return None
+        self.broken = True
+        rank, reason = min(gone.items())
+        return FollowerLost(
+            f"rank {rank} of this peer has ended, and its part of the model with it",
+            reason,
+            "start the peer again: it resumes from its last checkpoint",
+        )
+
+    def gone_within(self, timeout_s: float) -> Mapping[int, str]:
+        """Return `gone` once there are some, or after `timeout_s`."""
+        ends_s = time.monotonic() + timeout_s
+        while not (gone := self.gone()) and time.monotonic() < ends_s:
+            time.sleep(LOST_EVERY_S)
+        return gone
 
     def _reason_of(self, rank: int, pid: int) -> str:
         if self._reasons is not None:

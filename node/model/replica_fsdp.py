@@ -26,7 +26,8 @@ class FsdpReplica:
 
     On the leader this is a `Replica` like any other. On followers `read`, `write` and `inner_step`
     take part in the leader's next call, whatever it is, and return nothing. `lr` and `storage`
-    count on the leader only. Parameters that are not sharded are copies, equal on all ranks.
+    count on the leader only. Parameters that are not sharded are copies, equal on all ranks; with
+    `copies` all may be, as under DDP.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class FsdpReplica:
         inner: torch.optim.Optimizer,
         clip_norm: float | None = 1.0,
         ranks: Ranks | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         self._slots = Slots(module, inner, clip_norm)
         self._wrapped = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        if not self._wrapped:
+        if not (self._wrapped or copies):
             raise ValueError(
                 "the module is not sharded: call fully_shard on it first, or use PlainReplica"
             )

@@ -25,6 +25,7 @@ from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun, Usage
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
+from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -42,7 +43,7 @@ from farflock.node.process.network import (
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.status import PartnerStatus, Status, Waiting
-from farflock.node.process.torchrun import FollowerLost, unless_lost
+from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import Exchanged, kept_outer, require_memory

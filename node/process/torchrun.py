@@ -8,7 +8,6 @@ the leader is gone.
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,20 +19,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from farflock.node.errors import Failure, Usage
 from farflock.node.model.device import Device
-from farflock.node.model.ranks import LEADER, Ranks
+from farflock.node.model.ranks import (
+    LEADER,
+    LOST_EVERY_S,
+    LOST_TIMEOUT_S,
+    FollowerLost,
+    Ranks,
+)
 from farflock.node.process.signals import ASKING
 from farflock.swarm.tasks import cancel
 
 GROUP_TIMEOUT_S = 600.0  # for the start of all processes, and for one collective of the model
-LOST_EVERY_S = 0.5  # between two looks at the followers
-LOST_TIMEOUT_S = 5.0  # for a process that has broken a call to be seen as ended
 NO_GROUPS = ("mps",)  # devices that torch.distributed does not know
 
 T = TypeVar("T")
-
-
-class FollowerLost(Failure):
-    """A process of this peer has ended, and its shard of the model with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ def gathered(place: Place, device: Device) -> Iterator[Ranks]:
         yield ranks
     except Exception as error:
         blamed = ranks.leads and not isinstance(error, FollowerLost)
-        if blamed and (gone := _gone(ranks, LOST_TIMEOUT_S if ranks.broken else 0.0)):
-            raise _lost(gone) from error
+        if blamed and (lost := ranks.lost()) is not None:
+            raise lost from error
         raise
     finally:
         ranks.end()
@@ -91,7 +90,7 @@ def _meet(place: Place, device: Device) -> Store:
     return store
 
 
-def follow(ranks: Ranks, device: Device, threads: int) -> None:
+def follow_leader(ranks: Ranks, device: Device, threads: int) -> None:
     """Follow the leader until it sends this process home; raise `Failure` if it is gone."""
     from farflock.node.assembly import followers  # late: it loads FSDP
 
@@ -102,7 +101,7 @@ def follow(ranks: Ranks, device: Device, threads: int) -> None:
     except Exception as error:
         ranks.note_end(f"{type(error).__name__}: {error}")
         # only the error of a collective may have another process as its cause
-        if isinstance(error, RuntimeError) and LEADER in _gone(ranks, LOST_TIMEOUT_S):
+        if isinstance(error, RuntimeError) and LEADER in ranks.gone_within(LOST_TIMEOUT_S):
             raise Failure(
                 "this process follows rank 0 of its peer", "which has ended", ""
             ) from error
@@ -130,24 +129,8 @@ async def unless_lost(ranks: Ranks | None, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _first_lost(ranks: Ranks) -> FollowerLost:
-    while not (gone := ranks.gone()):  # noqa: ASYNC110 - other processes
+    while not ranks.gone():  # noqa: ASYNC110 - other processes
         await asyncio.sleep(LOST_EVERY_S)
-    ranks.broken = True
-    return _lost(gone)
-
-
-def _gone(ranks: Ranks, timeout_s: float) -> Mapping[int, str]:
-    """Return the ranks whose process has ended; look for up to `timeout_s` until there are some."""
-    ends_s = time.monotonic() + timeout_s
-    while not (gone := ranks.gone()) and time.monotonic() < ends_s:
-        time.sleep(LOST_EVERY_S)
-    return gone
-
-
-def _lost(gone: Mapping[int, str]) -> FollowerLost:
-    rank, reason = min(gone.items())
-    return FollowerLost(
-        f"rank {rank} of this peer has ended, and its part of the model with it",
-        reason,
-        "start the peer again: it resumes from its last checkpoint",
-    )
+    lost = ranks.lost()
+    assert lost is not None, "a process that had ended is back"
+    return lost

@@ -18,8 +18,9 @@ from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
+from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.process.torchrun import FollowerLost, follow, gathered, place_of, unless_lost
+from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
 from farflock.node.train.shared_task import SharedTask
@@ -227,7 +228,7 @@ def main(case, folder):
             return
         if case == "a_follower_fails":
             SharedTask.take_part = fail_at_step_3
-        follow(ranks, Device(), 1)
+        follow_leader(ranks, Device(), 1)
 
 
 if __name__ == "__main__":
