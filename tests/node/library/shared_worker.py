@@ -95,7 +95,27 @@ def trained(wrapper, rank=0, count=1):
     return {"losses": losses, "weights": weights, "known": known, "swarm": bool(saved["swarm"])}
 
 
-def main(wrapper, folder, rank):
+def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: None):
+    """Train with another peer over the real network: it founds, or joins by the invite."""
+    model = wrapped(wrapper)
+    terms = {"period": PERIOD, "codec": "int8", "view_s": 2.0} if invite is None else {}
+    method = "diloco" if invite is None else None
+    with SwarmOptimizer(model, method, invite, lr=0.05, tokens_per_step=ROWS, **terms) as optimizer:
+        greet(optimizer)
+        optimizer.wait_for_members(2)
+        losses = []
+        for step in range(4 * PERIOD):
+            loss = loss_of(model, step, rank, count)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
+        known = facts_of(optimizer)
+    return {"losses": losses, "weights": weights, "known": known}
+
+
+def main(wrapper, folder, rank, *invite):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -104,7 +124,8 @@ def main(wrapper, folder, rank):
         world_size=2,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    result = trained(wrapper, rank, 2)
+    work = in_a_swarm if invite else trained
+    result = work(wrapper, *invite, rank, 2)
     dist.destroy_process_group()
     return result
 
@@ -112,7 +133,7 @@ def main(wrapper, folder, rank):
 if __name__ == "__main__":
     me = int(os.environ["RANK"])
     try:
-        left = main(sys.argv[1], sys.argv[2], me)
+        left = main(sys.argv[1], sys.argv[2], me, *sys.argv[3:])
     except Exception:
         left = {"error": traceback.format_exc()}
     Path(sys.argv[2], f"{me}.json").write_text(json.dumps(left))

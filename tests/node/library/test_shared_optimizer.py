@@ -18,45 +18,61 @@ pytestmark = pytest.mark.net
 
 
 @pytest.fixture
-def pair(nursery, tmp_path):
-    """Run the program in two processes; return what each of them left."""
+def start(nursery, tmp_path):
+    """Start the program in two processes."""
+    started = []
 
-    def run(wrapper):
-        workers = [
-            nursery.popen(
-                [sys.executable, str(WORKER), wrapper, str(tmp_path)],
-                env=os.environ | {"RANK": rank, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
+    def run(*words):
+        for rank in ("0", "1"):
+            where = {"RANK": rank, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            started.append(
+                nursery.popen(
+                    [sys.executable, str(WORKER), words[0], str(tmp_path), *words[1:]],
+                    env=os.environ | where,
+                    stdout=subprocess.DEVNULL,
+                )
             )
-            for rank in ("0", "1")
-        ]
-        try:
-            for worker in workers:
-                worker.wait(TIMEOUT_S)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait(10)
-        left = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-        for each in left:
-            assert "error" not in each, each["error"]
-        return left
+        return started
 
-    return run
+    yield run
+    for worker in started:
+        worker.kill()
+        worker.wait(10)
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Return what each of two processes has left once they have ended."""
+
+    def results(workers):
+        for worker in workers:
+            worker.wait(TIMEOUT_S)
+        found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for each in found:
+            assert "error" not in each, each["error"]
+        return found
+
+    return results
 
 
 @pytest.fixture(scope="module")
-def one():
-    """What the same program leaves in one process."""
+def program():
+    """The program, for this process."""
     spec = importlib.util.spec_from_file_location("shared_worker", WORKER)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+@pytest.fixture(scope="module")
+def one(program):
+    """What the program leaves in one process."""
     return program.trained("plain")
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
-def test_two_processes_train_as_one_does(pair, one, wrapper):
-    leader, follower = pair(wrapper)
+def test_two_processes_train_as_one_does(start, left, one, wrapper):
+    leader, follower = left(start(wrapper))
     means = (torch.tensor(leader["losses"]) + torch.tensor(follower["losses"])) / 2
     torch.testing.assert_close(means, torch.tensor(one["losses"]), rtol=1e-4, atol=1e-5)
     assert leader["weights"].keys() == one["weights"].keys()
@@ -69,3 +85,18 @@ def test_two_processes_train_as_one_does(pair, one, wrapper):
     assert leader["known"]["round"][:2] == ["delta", 1]
     assert leader["swarm"]
     assert not follower["swarm"]
+
+
+@pytest.mark.ci_more
+def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, left, program):
+    workers = []
+
+    def greet(optimizer):
+        workers.extend(start("fsdp", optimizer.invite))
+
+    founder = program.in_a_swarm("plain", greet=greet)
+    leader, follower = left(workers)
+    assert founder["known"]["members"] == leader["known"]["members"] == 2
+    assert leader["known"]["peer"] == follower["known"]["peer"] != founder["known"]["peer"]
+    assert founder["known"]["round"] == leader["known"]["round"] == ["delta", 3, "ok"]
+    assert leader["weights"] == founder["weights"]
