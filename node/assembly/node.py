@@ -7,6 +7,7 @@ passed in.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
@@ -30,6 +31,9 @@ from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
+
+if TYPE_CHECKING:
+    from farflock.node.assembly.followers import SharedPart
 
 
 @dataclass(slots=True)
@@ -139,18 +143,28 @@ def replica_node(
     spread: Spread = in_turn,
     device: Device | None = None,
     step_options: StepOptions | None = None,
+    shared: "SharedPart | None" = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, `device` where the model trains (None: the CPU), and `step_options` how."""
-    device = device or Device()
-    model = build(plan.model, plan.run_seed).to(device.place)
-    batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    training_task = task_of(plan, model, batches, device, step_options or StepOptions())
-    replica = training_task.replica
+    check payloads, `device` where the model trains (None: the CPU), `step_options` how, and
+    `shared` this process' part of it if several train it."""
+    part = shared or _whole_part(
+        plan, tokens, peer.me, device or Device(), step_options or StepOptions()
+    )
+    model, replica, training_task = part
     replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
     client = ExchangeClient(peer, plan.run_seed, spread=spread)
     state_sync = StateSync(peer, driver, client, compute, spool)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)
+
+
+def _whole_part(
+    plan: RunPlan, tokens: TokenIds, me: str, device: Device, options: StepOptions
+) -> tuple[Llama, PlainReplica, LanguageModelTask]:
+    model = build(plan.model, plan.run_seed).to(device.place)
+    batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
+    training_task = task_of(plan, model, batches, device, options)
+    return model, training_task.replica, training_task

@@ -10,14 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from farflock.node.errors import Usage
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
+from farflock.node.model.ranks import LEADER
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
@@ -28,6 +30,9 @@ from farflock.node.train.ending import drain
 from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
+
+if TYPE_CHECKING:
+    from farflock.node.model.replica_fsdp import FsdpReplica
 
 InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -75,7 +80,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
     buffers are each peer's own. Use `with SwarmOptimizer(...) as opt:` or call `close`. `step`
     raises network errors.
+
+    In a program that several processes run (torch.distributed is initialised, the model under FSDP2
+    or DDP), they are one peer: rank 0 is in the swarm, and the others make the same calls.
     """
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:  # noqa: ANN401 - see __init__
+        """Return the part of this process, if several of a program are one peer."""
+        return super().__new__(_class_here(cls))  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -101,7 +113,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
-        self._replica = PlainReplica(model, self._inner, None)
+        self._replica = self._replica_of(model)
         if outer == "disk":
             self._replica.storage = _files(folder).allocate
         if not isinstance(invite, str):  # a joining peer learns the run's terms later
@@ -271,6 +283,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _here(self) -> OptimizerNode:
         return self._life.value
 
+    def _replica_of(self, model: nn.Module) -> "PlainReplica | FsdpReplica":
+        return PlainReplica(model, self._inner, None)
+
     def _share_inner(self) -> None:
         """Share the inner optimizer's groups and state, for learning-rate schedulers and
         gradient scalers."""
@@ -342,6 +357,17 @@ class _News:
             self.last_round = RoundReport(
                 fields["stream"], fields["round"], fields["status"], fields["peers"]
             )
+
+
+def _class_here(cls: type[Any]) -> type[Any]:
+    """Return the class for this rank of a process group."""
+    grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if cls is SwarmOptimizer and grouped:
+        from farflock.node.library import shared_optimizer as shared  # late: it loads FSDP
+
+        leads = dist.get_rank() == LEADER
+        return shared.LeadingOptimizer if leads else shared.FollowingOptimizer
+    return cls
 
 
 def _files(folder: Path | None) -> OuterFiles:

@@ -55,13 +55,14 @@ class Device:
         return f"{self.name}, {free:.1f} of {total:.1f} GB free, {self.precision}"
 
 
-def choose(wanted: str = "auto") -> Device:
-    """Return the device of this name, or for "auto" the best that torch finds here.
+def choose(wanted: str = "auto", local_rank: int | None = None) -> Device:
+    """Return the device of this name, or for "auto" the best that torch finds here. Of several
+    processes of one peer, each takes the one of its `local_rank`.
 
     Raise `Usage` if this machine, or this build of torch, has none of that name."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
-        return _described(CPU if found is None else found)
+        return _described(_ranked(CPU if found is None else found, local_rank))
     try:
         place = torch.device(wanted)
     except RuntimeError:
@@ -79,6 +80,7 @@ def choose(wanted: str = "auto") -> Device:
             f"torch {torch.__version__} finds {here} here",
             "install the build of torch for this device and its driver, or choose auto",
         )
+    place = _ranked(place, local_rank)
     count = torch.accelerator.device_count()
     if (place.index or 0) >= count:
         raise Usage(
@@ -87,6 +89,26 @@ def choose(wanted: str = "auto") -> Device:
             f"choose {place.type}:{count - 1} or below",
         )
     return _described(place)
+
+
+def _ranked(place: torch.device, local_rank: int | None) -> torch.device:
+    """Return the device of this kind that belongs to a process."""
+    if place.type == "cpu" or local_rank is None:
+        return place
+    count = torch.accelerator.device_count()
+    if place.index is not None:
+        raise Usage(
+            f"--device {place}",
+            "each of several processes takes a device of its own",
+            f"choose auto or {place.type}, and hide others with CUDA_VISIBLE_DEVICES",
+        )
+    if local_rank >= count:
+        raise Usage(
+            f"process {local_rank} of this peer finds no device",
+            f"this machine has {count} of type {place.type}",
+            f"start {count} processes with --nproc-per-node, or choose --device cpu",
+        )
+    return torch.device(place.type, local_rank)
 
 
 def memory_of(place: torch.device) -> tuple[int, int]:

@@ -284,15 +284,19 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
     seed.
     """
     model = Llama(config, span)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-                continue
-            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-            variance = 2 / (5 * config.dim) / (2 * config.layers if adds else 1)
-            weight.normal_(0.0, math.sqrt(variance), generator=_generator(seed, name))
+    for name, weight in model.named_parameters():
+        initialize(weight.detach(), name, config, seed)
     return model
+
+
+def initialize(weight: Tensor, name: str, config: ModelConfig, seed: int) -> None:
+    """Fill the tensor of this name as `build` does; it may be the only one in memory."""
+    if weight.dim() == 1:
+        weight.fill_(1.0)
+        return
+    adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+    variance = 2 / (5 * config.dim) / (2 * config.layers if adds else 1)
+    weight.normal_(0.0, math.sqrt(variance), generator=_generator(seed, name))
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

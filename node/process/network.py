@@ -18,6 +18,7 @@ import msgspec
 
 from farflock.node.errors import Failure, RefusedByRun, explained
 from farflock.node.model.device import Device
+from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
@@ -55,6 +56,7 @@ class MachineOptions:
     outer: OuterPlace = "auto"  # where the method's state is kept
     device: Device = field(default_factory=Device)  # that trains
     step_options: StepOptions = field(default_factory=StepOptions)  # how it does
+    ranks: Ranks | None = None  # the processes of this peer, if there are several
 
 
 def identity_of(folder: RunFolder) -> Identity:

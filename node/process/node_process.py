@@ -22,9 +22,10 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
-from farflock.node.errors import Failure, FarflockError, RefusedByRun
+from farflock.node.errors import Failure, FarflockError, RefusedByRun, Usage
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
+from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -42,6 +43,7 @@ from farflock.node.process.network import (
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import Exchanged, kept_outer, require_memory
@@ -395,7 +397,13 @@ async def _join(
 
 def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
     """Return the machine with the device that its part in this run computes on: stages and their
-    trainers compute on the CPU."""
+    trainers compute on the CPU, in one process."""
+    if manifest.pipeline is not None and machine.ranks is not None:
+        raise Usage(
+            "several processes cannot be one peer of this run",
+            "its model is a pipeline, and each part of it is one process",
+            "start it without torchrun",
+        )
     if manifest.pipeline is None or machine.device.place.type == "cpu":
         return machine
     log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
@@ -467,7 +475,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
     try:
         on_start(node)
         await _until(node, lambda: len(peer.context.views.newest.members) >= node.awaited())
-        await part.run(node.manifest.run.total_tokens)
+        await unless_lost(node.machine.ranks, part.run(node.manifest.run.total_tokens))
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
         saved = await save_all(node.keepers, node.machine.folder)
@@ -476,6 +484,9 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
             "stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step
         )
         return saved
+    except FollowerLost:
+        await peer.part()
+        raise
     finally:
         for ended in await cancel(*helpers):
             if isinstance(ended, Exception):
@@ -541,7 +552,13 @@ def _node(
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
-        plan = manifest.plan()
+        plan, ranks = manifest.plan(), machine.ranks
+        shared = None
+        if ranks is not None:
+            from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
+
+            assignment = Assignment(manifest.canonical(), peer.me)
+            shared = lead(ranks, assignment, tokens, machine.device)
         on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
         part = replica = replica_node(
             plan,
@@ -555,6 +572,7 @@ def _node(
             spread=spread_over(machine.codec_threads),
             device=machine.device,
             step_options=machine.step_options,
+            shared=shared,
         )
         keepers = [
             CheckpointManager(

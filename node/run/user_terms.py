@@ -99,8 +99,10 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
             f"{name}\x00{tuple(entry.shape)}\x00{entry.dtype}\x00{entry.requires_grad}\x00".encode()
         )
         if not entry.requires_grad:
+            gathered = getattr(entry, "full_tensor", None)  # of a shard: all ranks take part
+            whole = entry if gathered is None else gathered()
             digest.update(
-                entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             )
     numbers = sum(entry.numel() for entry in trained)
     return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)

@@ -80,8 +80,9 @@ def command(
         return train(
             out,
             "farflock join",
-            lambda started: join(
-                machine_of(machine),
+            machine_of(machine),
+            lambda placed, started: join(
+                placed,
                 invited,
                 started,
                 LEARN_TIMEOUT_S,

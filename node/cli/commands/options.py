@@ -156,11 +156,15 @@ def machine_options(command: Command) -> Command:
 def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     """Return the machine's contribution that these options describe; raise `Usage` if it has no
     such device."""
+    import os
+
     from farflock.node.model.device import choose
     from farflock.node.model.step_options import StepOptions
     from farflock.node.process.network import MachineOptions
+    from farflock.node.process.torchrun import place_of
     from farflock.node.state.paths import RunFolder
 
+    place = place_of(os.environ)
     return MachineOptions(
         folder=RunFolder.at(options["folder"]),
         host=options["host"],
@@ -174,6 +178,6 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
-        device=choose(options["device"]),
+        device=choose(options["device"], None if place is None else place.local_rank),
         step_options=StepOptions(options["checkpointing"], options["compile"]),
     )

@@ -87,5 +87,9 @@ def command(
             out.line("only this machine can join; start with --host ADDRESS to let others in\n")
 
     return train(
-        out, "farflock run", lambda started: found(machine_of(machine), described, started), greet
+        out,
+        "farflock run",
+        machine_of(machine),
+        lambda placed, started: found(placed, described, started),
+        greet,
     )

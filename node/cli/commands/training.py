@@ -1,11 +1,15 @@
 """The common part of `run` and `join`: the live view, Ctrl-C, and the closing message."""
 
+import os
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
+from farflock.node.process import torchrun
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status
 
@@ -20,17 +24,38 @@ class WatchedNode(Protocol):
 
 
 NodeT = TypeVar("NodeT", bound=WatchedNode)
-TrainingCommand = Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
+TrainingCommand = Callable[[MachineOptions, Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
 
 
 def train(
-    out: Output, title: str, work: TrainingCommand[NodeT], greet: Callable[[NodeT], None]
+    out: Output,
+    title: str,
+    machine: MachineOptions,
+    work: TrainingCommand[NodeT],
+    greet: Callable[[NodeT], None],
 ) -> int:
     """Run a node to the end of its run, or until it is asked to stop; return the exit code.
 
-    `work` calls its argument with the node once the node is in the run; `greet` then prints what
-    the user must know.
+    `work` calls its second argument with the node once the node is in the run; `greet` then prints
+    what the user must know. Of several processes of one peer, only the leader runs a node.
     """
+    place = torchrun.place_of(os.environ)
+    if place is None:
+        return _train(out, title, lambda started: work(machine, started), greet)
+    with torchrun.gathered(place, machine.device) as ranks:
+        if not ranks.leads:
+            torchrun.follow_leader(ranks, machine.device, machine.threads)
+            return 0
+        leading = replace(machine, ranks=ranks)
+        return _train(out, title, lambda started: work(leading, started), greet)
+
+
+def _train(
+    out: Output,
+    title: str,
+    work: Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]],
+    greet: Callable[[NodeT], None],
+) -> int:
     ending = GracefulStop()
     with watching(title) as show:
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from worlds import node_replica_law as law
 
+from farflock.node.model.ranks import Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Result
@@ -28,6 +29,7 @@ class Sharded(law.Subject):
     """Each process computes its part of every batch; FSDP takes the mean of the gradients."""
 
     exact = False
+    ranks: Ranks
 
     def shard(self, module):
         fully_shard(module.inside)
@@ -35,7 +37,7 @@ class Sharded(law.Subject):
         return module
 
     def replica_of(self):
-        return FsdpReplica(self.module, self.optimizer, law.CLIP)
+        return FsdpReplica(self.module, self.optimizer, law.CLIP, self.ranks)
 
     def backward(self, seed):
         self._together(BACKWARD, seed)
@@ -158,6 +160,7 @@ def main(rank, count, folder):
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S)
     )
+    Sharded.ranks = Ranks(timeout_s=TIMEOUT_S)
     cases = [(case, "adamw") for case in (*law.LAW, *CASES)] + [
         (case, "sgd") for case in law.SGD_LAW
     ]
@@ -166,6 +169,7 @@ def main(rank, count, folder):
     Path(folder, f"names-{rank}.json").write_text(json.dumps(names))
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
+        Sharded.ranks.end()
     dist.destroy_process_group()
 
 

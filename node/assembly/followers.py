@@ -1,0 +1,94 @@
+"""The processes of one peer under torchrun: the leader's node, and what its followers do.
+
+The leader is a node like any other, with a replica and a task that the followers take part in. A
+follower knows no swarm: it builds its shard when the leader says of which run, and then does what
+it hears until it is sent home.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from farflock.node.errors import Usage
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import Batches
+from farflock.node.model.device import Device
+from farflock.node.model.llama import Llama
+from farflock.node.model.ranks import Order, Ranks
+from farflock.node.model.replica_fsdp import FsdpReplica
+from farflock.node.model.sharded_llama import build_sharded
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.run.manifest import Manifest, parse
+from farflock.node.run.terms import RunPlan
+from farflock.node.train.shared_task import SharedTask
+
+WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselves
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """The run that the followers train in, and the peer whose batches they share."""
+
+    manifest: bytes
+    peer: str
+
+
+class SharedPart(NamedTuple):
+    """One rank's shard of the model, and its part in training it."""
+
+    model: Llama
+    replica: FsdpReplica
+    training_task: SharedTask
+
+
+def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device) -> SharedPart:
+    """Let the followers build their shards, and return the leader's; raise `Usage` if the run's
+    inner optimizer cannot step them."""
+    plan = parse(assignment.manifest).plan()
+    if plan.inner.name in WHOLE_MATRICES:
+        raise Usage(
+            "several processes cannot train this run as one peer",
+            f"its inner optimizer, {plan.inner.name}, needs whole matrices",
+            "start this peer as one process",
+        )
+    with ranks.call(Order("begin", text=msgspec.msgpack.encode(assignment))):
+        return shared_part(plan, tokens, assignment.peer, ranks, device)
+
+
+def shared_part(
+    plan: RunPlan, tokens: TokenIds, peer: str, ranks: Ranks, device: Device
+) -> SharedPart:
+    """Return this rank's shard of a fresh model, and its part in training that."""
+    computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
+    model = build_sharded(plan.model, plan.run_seed, computing)
+    replica = FsdpReplica(model, plan.inner.build(model), plan.clip_norm, ranks)
+    batches = Batches(tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples)
+    task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, device)
+    return SharedPart(model, replica, task)
+
+
+def follow(ranks: Ranks, device: Device, threads: int) -> None:
+    """Do what the leader says until it sends this process home."""
+    torch.set_num_threads(threads)
+    part: SharedPart | None = None
+    while (order := ranks.hear()).act != "end":
+        if order.act == "begin":
+            part = None  # a second one: its leader found no swarm to join, and began a run
+            part = _assigned(msgspec.msgpack.decode(order.text, type=Assignment), ranks, device)
+            continue
+        assert part is not None, f"the leader says {order.act} before it has begun"
+        if order.act == "train":
+            part.training_task.take_part(order.start)
+        else:
+            assert part.replica.obey(order), f"the leader says {order.act}"
+
+
+def _assigned(assignment: Assignment, ranks: Ranks, device: Device) -> SharedPart:
+    manifest = parse(assignment.manifest)
+    return shared_part(manifest.plan(), tokens_of(manifest), assignment.peer, ranks, device)
+
+
+def tokens_of(manifest: Manifest) -> TokenIds:
+    """Return the training tokens of a run."""
+    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
+    return ByteTokenizer().encode(corpus.train)

@@ -1,0 +1,176 @@
+"""Two processes under torchrun are one peer of a real swarm: joined, killed, resumed, and equal."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from farflock.node.process.brake import BRAKE
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(400), pytest.mark.ci_more]
+
+RUN = """
+[run]
+name = "torchrun"
+total_tokens = 200_000
+[model]
+preset = "tiny"
+[train]
+batch = 4
+seq = 32
+[method]
+name = "diloco"
+[method.options]
+period = 10
+codec = "int8"
+[exchange]
+view_s = 2.0
+deadline_s = 6.0
+start_peers = 2
+"""
+REACH_S = 120
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
+SLOW_STEP_S = 0.1
+
+
+class Peer:
+    """One peer in a folder of its own, of one process or of two under torchrun."""
+
+    def __init__(self, popen, folder):
+        self._popen, self.folder = popen, folder
+        folder.mkdir()
+        self.brake(SLOW_STEP_S)
+
+    def brake(self, step_s):
+        (self.folder / "brake").write_text(str(step_s))
+
+    def start(self, *command, launcher=()):
+        (self.folder / "status.json").unlink(missing_ok=True)
+        options = ("--folder", str(self.folder), "--checkpoint-every", "3")
+        log = (self.folder / "log.txt").open("ab")
+        words = [*launcher, "-m", "farflock"] if launcher else ["farflock"]
+        self.process = self._popen(
+            [sys.executable, "-m", *words, *command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                BRAKE: str(self.folder / "brake"),
+            },
+        )
+        log.close()
+
+    @property
+    def log(self):
+        return (self.folder / "log.txt").read_text()
+
+    def status(self):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / "status.json").read_text())
+        return None
+
+    def reaches(self, there):
+        ends_s = time.monotonic() + REACH_S
+        while time.monotonic() < ends_s:
+            status = self.status()
+            if status is not None and there(status):
+                return status
+            assert self.process.poll() is None, self.log[-3000:]
+            time.sleep(0.1)
+        raise AssertionError(f"{self.folder.name} did not come that far: {self.status()}")
+
+    def rounds(self):
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "events.jsonl").read_text().splitlines(keepends=True)
+            events = [json.loads(line) for line in lines if line.endswith("\n")]
+            return [event for event in events if event["kind"] == "round"]
+        return []
+
+    def ranks(self):
+        """The processes that torchrun has started, by rank."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words, rank = child.cmdline(), child.environ().get("RANK")
+                if rank is not None and "farflock" in words:
+                    found[int(rank)] = child
+        return found
+
+    def saved(self, part):
+        newest = max(
+            (self.folder / "checkpoints").glob("step-*"),
+            key=lambda path: int(path.name.split("-")[1]),
+        )
+        return (newest / f"{part}.safetensors").read_bytes()
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(40)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def peers(nursery, tmp_path):
+    """A peer of one process, which founds the run, and one of two."""
+    (tmp_path / "run.toml").write_text(RUN)
+    made = [Peer(nursery.popen, tmp_path / name) for name in ("one", "two")]
+    yield made
+    for each in made:
+        each.end()
+
+
+def together(peer):
+    """Return the number of rounds in which both peers took part."""
+    return sum(event["peers"] == 2 for event in peer.rounds())
+
+
+def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
+    one, two = peers
+    one.start("run", str(tmp_path / "run.toml"))
+    invite = one.reaches(lambda status: status["invite"])["invite"]
+
+    def joins():
+        before = together(two)
+        two.start("join", invite, launcher=TORCHRUN)
+        two.reaches(lambda status: together(two) >= before + 2)
+
+    joins()
+    first = two.status()
+    assert len(first["members"]) == 2
+    two.ranks()[1].kill()
+    assert two.process.wait(60) == 1
+    assert "rank 1 of this peer has ended" in two.log
+    assert "as after a kill" in two.log
+    assert "unexpected" not in two.log
+
+    joins()
+    second = two.status()
+    assert second["peer"] == first["peer"]
+    assert second["step"] > 20, "it began again"
+    ranks = two.ranks()
+    ranks[0].kill()
+    two.process.wait(60)
+    psutil.wait_procs(ranks.values(), 30)
+    assert not any(each.is_running() for each in ranks.values())
+    assert one.process.poll() is None
+
+    joins()
+    one.brake(0.0)
+    two.brake(0.0)
+    assert one.process.wait(120) == 0, one.log[-3000:]
+    assert two.process.wait(60) == 0, two.log[-3000:]
+    assert one.rounds()[-1]["peers"] == two.rounds()[-1]["peers"] == 2
+    for part in ("method", "model"):
+        assert one.saved(part) == two.saved(part)

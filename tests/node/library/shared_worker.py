@@ -1,0 +1,139 @@
+"""One process of a program with a `SwarmOptimizer`: `shared_worker.py WRAPPER FOLDER [INVITE]`.
+
+The processes train one model, FSDP2's or DDP's, each on its rows of a batch. Rank 0 writes losses,
+weights and what it knows of the swarm to FOLDER/0.json, the others what they know to FOLDER/1.json.
+"""
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from farflock.node.library.local_swarm import _LocalDoor, local_swarm
+from farflock.node.library.swarm_optimizer import SwarmOptimizer
+
+STEPS, ROWS, PERIOD = 8, 8, 3
+TIMEOUT_S = 60.0
+
+
+def net():
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for entry in model.parameters():
+            entry.copy_(torch.randn(entry.shape, generator=generator) / 2)
+    return model
+
+
+def loss_of(model, step, part=0, parts=1):
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))
+    rows = slice(part * ROWS // parts, (part + 1) * ROWS // parts)
+    return (model(x[rows]) - x[rows].sum(1, keepdim=True)).square().mean()
+
+
+def wrapped(wrapper):
+    model = net()
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        fully_shard(model[0])
+        fully_shard(model)
+    return model
+
+
+def train(model, optimizer, part=0, parts=1):
+    """Train with a scheduler; every other step computes its gradients in a closure."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    losses = []
+    for step in range(STEPS):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, part, parts)
+            loss.backward()
+            return loss.detach()
+
+        if step % 2:
+            loss = optimizer.step(closure)
+        else:
+            loss = closure()
+            optimizer.step()
+        schedule.step()
+        losses.append(float(loss))
+    return losses
+
+
+def facts_of(optimizer):
+    round_ = optimizer.last_round
+    return {
+        "peer": optimizer.peer,
+        "method": optimizer.method,
+        "members": len(optimizer.members),
+        "tokens": optimizer.tokens,
+        "round": None if round_ is None else [round_.stream, round_.number, round_.status],
+    }
+
+
+def trained(wrapper, rank=0, count=1):
+    """Return what training without other peers leaves: in all processes, or in this one alone."""
+    model = wrapped(wrapper)
+    with local_swarm(1) as swarm:
+        door = _LocalDoor(swarm, 0) if rank == 0 else None
+        with SwarmOptimizer(model, "diloco", door, lr=0.05, period=PERIOD) as optimizer:
+            losses = train(model, optimizer, rank, count)
+            saved = optimizer.state_dict()
+            weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
+            known = facts_of(optimizer)
+    return {"losses": losses, "weights": weights, "known": known, "swarm": bool(saved["swarm"])}
+
+
+def in_a_swarm(wrapper, invite=None, rank=0, count=1, greet=lambda optimizer: None):
+    """Train with another peer over the real network: it founds, or joins by the invite."""
+    model = wrapped(wrapper)
+    terms = {"period": PERIOD, "codec": "int8", "view_s": 2.0} if invite is None else {}
+    method = "diloco" if invite is None else None
+    with SwarmOptimizer(model, method, invite, lr=0.05, tokens_per_step=ROWS, **terms) as optimizer:
+        greet(optimizer)
+        optimizer.wait_for_members(2)
+        losses = []
+        for step in range(4 * PERIOD):
+            loss = loss_of(model, step, rank, count)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        weights = {name: x.tolist() for name, x in optimizer.eval_params().items()}
+        known = facts_of(optimizer)
+    return {"losses": losses, "weights": weights, "known": known}
+
+
+def main(wrapper, folder, rank, *invite):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    work = in_a_swarm if invite else trained
+    result = work(wrapper, *invite, rank, 2)
+    dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    me = int(os.environ["RANK"])
+    try:
+        left = main(sys.argv[1], sys.argv[2], me, *sys.argv[3:])
+    except Exception:
+        left = {"error": traceback.format_exc()}
+    Path(sys.argv[2], f"{me}.json").write_text(json.dumps(left))

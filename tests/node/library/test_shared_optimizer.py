@@ -1,0 +1,102 @@
+"""A program that two processes run is one peer: FSDP2 and DDP over gloo on the loopback
+interface."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).parent / "shared_worker.py"
+TIMEOUT_S = 100
+
+pytestmark = pytest.mark.net
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Start the program in two processes."""
+    started = []
+
+    def run(*words):
+        for rank in ("0", "1"):
+            where = {"RANK": rank, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            started.append(
+                nursery.popen(
+                    [sys.executable, str(WORKER), words[0], str(tmp_path), *words[1:]],
+                    env=os.environ | where,
+                    stdout=subprocess.DEVNULL,
+                )
+            )
+        return started
+
+    yield run
+    for worker in started:
+        worker.kill()
+        worker.wait(10)
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Return what each of two processes has left once they have ended."""
+
+    def results(workers):
+        for worker in workers:
+            worker.wait(TIMEOUT_S)
+        found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for each in found:
+            assert "error" not in each, each["error"]
+        return found
+
+    return results
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The program, for this process."""
+    spec = importlib.util.spec_from_file_location("shared_worker", WORKER)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
+
+@pytest.fixture(scope="module")
+def one(program):
+    """What the program leaves in one process."""
+    return program.trained("plain")
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+def test_two_processes_train_as_one_does(start, left, one, wrapper):
+    leader, follower = left(start(wrapper))
+    means = (torch.tensor(leader["losses"]) + torch.tensor(follower["losses"])) / 2
+    torch.testing.assert_close(means, torch.tensor(one["losses"]), rtol=1e-4, atol=1e-5)
+    assert leader["weights"].keys() == one["weights"].keys()
+    for name, x in one["weights"].items():
+        torch.testing.assert_close(
+            torch.tensor(leader["weights"][name]), torch.tensor(x), rtol=1e-3, atol=1e-5
+        )
+    assert follower["weights"] == {}
+    assert leader["known"] == follower["known"] == one["known"]
+    assert leader["known"]["round"][:2] == ["delta", 1]
+    assert leader["swarm"]
+    assert not follower["swarm"]
+
+
+@pytest.mark.ci_more
+def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, left, program):
+    workers = []
+
+    def greet(optimizer):
+        workers.extend(start("fsdp", optimizer.invite))
+
+    founder = program.in_a_swarm("plain", greet=greet)
+    leader, follower = left(workers)
+    assert founder["known"]["members"] == leader["known"]["members"] == 2
+    assert leader["known"]["peer"] == follower["known"]["peer"] != founder["known"]["peer"]
+    assert founder["known"]["round"] == leader["known"]["round"] == ["delta", 3, "ok"]
+    assert leader["weights"] == founder["weights"]
