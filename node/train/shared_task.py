@@ -61,7 +61,7 @@ class SharedTask:
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens[rows].to(self.device.place, non_blocking=True) for tokens in batch)
             loss = self.module(x, y) * share / self.accumulate
-            (loss * ranks.count).backward()  # type: ignore[no-untyped-call]
+            (loss * ranks.count).backward()
             losses.append(loss.detach())
         # Read only here: until then the device is not waited for.
         return ranks.sum(sum(torch.stack(losses).tolist(), 0.0))
