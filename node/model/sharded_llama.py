@@ -31,7 +31,7 @@ def build_sharded(config: ModelConfig, seed: int, device: Device) -> Llama:
         model.get_buffer(name).copy_(angles)
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor), f"{name} is not sharded"
-        whole = torch.empty(weight.shape)
+        whole = torch.empty(weight.shape, dtype=torch.float32)
         initialize(whole, name, config, seed)
         rows = rows_of(len(whole), mesh.get_rank(), mesh.size())
         with torch.no_grad():
