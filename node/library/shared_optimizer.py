@@ -29,7 +29,7 @@ from farflock.node.run.user_terms import fingerprint
 
 
 class _Facts(msgspec.Struct, frozen=True):
-    """What the followers know of the swarm after a call, or why the call failed."""
+    """The followers' knowledge of the swarm after a call, or why the call failed."""
 
     peer: str = ""
     method: str = ""

@@ -13,16 +13,41 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from worlds import node_replica_law as law
 
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Result
+from farflock.optimizers.parts.blocks import BLOCK_VALUES
+from farflock.optimizers.parts.inner import InnerConfig
 
 TIMEOUT_S = 40.0
 END, BACKWARD, LOSS = range(3)
+
+
+class CountedRanks(Ranks):
+    """Ranks that note the largest tensor that this process has sent or received."""
+
+    largest = 0
+
+    def broadcast(self, values):
+        self._note(values)
+        super().broadcast(values)
+
+    def send(self, values, rank):
+        self._note(values)
+        super().send(values, rank)
+
+    def receive(self, values, rank):
+        self._note(values)
+        super().receive(values, rank)
+
+    def _note(self, values):
+        self.largest = max(self.largest, values.numel())
 
 
 class Sharded(law.Subject):
@@ -118,6 +143,19 @@ def noloco_trains_as_on_a_plain_replica(world):
     a_method_trains_as_on_a_plain_replica(world, "noloco")
 
 
+def state_travels_in_blocks(world):
+    """Tensors of more than a block, of which one rank holds less than the other."""
+    world.ranks.largest = 0
+    values = torch.arange(0.0, 301 * 500).view(301, 500)
+    world.replica.write({"weight": values}, "param")
+    world.replica.update(("weight",), ("param", "exp_avg"), lambda block, x, m: (x + 1, x))
+    assert torch.equal(world.replica.read(["weight"], "param")["weight"], values + 1)
+    assert torch.equal(world.replica.read(["weight"], "exp_avg")["weight"], values)
+    first = world.module.weight.to_local()
+    assert torch.equal(first, values[:151] + 1)
+    assert 50_000 < world.ranks.largest <= BLOCK_VALUES
+
+
 def an_unsharded_module_is_refused(world):
     law.refused(lambda: FsdpReplica(law.Net(), world.optimizer), "call fully_shard on it first")
 
@@ -125,15 +163,26 @@ def an_unsharded_module_is_refused(world):
 CASES = (
     shards_are_really_apart,
     a_method_trains_as_on_a_plain_replica,
+    state_travels_in_blocks,
     ddp_trains_as_on_a_plain_replica,
     noloco_trains_as_on_a_plain_replica,
     an_unsharded_module_is_refused,
 )
 
 
+class Wide(Sharded):
+    """One large tensor, of an odd number of rows."""
+
+    def __init__(self, inner="adamw"):
+        self.module = nn.Linear(500, 301, bias=False)
+        fully_shard(self.module)
+        self.optimizer = InnerConfig(inner, lr=law.LR).build(self.module)
+        self.replica = self.replica_of()
+
+
 def run_case(case, inner):
     """None, or the traceback of what went wrong here."""
-    world = Sharded(inner)
+    world = Wide(inner) if case is state_travels_in_blocks else Sharded(inner)
     if dist.get_rank() != 0:
         world.follow()
         return None
@@ -143,6 +192,18 @@ def run_case(case, inner):
         return traceback.format_exc()
     finally:
         world.end()
+
+
+def refuses_columns():
+    """Return whether each side refuses shards of columns."""
+    columns = nn.Linear(4, 6, bias=False)
+    fully_shard(columns, shard_placement_fn=lambda parameter: Shard(1))
+    inner = torch.optim.SGD(columns.parameters(), lr=0.1)
+    try:
+        FsdpReplica(columns, inner, ranks=Sharded.ranks)
+    except ValueError as error:
+        return "along its dimension 0" in str(error)
+    return False
 
 
 def spmd_reads():
@@ -160,11 +221,12 @@ def main(rank, count, folder):
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    Sharded.ranks = Ranks(timeout_s=TIMEOUT_S)
+    Sharded.ranks = CountedRanks(timeout_s=TIMEOUT_S)
     cases = [(case, "adamw") for case in (*law.LAW, *CASES)] + [
         (case, "sgd") for case in law.SGD_LAW
     ]
     results = {case.__name__: run_case(case, inner) for case, inner in cases}
+    assert refuses_columns()
     names = spmd_reads()
     Path(folder, f"names-{rank}.json").write_text(json.dumps(names))
     if rank == 0:

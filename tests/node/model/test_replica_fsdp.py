@@ -23,6 +23,7 @@ RULES = [rule.__name__ for rule in (*law.LAW, *law.SGD_LAW)]
 CASES = [
     "shards_are_really_apart",
     "a_method_trains_as_on_a_plain_replica",
+    "state_travels_in_blocks",
     "ddp_trains_as_on_a_plain_replica",
     "noloco_trains_as_on_a_plain_replica",
     "an_unsharded_module_is_refused",
