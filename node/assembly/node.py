@@ -18,6 +18,7 @@ from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
+from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
@@ -133,7 +134,10 @@ def replica_node(
     device, step_options = device or Device(), step_options or StepOptions()
     model = build(plan.model, plan.run_seed).to(device.place)
     model.checkpointing = step_options.checkpoints
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    # Replicas that all take the same steps take them in the same operations.
+    fused = device.has_fused_adamw and plan.method not in SHARED_MOMENTS
+    inner = plan.inner.build(model, fused=fused, moments=step_options.moments)
+    replica = PlainReplica(model, inner, plan.clip_norm)
     replica.storage = storage
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(

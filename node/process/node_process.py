@@ -42,6 +42,7 @@ from farflock.node.process.network import (
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.run.fit import require_moments
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import Exchanged, kept_outer, require_memory
@@ -53,6 +54,7 @@ from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
+from farflock.optimizers.catalog import method
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
@@ -403,11 +405,13 @@ def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
 
 
 def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
-    """Raise `error` unless a whole model fits the memory. A pipeline's node checks that once it
-    knows its stage."""
+    """Raise `error` unless a whole model fits the memory, and `Usage` if the run cannot have such
+    moments. A pipeline's node checks its memory once it knows its stage."""
+    plan, moments = manifest.plan(), machine.step_options.moments
+    made = method(plan.method, **plan.options)
+    require_moments(plan.method, made, plan.inner, moments, manifest.pipeline is not None)
     if manifest.pipeline is None:
-        plan = manifest.plan()
-        require_memory(plan, error, machine.outer, _exchanged(manifest))
+        require_memory(plan, error, machine.outer, _exchanged(manifest), moments)
 
 
 def _exchanged(manifest: Manifest) -> Exchanged:
@@ -542,7 +546,8 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
         plan = manifest.plan()
-        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
+        moments = machine.step_options.moments
+        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest), moments) == "disk"
         part = replica = replica_node(
             plan,
             peer,
