@@ -19,6 +19,7 @@ from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
+from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
@@ -122,7 +123,10 @@ def task_of(
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    # Replicas that all take the same steps take them in the same operations.
+    fused = device.has_fused_adamw and plan.method not in SHARED_MOMENTS
+    inner = plan.inner.build(model, fused=fused, moments=options.moments)
+    replica = PlainReplica(model, inner, plan.clip_norm)
     terms = (plan.schedule, plan.accumulate, plan.autocast)
     task = LanguageModelTask(model, replica, batches, *terms, device, options.micro_batch)
     if options.compiles_on(device):

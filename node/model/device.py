@@ -32,6 +32,12 @@ class Device:
     name: str = "the CPU"
     precision: Precision = "fp32"
 
+    @property
+    def has_fused_adamw(self) -> bool:
+        """True if torch takes a step of AdamW in one kernel there; the CPU's has other bits than
+        its plain one, which runs are resumed with."""
+        return self.place.type in (*KINDS, torch._C._get_privateuse1_backend_name())
+
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)

@@ -13,6 +13,8 @@ from farflock.optimizers.method import BlockChange, Tensors, What
 from farflock.optimizers.parts.blocks import blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
+from farflock.optimizers.parts.packed_moment import PackedMoment
+from farflock.optimizers.parts.small_adamw import SmallAdamW
 
 Storage = Callable[[Sequence[int]], Tensor]  # a shape -> float32 zeros
 SCALARS = ("step", "mu_product")  # moments of one number per parameter
@@ -55,7 +57,21 @@ class Slots:
             return parameter.detach()
         moments = self._inner.state.get(parameter, {})
         stored = parameter.grad if what == "grad" else moments.get(what)
+        if isinstance(stored, PackedMoment):
+            return stored.whole()
         return None if stored is None else torch.as_tensor(stored).detach()
+
+    def packed(self, name: str, what: What) -> PackedMoment | None:
+        """Return a moment that is kept in one byte a value; what else reads it gets a copy."""
+        moment = self._inner.state.get(self.parameters[name], {}).get(what)
+        return moment if isinstance(moment, PackedMoment) else None
+
+    def piece(self, name: str, what: What, start: int, stop: int) -> Tensor:
+        """Return flat values of `peek`."""
+        packed = self.packed(name, what)
+        if packed is not None:
+            return packed.read(start, stop)
+        return self.peek(name, what).reshape(-1)[start:stop]
 
     def ensure(self, name: str, what: What) -> Tensor | None:
         """Return the tensor to write to, created if it is missing; None for a moment that the
@@ -69,12 +85,12 @@ class Slots:
             return parameter.grad
         state = self._inner.state[parameter]
         if state.get(what) is None:
-            first = self._first_moments(parameter)
+            first: dict[str, Tensor | PackedMoment] = {**self._first_moments(parameter)}
             if what == TREND:
                 first[TREND] = torch.zeros_like(parameter)
             state.update({name: zero for name, zero in first.items() if state.get(name) is None})
-        stored: Tensor | None = state.get(what)
-        return stored
+        stored: Tensor | PackedMoment | None = state.get(what)
+        return stored.whole() if isinstance(stored, PackedMoment) else stored
 
     def step(self, rate: float | None) -> None:
         """Clip the gradient norm, step at `rate` (None: unchanged), and zero the gradients."""
@@ -85,17 +101,19 @@ class Slots:
         self._inner.step()
         self._inner.zero_grad()  # their memory is free for the exchange that may follow
 
-    def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _first_moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor | PackedMoment]:
         """Return all moments that the optimizer starts with, as it would not create one that is
         missing."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
+        if isinstance(inner, SmallAdamW):
+            return inner.first_state(parameter)
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
             on_device = options.get("fused") or options.get("capturable")
             step = torch.zeros(
                 (), device=parameter.device if on_device else "cpu", dtype=torch.float32
             )
-            first = {
+            first: dict[str, Tensor | PackedMoment] = {
                 "step": step,
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
@@ -145,10 +163,11 @@ class PlainReplica:
             require_place(name, what, target, new)
             if target is not None:
                 blend(target, new.to(target.device, target.dtype), mix)
+                self._repack(name, what, target)
 
     def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
         """Return float32 values on the CPU: the stored ones themselves if they are that."""
-        return float_block(self._slots.peek(name, what).reshape(-1)[start:stop])
+        return float_block(self._slots.piece(name, what, start, stop))
 
     def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
         """Change the stored tensors block by block."""
@@ -164,6 +183,14 @@ class PlainReplica:
             for x, changed in zip(stored, flat, strict=True):
                 if not x.is_contiguous():
                     x.copy_(changed.view_as(x))
+            for what, x in zip(whats, stored, strict=True):
+                self._repack(name, what, x)
+
+    def _repack(self, name: str, what: What, changed: Tensor) -> None:
+        """Store a changed copy of a moment that is kept in one byte a value."""
+        packed = self._slots.packed(name, what)
+        if packed is not None:
+            packed.write(0, changed.reshape(-1))
 
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """Return zeros in `storage`."""

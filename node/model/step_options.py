@@ -1,4 +1,4 @@
-"""How a machine computes its training steps: in less memory, or faster, with the same result.
+"""How a machine computes its training steps: in less memory, or faster.
 
 These choices belong to the machine, like its device; no manifest names them.
 """
@@ -8,6 +8,7 @@ from typing import Literal
 
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
+from farflock.optimizers.parts.small_adamw import MomentType
 
 Switch = Literal["auto", "on", "off"]
 
@@ -17,11 +18,12 @@ COMPILING = ("cuda", "xpu")  # devices on which compiled code is worth its compi
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """`checkpointing` is of activations: backward passes compute each layer again. `compile` is
-    torch.compile, layer by layer. `micro_batch` sequences are computed at once, at first (None: a
-    batch)."""
+    torch.compile, layer by layer. `moments` is the type of AdamW's. `micro_batch` sequences are
+    computed at once, at first (None: a batch)."""
 
     checkpointing: Switch = "auto"
     compile: Switch = "auto"
+    moments: MomentType = "fp32"
     micro_batch: int | None = None
 
     @property

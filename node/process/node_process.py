@@ -44,6 +44,7 @@ from farflock.node.process.network import (
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
+from farflock.node.run.fit import require_moments
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import Exchanged, kept_outer, require_memory
@@ -55,6 +56,7 @@ from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.train.run_size import exchanged, require_carried
 from farflock.node.train.state_sync import Spool
+from farflock.optimizers.catalog import method
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
@@ -411,11 +413,13 @@ def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
 
 
 def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
-    """Raise `error` unless a whole model fits the memory. A pipeline's node checks that once it
-    knows its stage."""
+    """Raise `error` unless a whole model fits the memory, and `Usage` if the run cannot have such
+    moments. A pipeline's node checks its memory once it knows its stage."""
+    plan, moments = manifest.plan(), machine.step_options.moments
+    made = method(plan.method, **plan.options)
+    require_moments(plan.method, made, plan.inner, moments, manifest.pipeline is not None)
     if manifest.pipeline is None:
-        plan = manifest.plan()
-        require_memory(plan, error, machine.outer, _exchanged(manifest))
+        require_memory(plan, error, machine.outer, _exchanged(manifest), moments)
 
 
 def _exchanged(manifest: Manifest) -> Exchanged:
@@ -552,14 +556,14 @@ def _node(
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
-        plan, ranks = manifest.plan(), machine.ranks
+        plan, ranks, moments = manifest.plan(), machine.ranks, machine.step_options.moments
         shared = None
         if ranks is not None:
             from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
 
             assignment = Assignment(manifest.canonical(), peer.me)
             shared = lead(ranks, assignment, tokens, machine.device)
-        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
+        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest), moments) == "disk"
         part = replica = replica_node(
             plan,
             peer,

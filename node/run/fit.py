@@ -17,6 +17,7 @@ from farflock.optimizers.lean import Lean
 from farflock.optimizers.method import Method
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.muon import Muon
+from farflock.optimizers.parts.small_adamw import MomentType
 from farflock.optimizers.streaming import Streaming
 
 InnerOptimizer = torch.optim.Optimizer | InnerConfig
@@ -100,6 +101,28 @@ def require_inner(
     ):
         why = f"it corrects exp_avg with exp_avg_sq, and {called} keeps neither"
         raise Usage(f"method {name}", why, "use adamw, or set correction to 0")
+
+
+def require_moments(
+    name: str, made: Method, inner: InnerConfig, moments: MomentType, in_stages: bool
+) -> None:
+    """Raise `Usage` unless a machine may keep the inner moments in this type: nobody else's may
+    depend on them."""
+    if moments == "fp32":
+        return
+    shares = name in SHARED_MOMENTS or (
+        isinstance(made, AveragesMoments) and bool(made.averaged_moments())
+    )
+    if in_stages:
+        why, remedy = "this run is a pipeline, whose stages keep their moments in float32", ""
+    elif inner.name != "adamw":
+        why, remedy = f"the run's optimizer is {inner.name}, and only adamw has such moments", ""
+    elif shares:
+        why = f"with method {name}, all replicas have the same moments, in float32"
+        remedy = ", or train in a run of a method that leaves them alone, such as diloco"
+    else:
+        return
+    raise Usage(f"--moments {moments}", why, f"leave it out{remedy}")
 
 
 def require_layers(made: Method, layers: int) -> None:

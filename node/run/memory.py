@@ -4,6 +4,7 @@ manifest, so they come before any memory is taken.
 A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import psutil
@@ -17,12 +18,15 @@ from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.cut import SAVED_SHARE
+from farflock.optimizers.parts.packed_moment import BYTES
+from farflock.optimizers.parts.small_adamw import MomentType
 from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
 OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES = 31  # of a stage
+MOMENT_BYTES: Mapping[MomentType, float] = {"fp32": 4, "bf16": 2, "int8": BYTES}  # a value
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
 PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
 RULE = "stage too large for any machine"
@@ -39,7 +43,7 @@ class Exchanged(NamedTuple):
     kept_bytes: int = 0
 
 
-def needed_bytes(plan: RunPlan, exchanged: Exchanged) -> int:
+def needed_bytes(plan: RunPlan, exchanged: Exchanged, moment_type: MomentType = "fp32") -> int:
     """Return an estimate of the bytes that training this run's model takes at most.
 
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
@@ -56,6 +60,8 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged) -> int:
     a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
     activations = VALUE_BYTES * plan.batch * plan.seq * a_token
     state = exchanged.state_bytes + exchanged.pending_bytes
+    if moment_type != "fp32":  # a checkpoint expands all of them
+        moments += int(moments * MOMENT_BYTES[moment_type] / VALUE_BYTES)
     return 2 * weights + moments + state + payloads + written // SAVED_SHARE + activations
 
 
@@ -64,13 +70,15 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def kept_outer(outer: OuterPlace, plan: RunPlan, exchanged: Exchanged) -> Literal["host", "disk"]:
+def kept_outer(
+    outer: OuterPlace, plan: RunPlan, exchanged: Exchanged, moment_type: MomentType = "fp32"
+) -> Literal["host", "disk"]:
     """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
     fit this machine's free memory otherwise."""
     if outer != "auto":
         return outer
     free_bytes = int(psutil.virtual_memory().available)
-    return "host" if needed_bytes(plan, exchanged) <= free_bytes else "disk"
+    return "host" if needed_bytes(plan, exchanged, moment_type) <= free_bytes else "disk"
 
 
 def require_memory(
@@ -78,12 +86,15 @@ def require_memory(
     error: type[FarflockError],
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
+    moment_type: MomentType = "fp32",
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
     method's state can be on the disk."""
     exchanged = exchanged or Exchanged()
-    on_disk = exchanged.state_bytes if kept_outer(outer, plan, exchanged) == "disk" else 0
-    needed, free = needed_bytes(plan, exchanged) - on_disk, int(psutil.virtual_memory().available)
+    place = kept_outer(outer, plan, exchanged, moment_type)
+    on_disk = exchanged.state_bytes if place == "disk" else 0
+    needed = needed_bytes(plan, exchanged, moment_type) - on_disk
+    free = int(psutil.virtual_memory().available)
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""

@@ -14,6 +14,7 @@ from torch import nn
 
 from farflock.optimizers.parts.corrections import nadam
 from farflock.optimizers.parts.muon import Muon, hidden_matrices
+from farflock.optimizers.parts.small_adamw import MomentType, SmallAdamW
 
 InnerName = Literal["adamw", "sgd", "muon", "nadam"]
 
@@ -79,8 +80,15 @@ class InnerConfig:
                 "e.g. sgd with momentum=0.9"
             )
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer over a module's parameters."""
+    def build(
+        self, module: nn.Module, *, fused: bool = False, moments: MomentType = "fp32"
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over a module's parameters.
+
+        AdamW can be `fused`, for parameters on a device that has it, or keep its `moments` in
+        fewer bytes; `ValueError` for such moments of another."""
+        if moments != "fp32" and self.name != "adamw":
+            raise ValueError(f"moments of {self.name} are float32, not {moments}; choose adamw")
         parameters = list(module.parameters())
         if self.name == "muon":
             hidden = hidden_matrices(module)
@@ -97,7 +105,11 @@ class InnerConfig:
             )
         if self.name == "nadam":
             return nadam(groups, self.lr, self.betas, self.eps)
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        if moments != "fp32":
+            return SmallAdamW(groups, self.lr, self.betas, self.eps, moments)
+        return torch.optim.AdamW(
+            groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused or None
+        )
 
     def _groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         """Return a group of parameters that decay and one of those that do not, unless empty."""

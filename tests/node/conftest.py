@@ -44,7 +44,7 @@ class Bench:
         terms = RunTerms("3", 3, view_s=2.0)
         return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
 
-    def node(self, peer, report=lambda kind, fields: None, device=None):
+    def node(self, peer, report=lambda kind, fields: None, device=None, step_options=None):
         async def compute(work):
             return work()
 
@@ -54,7 +54,14 @@ class Bench:
             return loss
 
         return replica_node(
-            self.plan, peer, self.text, compute=compute, train=train, report=report, device=device
+            self.plan,
+            peer,
+            self.text,
+            compute=compute,
+            train=train,
+            report=report,
+            device=device,
+            step_options=step_options,
         )
 
 

@@ -8,6 +8,7 @@ from worlds import node_replica_law as law
 
 from farflock.node.model.replica import PlainReplica, blend
 from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.small_adamw import SmallAdamW
 
 
 @pytest.mark.parametrize("rule", law.LAW, ids=lambda rule: rule.__name__)
@@ -18,6 +19,33 @@ def test_law(rule):
 @pytest.mark.parametrize("rule", law.SGD_LAW, ids=lambda rule: rule.__name__)
 def test_law_under_sgd(rule):
     rule(law.Subject("sgd"))
+
+
+class Packed(law.Subject):
+    """A subject whose moments all take one byte a value; bare loops have them in float32."""
+
+    def close(self, a, b):
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=0.1, atol=0.01)
+
+    def replica_of(self):
+        groups = self.optimizer.param_groups
+        self.optimizer = SmallAdamW(groups, law.LR, (0.9, 0.95), 1e-8, "int8", smallest=0)
+        return super().replica_of()
+
+
+ROUNDED = {  # these write any numbers, and packed moments are rounded
+    law.what_was_written_is_read,
+    law.a_mix_is_two_products_and_a_sum_each_rounded_by_itself,
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in law.LAW if rule not in ROUNDED], ids=lambda rule: rule.__name__
+)
+def test_law_with_packed_moments(rule):
+    rule(Packed())
 
 
 def test_every_rule_of_the_law_is_in_its_list():
@@ -220,3 +248,50 @@ def test_blend_of_one_copies_even_over_values_that_are_not_numbers():
     target = torch.tensor([float("nan"), float("inf")])
     blend(target, torch.tensor([1.0, 2.0]), 1.0)
     assert target.tolist() == [1.0, 2.0]
+
+
+# Moments of fewer bytes
+
+
+@pytest.fixture(params=["bf16", "int8"])
+def small(request):
+    """Return a replica of a matrix of 300 x 400 that has taken a step, and one that has not."""
+
+    def made():
+        module = torch.nn.Linear(400, 300)
+        torch.nn.init.constant_(module.weight, 0.5)
+        return PlainReplica(module, InnerConfig().build(module, moments=request.param), None)
+
+    stepped = made()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        x = torch.randn(300, 400, generator=generator)
+        stepped.write({"weight": x, "bias": x[:, 0]}, "grad")
+        stepped.inner_step()
+    return stepped, made()
+
+
+def test_small_moments_read_and_written_elsewhere_are_the_same(small):
+    teacher, joiner = small
+    for what in (*ADAM, "step", "param"):
+        joiner.write(teacher.read(teacher.names, what), what)
+        there = joiner.read(joiner.names, what)
+        for name, x in teacher.read(teacher.names, what).items():
+            assert x.dtype == torch.float32
+            assert torch.equal(there[name], x), (name, what)
+    for replica in small:
+        replica.write({name: torch.ones(s) for name, s in replica.shapes.items()}, "grad")
+        replica.inner_step()
+    for name, x in teacher.read(teacher.names, "param").items():
+        assert torch.equal(joiner.read([name], "param")[name], x)
+
+
+def test_small_moments_are_read_and_changed_in_blocks(small):
+    replica, _ = small
+    for what in ADAM:
+        whole = replica.read(["weight"], what)["weight"].reshape(-1)
+        for start, stop in ((0, 65_536), (65_536, 120_000), (7, 8)):
+            assert torch.equal(replica.block("weight", what, start, stop), whole[start:stop])
+        replica.update(["weight"], [what], lambda block, x: [x * 0.5])
+        changed = replica.read(["weight"], what)["weight"].reshape(-1)
+        torch.testing.assert_close(changed, whole * 0.5, rtol=1e-6, atol=0)

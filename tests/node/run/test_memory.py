@@ -56,6 +56,13 @@ def test_what_is_kept_beside_the_model_is_counted():
     assert sgd < alone - 1.9 * adamw
 
 
+def test_small_moments_are_counted_beside_what_a_checkpoint_makes_of_them():
+    plan, weights = manifest(), manifest().model.parameters()
+    fp32, bf16, int8 = (needed_bytes(plan, Exchanged(), kind) for kind in ("fp32", "bf16", "int8"))
+    assert bf16 - fp32 == 2 * 2 * weights
+    assert bf16 - int8 == pytest.approx((2 - 1 - 4 / 256) * 2 * weights, abs=2)
+
+
 def test_a_larger_batch_takes_more_and_accumulation_does_not():
     one, two = (needed_bytes(manifest(batch=batch, seq=64), Exchanged()) for batch in (8, 16))
     assert two > one
