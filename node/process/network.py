@@ -53,6 +53,7 @@ class MachineOptions:
     role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
     outer: OuterPlace = "auto"  # where the method's state is kept
     device: Device = field(default_factory=Device)  # that trains
+    micro_batch: int | None = None  # sequences computed at once; None: as many as fit
 
 
 def identity_of(folder: RunFolder) -> Identity:

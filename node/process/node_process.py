@@ -41,18 +41,19 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
+from farflock.node.process.room import fitted, outer_place, require_room
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import Exchanged, kept_outer, require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
-from farflock.node.train.run_size import exchanged, require_carried
+from farflock.node.train.run_size import require_carried
 from farflock.node.train.state_sync import Spool
+from farflock.node.train.task import StepImpossible
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
@@ -262,7 +263,7 @@ async def found(
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
     machine = _placed(machine, manifest)
-    _require_room(machine, manifest, Failure)
+    require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
@@ -296,6 +297,7 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
+    machine = await fitted(machine, manifest, Failure)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
@@ -366,8 +368,9 @@ async def _join(
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = _placed(machine, manifest)
-        _require_room(machine, manifest, RefusedByRun)
+        require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
+        machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
@@ -400,18 +403,6 @@ def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
         return machine
     log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
     return replace(machine, device=Device())
-
-
-def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
-    """Raise `error` unless a whole model fits the memory. A pipeline's node checks that once it
-    knows its stage."""
-    if manifest.pipeline is None:
-        plan = manifest.plan()
-        require_memory(plan, error, machine.outer, _exchanged(manifest))
-
-
-def _exchanged(manifest: Manifest) -> Exchanged:
-    return exchanged(manifest.plan(), max(manifest.exchange.start_peers, 2))
 
 
 def require_corpus(manifest: Manifest) -> None:
@@ -470,18 +461,24 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await part.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        saved = await save_all(node.keepers, node.machine.folder)
-        await peer.part()
-        node.history.event(
-            "stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step
-        )
-        return saved
+        return await _leave(node, "stopped" if part.stopping else "done")
+    except StepImpossible:
+        await _leave(node, "stopped")
+        raise
     finally:
         for ended in await cancel(*helpers):
             if isinstance(ended, Exception):
                 log.error("a background task of the node failed", exc_info=ended)
         status.write("has ended")
         node.history.close()
+
+
+async def _leave(node: NodeProcess, event: str) -> Path:
+    """Save a checkpoint, say goodbye, and return the checkpoint's folder."""
+    saved = await save_all(node.keepers, node.machine.folder)
+    await node.member.peer.part()
+    node.history.event(event, checkpoint=str(saved), step=node.member.step)
+    return saved
 
 
 async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
@@ -542,7 +539,7 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
         plan = manifest.plan()
-        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
+        on_disk = outer_place(machine, manifest) == "disk"
         part = replica = replica_node(
             plan,
             peer,
@@ -554,6 +551,7 @@ def _node(
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
             device=machine.device,
+            micro_batch=machine.micro_batch,
         )
         keepers = [
             CheckpointManager(

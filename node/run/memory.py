@@ -12,16 +12,19 @@ from farflock.compression.activation import ActivationContext
 from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
+from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.cut import SAVED_SHARE
+from farflock.optimizers.catalog import METHODS, unfolded
 from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
 OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
+TOKEN_BYTES = 8
 VALUES = 31  # of a stage
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
 PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
@@ -39,24 +42,66 @@ class Exchanged(NamedTuple):
     kept_bytes: int = 0
 
 
-def needed_bytes(plan: RunPlan, exchanged: Exchanged) -> int:
-    """Return an estimate of the bytes that training this run's model takes at most.
+def needed_bytes(
+    plan: RunPlan,
+    exchanged: Exchanged,
+    micro_batch: int | None = None,
+    on_device: bool = False,
+) -> int:
+    """Return an estimate of the host's bytes that training this run's model takes at most.
 
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
-    payloads, and what a checkpoint copies of all that it writes. Per token of a batch: what the
-    backward pass reads again (ten widths and four hidden widths a layer, attention, and the
-    logits)."""
-    model = plan.model
-    weights = VALUE_BYTES * model.parameters()
-    moments = weights * MOMENTS[plan.inner.name]
-    if plan.inner.name == "sgd" and not plan.inner.momentum:
-        moments = 0
+    payloads, and what a checkpoint copies of all that it writes. Per token of the sequences that
+    are computed at once: what the backward pass reads again (ten widths and four hidden widths a
+    layer, attention, and the logits).
+
+    If the model is on a device, the host holds copies of its tensors while it builds the model and
+    while a checkpoint is written."""
     payloads = int(PAYLOAD_SHARE * exchanged.payload_bytes) + exchanged.kept_bytes
-    written = 2 * weights + moments + exchanged.state_bytes
-    a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
-    activations = VALUE_BYTES * plan.batch * plan.seq * a_token
     state = exchanged.state_bytes + exchanged.pending_bytes
-    return 2 * weights + moments + state + payloads + written // SAVED_SHARE + activations
+    weights, moments = VALUE_BYTES * plan.model.parameters(), moment_bytes(plan)
+    if on_device:
+        copied = 2 * weights + moments + exchanged.state_bytes // SAVED_SHARE
+        return state + payloads + copied
+    written = 2 * weights + moments + exchanged.state_bytes
+    held = 2 * weights + moments + state + payloads + written // SAVED_SHARE
+    return held + _activation_bytes(plan, micro_batch, plan.model.layers)
+
+
+def needed_device_bytes(plan: RunPlan, micro_batch: int | None = None) -> int:
+    """Return an estimate of a device's bytes that training this run's model takes at most.
+
+    Weights, gradients, and moments; a method that lets gradients of several steps add up has them
+    twice during a step. Beside these either the passes (activations of the sequences that are
+    computed at once, half a layer's more while gradients are computed, and weights in lower
+    precision), or the inner step, which computes with copies."""
+    model, weights = plan.model, VALUE_BYTES * plan.model.parameters()
+    kinds = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 2
+    angles = 2 * VALUE_BYTES * model.context * model.head_dim
+    tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
+    passes = _activation_bytes(plan, micro_batch, model.layers + 0.5) + weights // 2
+    return kinds * weights + moment_bytes(plan) + angles + tokens + max(passes, weights)
+
+
+def min_device_bytes(plan: RunPlan) -> int:
+    """Return a device's bytes without which no step can be taken, whatever is computed at once."""
+    some = moment_bytes(plan)
+    if plan.inner.name == "muon":  # two moments are kept for some of the weights only
+        some //= 2
+    return 2 * VALUE_BYTES * plan.model.parameters() + some
+
+
+def moment_bytes(plan: RunPlan) -> int:
+    """Return the bytes of the inner optimizer's moments, at most."""
+    if plan.inner.name == "sgd" and not plan.inner.momentum:
+        return 0
+    return VALUE_BYTES * plan.model.parameters() * MOMENTS[plan.inner.name]
+
+
+def _activation_bytes(plan: RunPlan, micro_batch: int | None, layers: float) -> int:
+    model, at_once = plan.model, min(micro_batch or plan.batch, plan.batch)
+    a_token = int(layers * layer_values(model, plan.seq)) + 3 * model.vocab_size
+    return VALUE_BYTES * at_once * plan.seq * a_token
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
@@ -64,13 +109,19 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def kept_outer(outer: OuterPlace, plan: RunPlan, exchanged: Exchanged) -> Literal["host", "disk"]:
+def kept_outer(
+    outer: OuterPlace,
+    plan: RunPlan,
+    exchanged: Exchanged,
+    micro_batch: int | None = None,
+    on_device: bool = False,
+) -> Literal["host", "disk"]:
     """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
     fit this machine's free memory otherwise."""
     if outer != "auto":
         return outer
-    free_bytes = int(psutil.virtual_memory().available)
-    return "host" if needed_bytes(plan, exchanged) <= free_bytes else "disk"
+    needed = needed_bytes(plan, exchanged, micro_batch, on_device)
+    return "host" if needed <= _free_bytes() else "disk"
 
 
 def require_memory(
@@ -78,15 +129,20 @@ def require_memory(
     error: type[FarflockError],
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
+    micro_batch: int | None = None,
+    on_device: bool = False,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
     method's state can be on the disk."""
     exchanged = exchanged or Exchanged()
-    on_disk = exchanged.state_bytes if kept_outer(outer, plan, exchanged) == "disk" else 0
-    needed, free = needed_bytes(plan, exchanged) - on_disk, int(psutil.virtual_memory().available)
+    terms = (plan, exchanged, micro_batch, on_device)
+    on_disk = exchanged.state_bytes if kept_outer(outer, *terms) == "disk" else 0
+    needed, free = needed_bytes(*terms) - on_disk, _free_bytes()
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""
+        if not on_device and needed_bytes(plan, exchanged, 1) - on_disk <= free:
+            remedy += "compute fewer sequences at once (--micro-batch 1), "
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"
             f" {needed / 1e6:,.0f} MB of memory, and {free / 1e6:,.0f} MB are free here"
@@ -96,6 +152,40 @@ def require_memory(
             why,
             f"{remedy}close programs, or use a larger machine",
         )
+
+
+def require_device_memory(
+    plan: RunPlan, device: Device, error: type[FarflockError], exchanged: Exchanged
+) -> None:
+    """Raise `error` if this run's weights, gradients and moments alone do not fit the device, so
+    that no step has to be tried."""
+    if min_device_bytes(plan) > device.memory()[0]:
+        raise error(*refusal(plan, device, exchanged))
+
+
+def refusal(plan: RunPlan, device: Device, exchanged: Exchanged) -> tuple[str, str, str]:
+    """Return the words for a model that the device has no room for, with the numbers of the device
+    and of the host."""
+    numbers = (
+        needed_device_bytes(plan, 1),
+        device.memory()[0],
+        needed_bytes(plan, exchanged, 1, on_device=True),
+        _free_bytes(),
+    )
+    needed, free, host, host_free = (f"{size / 1e6:,.0f} MB" for size in numbers)
+    why = (
+        f"training its {plan.model.parameters():,} parameters, one sequence at a time, takes about"
+        f" {needed} of the device's memory, and {free} are free there; of this machine's own it"
+        f" takes about {host}, and {host_free} are free"
+    )
+    fits_host = needed_bytes(plan, exchanged, 1) <= _free_bytes()
+    here = "train on the CPU (--device cpu), " if fits_host else ""
+    remedy = "close programs that use the device, or use a larger one"
+    return f"the run's model is too large for {device.name}", why, f"{here}{remedy}"
+
+
+def _free_bytes() -> int:
+    return int(psutil.virtual_memory().available)
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:

@@ -1,9 +1,10 @@
 """Loss scaling for fp16, whose smallest number is 6e-8: gradients below that would be lost.
 
 The loss is multiplied by a power of two before the backward pass, and the gradients are divided by
-it after. The scale is dynamic, as in Micikevicius et al. (arXiv:1710.03740, section 3.2) and torch's
-GradScaler, but for one point: GradScaler skips a step whose gradients overflowed. A peer that skips
-steps falls out of step with the others' rounds, so here the step is taken again at half the scale.
+it after. The scale is dynamic, as in Micikevicius et al. (arXiv:1710.03740, section 3.2) and in
+torch's GradScaler, but for one point: GradScaler skips a step whose gradients overflowed. A peer
+that skips steps falls out of step with the others' rounds, so here the step is taken again at half
+the scale.
 """
 
 import math

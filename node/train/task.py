@@ -51,6 +51,10 @@ class StepImpossible(Failure):
     """This machine cannot take the step; the model is as it was before it."""
 
 
+class NoRoom(StepImpossible):
+    """The device has no room for a step, even with one sequence at a time."""
+
+
 @dataclass(slots=True)
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
@@ -69,6 +73,7 @@ class LanguageModelTask:
     autocast: bool = False
     device: Device = field(default_factory=Device)
     micro_batch: int | None = None  # sequences computed at once, at first; None: a batch
+    trial: bool = False  # to find out what fits: a failure is no news
     joined_at: int = 0  # step at which this peer joined, with empty moments
     microbatches: Microbatches = field(init=False)
     loss_scale: LossScale = field(default_factory=LossScale, init=False)
@@ -153,12 +158,13 @@ class LanguageModelTask:
         """Halve what is computed at once, and say so."""
         before = self.microbatches.at_once
         if not self.microbatches.halve():
-            raise StepImpossible(
+            raise NoRoom(
                 f"{self.device.name} has no room for a step with one sequence at a time",
                 reason,
                 "close programs that use it, or train on another device (--device cpu)",
             )
-        log.warning(
+        log.log(
+            logging.DEBUG if self.trial else logging.WARNING,
             "%s ran out of memory with %d sequences at once: step %d is taken again with %d",
             self.device.name,
             before,

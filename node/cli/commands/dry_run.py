@@ -74,7 +74,7 @@ class Line:
 
 def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     """Return the sizes of a run for `--json`; raise `Usage` if a stream cannot travel at all."""
-    from farflock.node.run.memory import needed_bytes, needed_stage_bytes
+    from farflock.node.run.memory import needed_bytes, needed_device_bytes, needed_stage_bytes
     from farflock.node.train.run_size import exchanged, stream_sizes
 
     plan, pipeline = described.plan(), described.pipeline_plan()
@@ -87,6 +87,8 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     return {
         "parameters": plan.model.parameters(),
         "memory_bytes": max(memory),
+        "memory_host": max(memory),
+        "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
         **asdict(line),
         "streams": [_stream_facts(stream, line) for stream in streams],
     }

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status
+
+if TYPE_CHECKING:
+    from farflock.node.process.network import MachineOptions
 
 
 class WatchedNode(Protocol):
@@ -17,6 +20,14 @@ class WatchedNode(Protocol):
     def view_s(self) -> float: ...
     def show_to(self, show: Callable[[Status], None]) -> None: ...
     def stop(self) -> None: ...
+
+
+def place_text(machine: "MachineOptions", batch: int) -> str:
+    """Return the line that says where a node trains, and how much of a batch it computes at
+    once."""
+    whole = machine.micro_batch is None or machine.micro_batch >= batch
+    part = "" if whole else f", {machine.micro_batch} of a batch's {batch} sequences at once"
+    return f"this node trains on {machine.device}{part}"
 
 
 NodeT = TypeVar("NodeT", bound=WatchedNode)

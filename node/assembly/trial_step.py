@@ -1,0 +1,68 @@
+"""True steps before a run's state is there, which say how much of a batch a device computes at once.
+
+They are taken by the task that will train, on a model of the same shape whose weights mean nothing:
+it is built on the device itself, so the host needs no memory for it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from farflock.node.assembly.node import task_of
+from farflock.node.model.data import Batches
+from farflock.node.model.device import Device, is_out_of_memory
+from farflock.node.model.llama import Llama, ModelConfig
+from farflock.node.run.terms import RunPlan
+from farflock.node.train.task import NoRoom
+from farflock.optimizers.catalog import METHODS, unfolded
+from farflock.optimizers.method import Progress
+
+STEPS = 2  # the inner optimizer has its moments only from the first step on
+
+
+def fitting(plan: RunPlan, device: Device, micro_batch: int | None = None) -> int | None:
+    """Return how many sequences of a batch the device computes at once: `micro_batch` (None: all),
+    or a half of it, and so on, until there is room; None if there is none even for one. Nothing
+    stays on the device."""
+    device.release()
+    found = _tried(plan, device, micro_batch)
+    device.release()  # not in `_tried`: an error there holds the frames of its pass
+    return found
+
+
+def _tried(plan: RunPlan, device: Device, micro_batch: int | None) -> int | None:
+    try:
+        return _stepped(plan, device, micro_batch)
+    except NoRoom:
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+
+
+def _stepped(plan: RunPlan, device: Device, micro_batch: int | None) -> int:
+    model = _blank(plan.model, device)
+    batches = Batches(np.zeros(plan.seq + 1, dtype="<u2"), 0, "", plan.batch, plan.seq)
+    # a third batch takes no more memory than a second one
+    plan = replace(plan, accumulate=min(plan.accumulate, 2))
+    task = task_of(plan, model, batches, device, micro_batch)
+    task.trial = True
+    for step in range(STEPS):
+        if METHODS[unfolded(plan.method)[0]].keeps_gradients:
+            for one in model.parameters():
+                one.grad = torch.zeros_like(one)
+        task.forward_backward(step, Progress(step))
+        task.replica.inner_step()
+    return task.microbatches.at_once
+
+
+def _blank(config: ModelConfig, device: Device) -> Llama:
+    """Return a model whose weights are small enough for any precision."""
+    with device.place:
+        model = Llama(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1.0 if weight.dim() == 1 else 1 / config.dim)
+    return model
