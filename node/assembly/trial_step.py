@@ -1,4 +1,4 @@
-"""True steps before a run's state is there, which say how much of a batch a device computes at once.
+"""True steps before a run's state is there: how much of a batch does a device compute at once?
 
 They are taken by the task that will train, on a model of the same shape whose weights mean nothing:
 it is built on the device itself, so the host needs no memory for it.

@@ -22,7 +22,7 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
-from farflock.node.errors import Failure, FarflockError, RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.replica import in_memory
@@ -461,9 +461,9 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await part.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        return await _leave(node, "stopped" if part.stopping else "done")
+        return await _leave(node, part.stopping)
     except StepImpossible:
-        await _leave(node, "stopped")
+        await _leave(node, True)
         raise
     finally:
         for ended in await cancel(*helpers):
@@ -473,11 +473,13 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         node.history.close()
 
 
-async def _leave(node: NodeProcess, event: str) -> Path:
+async def _leave(node: NodeProcess, stopped: bool) -> Path:
     """Save a checkpoint, say goodbye, and return the checkpoint's folder."""
     saved = await save_all(node.keepers, node.machine.folder)
     await node.member.peer.part()
-    node.history.event(event, checkpoint=str(saved), step=node.member.step)
+    node.history.event(
+        "stopped" if stopped else "done", checkpoint=str(saved), step=node.member.step
+    )
     return saved
 
 

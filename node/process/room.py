@@ -35,9 +35,7 @@ def require_room(machine: MachineOptions, manifest: Manifest, error: type[Farflo
 
 def outer_place(machine: MachineOptions, manifest: Manifest) -> Literal["host", "disk"]:
     """Return where to keep the method's state."""
-    return kept_outer(
-        machine.outer, manifest.plan(), _exchanged(manifest), *_computes(machine)
-    )
+    return kept_outer(machine.outer, manifest.plan(), _exchanged(manifest), *_computes(machine))
 
 
 async def fitted(

@@ -130,6 +130,11 @@ def size_text(facts: dict[str, Any]) -> str:
         f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"
         f" {facts['peers']} peers (--peers), {facts['step_s']:g} s a step (--step)",
     ]
+    if facts["memory_device"]:
+        lines.append(
+            f"device     about {_bytes(facts['memory_device'])} of its memory, if one trains whole"
+            " batches; less with --micro-batch"
+        )
     streams: Sequence[dict[str, Any]] = facts["streams"]
     if not streams:
         return "\n".join([*lines, "exchange   none: nothing travels"])

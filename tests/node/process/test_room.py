@@ -2,19 +2,25 @@
 
 import asyncio
 import re
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from worlds.card import CARD
+from worlds.waiting import until
 
+from farflock.node.assembly.checkpoints import last_of
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.device import Device, choose
 from farflock.node.process.network import MachineOptions
+from farflock.node.process.node_process import found, join
 from farflock.node.process.room import fitted, outer_place, require_room
+from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import min_device_bytes, needed_device_bytes
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.task import NoRoom
 
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
 
@@ -27,7 +33,8 @@ def manifest(**train):
 @pytest.fixture
 def machine(tmp_path):
     """A machine that computes on this device."""
-    return lambda device, **more: MachineOptions(RunFolder(tmp_path), device=device, **more)
+    here = RunFolder(tmp_path)
+    return lambda device, folder=here, **more: MachineOptions(folder, device=device, **more)
 
 
 def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, machine):
@@ -83,3 +90,44 @@ def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, m
     with pytest.raises(Failure, match="compute fewer sequences at once \\(--micro-batch 1\\)"):
         require_room(machine(Device()), run, Failure)
     require_room(machine(Device(), micro_batch=1), run, Failure)
+
+
+@pytest.mark.ci_more
+def test_a_node_that_runs_out_of_memory_for_good_saves_and_leaves(card, machine, caplog):
+    there, run, seen = machine(choose()), manifest(), []
+
+    def started(node):
+        seen.append(node)
+        CARD.capacity_bytes = CARD.used_bytes + 1000
+
+    with pytest.raises(NoRoom, match="Double Card has no room for a step with one sequence"):
+        asyncio.run(found(there, run, started))
+    (node,) = seen
+    assert node.member.peer.membership.admission.leaves
+    assert last_of(there.folder, node.run).step == node.member.step == 0
+    events = (there.folder.path / "events.jsonl").read_text()
+    assert '"stopped"' in events
+
+
+@pytest.mark.ci_more
+def test_a_joiner_without_room_is_refused_before_it_downloads_anything(card, machine, tmp_path):
+    nodes, downloaded, run = [], [], manifest()
+    small = machine(choose(), folder=RunFolder(tmp_path / "small"))
+    small.device.release()
+    CARD.reset_counters()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
+
+    async def main():
+        founder = asyncio.create_task(found(machine(Device()), run, nodes.append))
+        await until(lambda: nodes)
+        invite = parse(nodes[0].invite(), time.time())
+        try:
+            await join(small, invite, nodes.append, downloaded=lambda *given: downloaded.append(1))
+        finally:
+            nodes[0].stop()
+            await founder
+
+    with pytest.raises(RefusedByRun, match="too large for Double Card"):
+        asyncio.run(main())
+    assert (len(nodes), downloaded) == (1, [])
+    assert nodes[0].member.peer.context.views.newest.peers == (nodes[0].links.me,)

@@ -257,3 +257,24 @@ def test_a_step_in_fp16_waits_once(text, half):
     made.forward_backward(1, Progress(1))
     assert CARD.from_card_bytes == 3 * 4  # two losses and a flag, in one copy
     assert CARD.waits == 0
+
+
+@pytest.mark.ci_more
+def test_a_model_that_fits_a_gigabyte_at_two_sequences_has_the_loss_of_eight(text, single):
+    shape = {"dim": 64, "layers": 16, "heads": 4, "kv_heads": 4, "ffn_dim": 192}
+    model = build(ModelConfig(**shape, context=1024), 3)
+    plan = RunPlan(
+        *(3, model.config, InnerConfig(), Schedule(1e-3, 10**6), "local"), batch=8, seq=1024
+    )
+    batches = Batches(text, 3, "peer", 8, 1024)
+    there, here = (
+        task_of(plan, copy.deepcopy(model).to(device.place), batches, device)
+        for device in (single, Device())
+    )
+    found = passes(there)
+    assert there.microbatches.at_once == 2
+    assert CARD.peak_bytes <= CARD.capacity_bytes == 2**30
+    loss = passes(here)
+    assert found[0] == pytest.approx(loss[0], rel=1e-6)
+    for name, x in found[1].items():
+        assert (x - loss[1][name]).norm() <= 1e-4 * loss[1][name].norm() + 1e-9, name
