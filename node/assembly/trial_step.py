@@ -55,7 +55,7 @@ def _stepped(plan: RunPlan, device: Device, micro_batch: int | None) -> int:
                 one.grad = torch.zeros_like(one)
         task.forward_backward(step, Progress(step))
         task.replica.inner_step()
-    return task.microbatches.at_once
+    return task.parts.at_once
 
 
 def _blank(config: ModelConfig, device: Device) -> Llama:

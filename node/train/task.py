@@ -15,8 +15,8 @@ from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
+from farflock.node.train.batch_parts import BatchParts, drop_gradients, set_aside
 from farflock.node.train.loss_scale import LossScale, unscale
-from farflock.node.train.microbatches import Microbatches, drop_gradients, set_aside
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -75,11 +75,11 @@ class LanguageModelTask:
     micro_batch: int | None = None  # sequences computed at once, at first; None: a batch
     trial: bool = False  # to find out what fits: a failure is no news
     joined_at: int = 0  # step at which this peer joined, with empty moments
-    microbatches: Microbatches = field(init=False)
+    parts: BatchParts = field(init=False)
     loss_scale: LossScale = field(default_factory=LossScale, init=False)
 
     def __post_init__(self) -> None:
-        self.microbatches = Microbatches(self.batches.batch_size, self.micro_batch)
+        self.parts = BatchParts(self.batches.batch_size, self.micro_batch)
 
     @property
     def tokens_per_step(self) -> int:
@@ -127,7 +127,7 @@ class LanguageModelTask:
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
-            for rows in self.microbatches:
+            for rows in self.parts:
                 share = self.accumulate * len(x) / len(x[rows])
                 with self._precision():
                     loss = next_token_loss(self.module(x[rows]), y[rows]) / share
@@ -156,8 +156,8 @@ class LanguageModelTask:
 
     def _compute_less(self, step: int, reason: str) -> None:
         """Halve what is computed at once, and say so."""
-        before = self.microbatches.at_once
-        if not self.microbatches.halve():
+        before = self.parts.at_once
+        if not self.parts.halve():
             raise NoRoom(
                 f"{self.device.name} has no room for a step with one sequence at a time",
                 reason,
@@ -169,7 +169,7 @@ class LanguageModelTask:
             self.device.name,
             before,
             step,
-            self.microbatches.at_once,
+            self.parts.at_once,
         )
         drop_gradients(self.module.parameters())
         self.device.release()

@@ -188,14 +188,14 @@ def test_in_lower_precision_it_still_trains(bench, text, card):
     assert all(x.dtype == torch.float32 for x in node.model.parameters())
 
 
-@pytest.mark.parametrize("method", ["diloco", "ddp"])
+@pytest.mark.parametrize("method", ["ddp", pytest.param("diloco", marks=pytest.mark.ci_more)])
 def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
     bench, text, single, method
 ):
     made = bench(text, method, total=10 * 64, **OPTIONS[method])
     whole = alone(made, 10 * 64, single)
     found = alone(made, 10 * 64, single, change=out_of_memory_in(7))
-    assert found.loop.training_task.microbatches.at_once == 1
+    assert found.loop.training_task.parts.at_once == 1
     assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
     assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
     assert found.last_loss == pytest.approx(whole.last_loss, rel=1e-5)
@@ -215,12 +215,13 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     CARD.reset_counters()
     CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(made.plan, 2)
     found = alone(made, 6 * 256, single)
-    assert found.loop.training_task.microbatches.at_once == 2
+    assert found.loop.training_task.parts.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes
     assert found.last_loss == pytest.approx(loss, rel=1e-5)
     close(state_of(found), state)
 
 
+@pytest.mark.ci_more
 def test_two_peers_of_which_one_has_no_bf16_end_with_one_state(bench, text, card):
     CARD.has_bf16 = False
     made = bench(text, peers=2, total=3 * TOKENS, period=5, codec="int8")

@@ -33,10 +33,10 @@ def card_of(card):
 @pytest.mark.parametrize(
     ("method", "shape", "optimizer"),
     [
-        ("local", SHAPE, "adamw"),
         ("ddp", SHAPE, "adamw"),
-        ("local", WIDE, "muon"),
-        ("local", WIDE, "sgd"),
+        pytest.param("local", SHAPE, "adamw", marks=pytest.mark.ci_more),
+        pytest.param("local", WIDE, "muon", marks=pytest.mark.ci_more),
+        pytest.param("local", WIDE, "sgd", marks=pytest.mark.ci_more),
     ],
 )
 def test_what_is_reckoned_is_what_a_step_takes(card_of, method, shape, optimizer):
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_halved_until_it_does_and_leaves_nothing(card_of):
     assert fitting(run, there, micro_batch=1) == 1
 
 
-@pytest.mark.parametrize("share", [0.9, 0.3])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.3, marks=pytest.mark.ci_more)])
 def test_a_model_without_room_for_one_sequence_is_found_and_leaves_nothing(card_of, share):
     run, there, before = plan(batch=2), card_of(), CARD.used_bytes
     CARD.capacity_bytes = before + int(share * min_device_bytes(run))
@@ -66,5 +66,6 @@ def test_a_model_without_room_for_one_sequence_is_found_and_leaves_nothing(card_
     assert CARD.used_bytes == before
 
 
+@pytest.mark.ci_more
 def test_it_tries_the_precision_that_will_train(card_of):
     assert fitting(plan(shape=WIDE, batch=2), card_of("fp16")) == 2
