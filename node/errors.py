@@ -98,6 +98,13 @@ def explained(error: BaseException) -> FarflockError | None:
             str(error) or "an allocation failed",
             "close other programs, or use a smaller model",
         )
+    if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):  # torch's
+        return Failure(
+            "the device is out of memory",
+            str(error),
+            "close programs that use it, choose a smaller --micro-batch, or train on the CPU"
+            " (--device cpu)",
+        )
     if isinstance(error, OSError) and error.errno is not None:
         return _from_system(error)
     return None

@@ -152,7 +152,7 @@ class PlainReplica:
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
         """Return float32 copies on the CPU; gradients and moments that do not exist are zeros."""
         return {
-            name: self._slots.find(name, what).to("cpu", torch.float32, copy=True) for name in names
+            name: self._slots.peek(name, what).to("cpu", torch.float32, copy=True) for name in names
         }
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:

@@ -22,7 +22,7 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
-from farflock.node.errors import Failure, FarflockError, RefusedByRun, Usage
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import FollowerLost
@@ -42,21 +42,20 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
+from farflock.node.process.room import fitted, outer_place, require_room
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
-from farflock.node.run.fit import require_moments
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import Exchanged, kept_outer, require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
-from farflock.node.train.run_size import exchanged, require_carried
+from farflock.node.train.run_size import require_carried
 from farflock.node.train.state_sync import Spool
-from farflock.optimizers.catalog import method
+from farflock.node.train.task import StepImpossible
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
@@ -266,7 +265,7 @@ async def found(
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
     machine = _placed(machine, manifest)
-    _require_room(machine, manifest, Failure)
+    require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
@@ -300,6 +299,7 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
+    machine = await fitted(machine, manifest, Failure)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
@@ -370,8 +370,9 @@ async def _join(
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = _placed(machine, manifest)
-        _require_room(machine, manifest, RefusedByRun)
+        require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
+        machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
@@ -410,20 +411,6 @@ def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
         return machine
     log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
     return replace(machine, device=Device())
-
-
-def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
-    """Raise `error` unless a whole model fits the memory, and `Usage` if the run cannot have such
-    moments. A pipeline's node checks its memory once it knows its stage."""
-    plan, moments = manifest.plan(), machine.step_options.moments
-    made = method(plan.method, **plan.options)
-    require_moments(plan.method, made, plan.inner, moments, manifest.pipeline is not None)
-    if manifest.pipeline is None:
-        require_memory(plan, error, machine.outer, _exchanged(manifest), moments)
-
-
-def _exchanged(manifest: Manifest) -> Exchanged:
-    return exchanged(manifest.plan(), max(manifest.exchange.start_peers, 2))
 
 
 def require_corpus(manifest: Manifest) -> None:
@@ -482,12 +469,10 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await unless_lost(node.machine.ranks, part.run(node.manifest.run.total_tokens))
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        saved = await save_all(node.keepers, node.machine.folder)
-        await peer.part()
-        node.history.event(
-            "stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step
-        )
-        return saved
+        return await _leave(node, part.stopping)
+    except StepImpossible:
+        await _leave(node, True)
+        raise
     except FollowerLost:
         await peer.part()
         raise
@@ -497,6 +482,16 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
                 log.error("a background task of the node failed", exc_info=ended)
         status.write("has ended")
         node.history.close()
+
+
+async def _leave(node: NodeProcess, stopped: bool) -> Path:
+    """Save a checkpoint, say goodbye, and return the checkpoint's folder."""
+    saved = await save_all(node.keepers, node.machine.folder)
+    await node.member.peer.part()
+    node.history.event(
+        "stopped" if stopped else "done", checkpoint=str(saved), step=node.member.step
+    )
+    return saved
 
 
 async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
@@ -556,14 +551,13 @@ def _node(
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
-        plan, ranks, moments = manifest.plan(), machine.ranks, machine.step_options.moments
-        shared = None
+        plan, ranks, shared = manifest.plan(), machine.ranks, None
         if ranks is not None:
             from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
 
             assignment = Assignment(manifest.canonical(), peer.me)
             shared = lead(ranks, assignment, tokens, machine.device)
-        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest), moments) == "disk"
+        on_disk = outer_place(machine, manifest) == "disk"
         part = replica = replica_node(
             plan,
             peer,

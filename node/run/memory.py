@@ -13,11 +13,14 @@ from farflock.compression.activation import ActivationContext
 from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
+from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
+from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.cut import SAVED_SHARE
+from farflock.optimizers.catalog import METHODS, unfolded
 from farflock.optimizers.parts.packed_moment import BYTES
 from farflock.optimizers.parts.small_adamw import MomentType
 from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
@@ -25,6 +28,7 @@ from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
+TOKEN_BYTES = 8
 VALUES = 31  # of a stage
 MOMENT_BYTES: Mapping[MomentType, float] = {"fp32": 4, "bf16": 2, "int8": BYTES}  # a value
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
@@ -43,26 +47,80 @@ class Exchanged(NamedTuple):
     kept_bytes: int = 0
 
 
-def needed_bytes(plan: RunPlan, exchanged: Exchanged, moment_type: MomentType = "fp32") -> int:
-    """Return an estimate of the bytes that training this run's model takes at most.
+class Computing(NamedTuple):
+    """The machine's choices on which memory depends: sequences computed at once (None: a batch),
+    whether a device computes them, the type of AdamW's moments, and whether layers are computed
+    again for their gradients."""
+
+    micro_batch: int | None = None
+    on_device: bool = False
+    moments: MomentType = "fp32"
+    checkpoints: bool = False
+
+
+WHOLE_BATCH = Computing()
+
+
+def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: Computing = WHOLE_BATCH) -> int:
+    """Return an estimate of the host's bytes that training this run's model takes at most.
 
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
-    payloads, and what a checkpoint copies of all that it writes. Per token of a batch: what the
-    backward pass reads again (ten widths and four hidden widths a layer, attention, and the
-    logits)."""
-    model = plan.model
-    weights = VALUE_BYTES * model.parameters()
-    moments = weights * MOMENTS[plan.inner.name]
-    if plan.inner.name == "sgd" and not plan.inner.momentum:
-        moments = 0
+    payloads, and what a checkpoint copies of all that it writes; it expands smaller moments. Per
+    token of the sequences that are computed at once: what the backward pass reads again (ten widths
+    and four hidden widths a layer, attention, and the logits).
+
+    If the model is on a device, the host holds copies of its tensors while it builds the model and
+    while a checkpoint is written."""
     payloads = int(PAYLOAD_SHARE * exchanged.payload_bytes) + exchanged.kept_bytes
-    written = 2 * weights + moments + exchanged.state_bytes
-    a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
-    activations = VALUE_BYTES * plan.batch * plan.seq * a_token
     state = exchanged.state_bytes + exchanged.pending_bytes
-    if moment_type != "fp32":  # a checkpoint expands all of them
-        moments += int(moments * MOMENT_BYTES[moment_type] / VALUE_BYTES)
-    return 2 * weights + moments + state + payloads + written // SAVED_SHARE + activations
+    weights, moments = VALUE_BYTES * plan.model.parameters(), moment_bytes(plan)
+    if computing.on_device:
+        copied = 2 * weights + moments + exchanged.state_bytes // SAVED_SHARE
+        return state + payloads + copied
+    written = 2 * weights + moments + exchanged.state_bytes
+    if computing.moments != "fp32":
+        moments += moment_bytes(plan, computing.moments)
+    held = 2 * weights + moments + state + payloads + written // SAVED_SHARE
+    return held + _activation_bytes(plan, computing, plan.model.layers)
+
+
+def needed_device_bytes(plan: RunPlan, computing: Computing = WHOLE_BATCH) -> int:
+    """Return an estimate of a device's bytes that training this run's model takes at most.
+
+    Weights, gradients, and moments; a method that lets gradients of several steps add up has them
+    twice during a step. Beside these either the passes (activations of the sequences that are
+    computed at once, half a layer's more while gradients are computed, and weights in lower
+    precision), or the inner step, which computes with copies."""
+    model, weights = plan.model, VALUE_BYTES * plan.model.parameters()
+    kinds = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 2
+    angles = 2 * VALUE_BYTES * model.context * model.head_dim
+    tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
+    passes = _activation_bytes(plan, computing, model.layers + 0.5) + weights // 2
+    moments = moment_bytes(plan, computing.moments)
+    return kinds * weights + moments + angles + tokens + max(passes, weights)
+
+
+def min_device_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
+    """Return a device's bytes without which no step can be taken, whatever is computed at once."""
+    some = moment_bytes(plan, moments)
+    if plan.inner.name == "muon":  # two moments are kept for some of the weights only
+        some //= 2
+    return 2 * VALUE_BYTES * plan.model.parameters() + some
+
+
+def moment_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
+    """Return the bytes of the inner optimizer's moments, at most."""
+    if plan.inner.name == "sgd" and not plan.inner.momentum:
+        return 0
+    return int(MOMENT_BYTES[moments] * plan.model.parameters() * MOMENTS[plan.inner.name])
+
+
+def _activation_bytes(plan: RunPlan, computing: Computing, layers: float) -> int:
+    model, at_once = plan.model, min(computing.micro_batch or plan.batch, plan.batch)
+    layer = layer_values(model, plan.seq)
+    kept = model.layers * model.dim + layer if computing.checkpoints else int(layers * layer)
+    logits = min(model.vocab_size * at_once * plan.seq, MAX_LOGITS)
+    return VALUE_BYTES * (at_once * plan.seq * kept + 3 * logits)
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
@@ -71,14 +129,14 @@ def layer_values(model: ModelConfig, seq: int) -> int:
 
 
 def kept_outer(
-    outer: OuterPlace, plan: RunPlan, exchanged: Exchanged, moment_type: MomentType = "fp32"
+    outer: OuterPlace, plan: RunPlan, exchanged: Exchanged, computing: Computing = WHOLE_BATCH
 ) -> Literal["host", "disk"]:
     """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
     fit this machine's free memory otherwise."""
     if outer != "auto":
         return outer
-    free_bytes = int(psutil.virtual_memory().available)
-    return "host" if needed_bytes(plan, exchanged, moment_type) <= free_bytes else "disk"
+    needed = needed_bytes(plan, exchanged, computing)
+    return "host" if needed <= _free_bytes() else "disk"
 
 
 def require_memory(
@@ -86,18 +144,20 @@ def require_memory(
     error: type[FarflockError],
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
-    moment_type: MomentType = "fp32",
+    computing: Computing = WHOLE_BATCH,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
     method's state can be on the disk."""
     exchanged = exchanged or Exchanged()
-    place = kept_outer(outer, plan, exchanged, moment_type)
+    place = kept_outer(outer, plan, exchanged, computing)
     on_disk = exchanged.state_bytes if place == "disk" else 0
-    needed = needed_bytes(plan, exchanged, moment_type) - on_disk
-    free = int(psutil.virtual_memory().available)
+    needed, free = needed_bytes(plan, exchanged, computing) - on_disk, _free_bytes()
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""
+        least = computing._replace(micro_batch=1)
+        if not computing.on_device and needed_bytes(plan, exchanged, least) - on_disk <= free:
+            remedy += "compute fewer sequences at once (--micro-batch 1), "
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"
             f" {needed / 1e6:,.0f} MB of memory, and {free / 1e6:,.0f} MB are free here"
@@ -107,6 +167,48 @@ def require_memory(
             why,
             f"{remedy}close programs, or use a larger machine",
         )
+
+
+def require_device_memory(
+    plan: RunPlan,
+    device: Device,
+    error: type[FarflockError],
+    exchanged: Exchanged,
+    computing: Computing,
+) -> None:
+    """Raise `error` if this run's weights, gradients and moments alone do not fit the device, so
+    that no step has to be tried."""
+    if min_device_bytes(plan, computing.moments) > device.memory()[0]:
+        raise error(*refusal(plan, device, exchanged, computing))
+
+
+def refusal(
+    plan: RunPlan, device: Device, exchanged: Exchanged, computing: Computing
+) -> tuple[str, str, str]:
+    """Return the words for a model that the device has no room for, with the numbers of the device
+    and of the host."""
+    least = computing._replace(micro_batch=1)
+    numbers = (
+        needed_device_bytes(plan, least),
+        device.memory()[0],
+        needed_bytes(plan, exchanged, least),
+        _free_bytes(),
+    )
+    needed, free, host, host_free = (f"{size / 1e6:,.0f} MB" for size in numbers)
+    why = (
+        f"training its {plan.model.parameters():,} parameters, one sequence at a time, takes about"
+        f" {needed} of the device's memory, and {free} are free there; of this machine's own it"
+        f" takes about {host}, and {host_free} are free"
+    )
+    fits_host = needed_bytes(plan, exchanged, least._replace(on_device=False)) <= _free_bytes()
+    here = "train on the CPU (--device cpu), " if fits_host else ""
+    again = "" if computing.checkpoints else "keep fewer activations (--checkpointing on), "
+    remedy = f"{again}close programs that use the device, or use a larger one"
+    return f"the run's model is too large for {device.name}", why, f"{here}{remedy}"
+
+
+def _free_bytes() -> int:
+    return int(psutil.virtual_memory().available)
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:

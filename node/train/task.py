@@ -16,8 +16,8 @@ from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
 from farflock.node.model.replica import PlainReplica
+from farflock.node.train.batch_parts import BatchParts, drop_gradients, set_aside
 from farflock.node.train.loss_scale import LossScale, unscale
-from farflock.node.train.microbatches import Microbatches, drop_gradients, set_aside
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -52,6 +52,10 @@ class StepImpossible(Failure):
     """This machine cannot take the step; the model is as it was before it."""
 
 
+class NoRoom(StepImpossible):
+    """The device has no room for a step, even with one sequence at a time."""
+
+
 @dataclass(slots=True)
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches. `module` returns the mean loss of
@@ -72,12 +76,13 @@ class LanguageModelTask:
     device: Device = field(default_factory=Device)
     micro_batch: int | None = None  # sequences computed at once, at first; None: a batch
     compiled: CompiledLayers | None = None
+    trial: bool = False  # to find out what fits: a failure is no news
     joined_at: int = 0  # step at which this peer joined, with empty moments
-    microbatches: Microbatches = field(init=False)
+    parts: BatchParts = field(init=False)
     loss_scale: LossScale = field(default_factory=LossScale, init=False)
 
     def __post_init__(self) -> None:
-        self.microbatches = Microbatches(self.batches.batch_size, self.micro_batch)
+        self.parts = BatchParts(self.batches.batch_size, self.micro_batch)
 
     @property
     def tokens_per_step(self) -> int:
@@ -125,7 +130,7 @@ class LanguageModelTask:
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
-            for rows in self.microbatches:
+            for rows in self.parts:
                 share = self.accumulate * len(x) / len(x[rows])
                 loss_of = partial(self._loss, x[rows], y[rows], share)
                 if self.compiled is not None:
@@ -156,19 +161,20 @@ class LanguageModelTask:
 
     def _compute_less(self, step: int, reason: str) -> None:
         """Halve what is computed at once, and say so."""
-        before = self.microbatches.at_once
-        if not self.microbatches.halve():
-            raise StepImpossible(
+        before = self.parts.at_once
+        if not self.parts.halve():
+            raise NoRoom(
                 f"{self.device.name} has no room for a step with one sequence at a time",
                 reason,
                 "close programs that use it, or train on another device (--device cpu)",
             )
-        log.warning(
+        log.log(
+            logging.DEBUG if self.trial else logging.WARNING,
             "%s ran out of memory with %d sequences at once: step %d is taken again with %d",
             self.device.name,
             before,
             step,
-            self.microbatches.at_once,
+            self.parts.at_once,
         )
         if self.compiled is not None:
             self.compiled.settled = False  # code is compiled for one shape

@@ -6,6 +6,7 @@ import os
 import socket
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +101,16 @@ def test_an_error_number_without_words_still_makes_a_sentence():
 
 def test_too_little_memory_is_explained():
     assert "smaller model" in str(explained(MemoryError()))
+
+
+def test_a_device_without_room_is_explained():
+    class OfADriver(torch.OutOfMemoryError):
+        pass
+
+    for kind in (torch.OutOfMemoryError, OfADriver):
+        said = str(explained(kind("tried to allocate 2.00 GiB")))
+        assert "the device is out of memory: tried to allocate 2.00 GiB; close programs" in said
+        assert "--micro-batch" in said
 
 
 def test_one_error_in_a_group_is_explained_and_several_are_not():

@@ -74,7 +74,7 @@ class Line:
 
 def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     """Return the sizes of a run for `--json`; raise `Usage` if a stream cannot travel at all."""
-    from farflock.node.run.memory import needed_bytes, needed_stage_bytes
+    from farflock.node.run.memory import needed_bytes, needed_device_bytes, needed_stage_bytes
     from farflock.node.train.run_size import exchanged, stream_sizes
 
     plan, pipeline = described.plan(), described.pipeline_plan()
@@ -87,6 +87,8 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     return {
         "parameters": plan.model.parameters(),
         "memory_bytes": max(memory),
+        "memory_host": max(memory),
+        "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
         **asdict(line),
         "streams": [_stream_facts(stream, line) for stream in streams],
     }
@@ -128,6 +130,11 @@ def size_text(facts: dict[str, Any]) -> str:
         f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"
         f" {facts['peers']} peers (--peers), {facts['step_s']:g} s a step (--step)",
     ]
+    if facts["memory_device"]:
+        lines.append(
+            f"device     about {_bytes(facts['memory_device'])} of its memory, if one trains whole"
+            " batches; less with --micro-batch"
+        )
     streams: Sequence[dict[str, Any]] = facts["streams"]
     if not streams:
         return "\n".join([*lines, "exchange   none: nothing travels"])

@@ -15,6 +15,7 @@ MAX_CODEC_THREADS = 256
 Command = TypeVar("Command", bound=Callable[..., Any])
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 _SHOWN = 64
 
 
@@ -33,6 +34,16 @@ def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int
             f"{text[:_SHOWN]!r} is not a size; write it as in 20GB, 500MB or 1.5TB"
         )
     return size
+
+
+def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not _COUNT.fullmatch(text):
+        raise click.BadParameter(
+            f"{text[:_SHOWN]!r} is not a number of sequences; write it as in 4, or auto"
+        )
+    return int(text)
 
 
 device_option = click.option(
@@ -139,6 +150,15 @@ _MACHINE = (
     device_option,
     *STEP_OPTIONS,
     click.option(
+        "--micro-batch",
+        default="auto",
+        show_default=True,
+        metavar="N",
+        callback=_micro_batch,
+        help="Sequences of a batch that are computed at once: N, or on an accelerator as many as"
+        " fit its memory (auto). Fewer take less memory; what a step learns is the same.",
+    ),
+    click.option(
         "--outer",
         type=click.Choice(["auto", "host", "disk"]),
         default="auto",
@@ -187,5 +207,10 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         role=options["role"],
         outer=options["outer"],
         device=choose(options["device"], None if place is None else place.local_rank),
-        step_options=StepOptions(options["checkpointing"], options["compile"], options["moments"]),
+        step_options=StepOptions(
+            options["checkpointing"],
+            options["compile"],
+            options["moments"],
+            options["micro_batch"],
+        ),
     )

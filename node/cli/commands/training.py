@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
@@ -12,6 +12,9 @@ from farflock.node.process import torchrun
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status
+
+if TYPE_CHECKING:
+    from farflock.node.process.network import MachineOptions
 
 
 class WatchedNode(Protocol):
@@ -21,6 +24,14 @@ class WatchedNode(Protocol):
     def view_s(self) -> float: ...
     def show_to(self, show: Callable[[Status], None]) -> None: ...
     def stop(self) -> None: ...
+
+
+def place_text(machine: "MachineOptions", batch: int) -> str:
+    """Return the line that says where a node trains, and how much of a batch it computes at
+    once."""
+    at_once = machine.step_options.micro_batch or batch
+    part = "" if at_once >= batch else f", {at_once} of a batch's {batch} sequences at once"
+    return f"this node trains on {machine.device}{part}"
 
 
 NodeT = TypeVar("NodeT", bound=WatchedNode)

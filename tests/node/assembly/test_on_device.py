@@ -6,10 +6,12 @@ local steps differ by rounding; what peers agree on does not.
 
 import asyncio
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from worlds.card import CARD, is_on_card
+from worlds.card import CARD, OutOfMemory, is_on_card
 from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
@@ -17,6 +19,7 @@ from farflock.node.model.device import Device, choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.generate import generate
 from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.memory import Computing, needed_device_bytes
 from farflock.node.state import checkpoint
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
@@ -33,12 +36,14 @@ def single(card):
     return Device(card, "Double Card", "fp32")
 
 
-def alone(bench, tokens=TOKENS, device=None, saved=None):
-    """Return a lone node after these tokens, from the start or from a checkpoint."""
+def alone(bench, tokens=TOKENS, device=None, saved=None, change=lambda node: None):
+    """Return a lone node after these tokens, from the start or from a checkpoint, and with this
+    change."""
 
     async def main():
         async with bench.peer(0).running() as peer:
             node = bench.node(peer, device=device)
+            change(node)
             node.peer.found()
             if saved is None:
                 node.state_sync.open()
@@ -48,6 +53,30 @@ def alone(bench, tokens=TOKENS, device=None, saved=None):
             return node
 
     return run_virtual(main())
+
+
+def out_of_memory_in(step):
+    """Return a change to a node: the device has no room in the first pass of this step."""
+
+    def changed(node):
+        task, begun = node.loop.training_task, []
+        batch, forward = task.batches.batch, task.module.forward
+
+        def noted(number):
+            begun.append(number)
+            return batch(number)
+
+        def failing(x):
+            if begun == list(range(step + 1)):
+                raise OutOfMemory("card out of memory: tried to allocate 1 byte, 0 are free")
+            return forward(x)
+
+        task.batches = SimpleNamespace(
+            batch=noted, batch_size=task.batches.batch_size, seq=task.batches.seq, begun=begun
+        )
+        task.module.forward = failing
+
+    return changed
 
 
 def state_of(node):
@@ -157,3 +186,47 @@ def test_in_lower_precision_it_still_trains(bench, text, card):
     assert node.loop.training_task.device.precision == "bf16"
     assert node.last_loss < 5.0  # of 5.5 without training
     assert all(x.dtype == torch.float32 for x in node.model.parameters())
+
+
+@pytest.mark.parametrize("method", ["ddp", pytest.param("diloco", marks=pytest.mark.ci_more)])
+def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
+    bench, text, single, method
+):
+    made = bench(text, method, total=10 * 64, **OPTIONS[method])
+    whole = alone(made, 10 * 64, single)
+    found = alone(made, 10 * 64, single, change=out_of_memory_in(7))
+    assert found.loop.training_task.parts.at_once == 1
+    assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
+    assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
+    assert found.last_loss == pytest.approx(whole.last_loss, rel=1e-5)
+    close(state_of(found), state_of(whole))
+
+
+def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batches(
+    bench, text, single
+):
+    made = bench(text, total=6 * 256, period=3)
+    made.plan = replace(made.plan, batch=8)
+    whole = alone(made, 6 * 256, single)
+    state = state_of(whole)
+    loss = whole.last_loss
+    del whole
+    single.release()
+    CARD.reset_counters()
+    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(made.plan, Computing(2))
+    found = alone(made, 6 * 256, single)
+    assert found.loop.training_task.parts.at_once == 2
+    assert CARD.peak_bytes <= CARD.capacity_bytes
+    assert found.last_loss == pytest.approx(loss, rel=1e-5)
+    close(state_of(found), state)
+
+
+@pytest.mark.ci_more
+def test_two_peers_of_which_one_has_no_bf16_end_with_one_state(bench, text, card):
+    CARD.has_bf16 = False
+    made = bench(text, peers=2, total=3 * TOKENS, period=5, codec="int8")
+    nodes = together(made, choose(), None)
+    assert nodes[0].loop.training_task.device.precision == "fp16"
+    first, second = (state_of(node)["method"] for node in nodes)
+    assert nodes[0].loop.driver.position == nodes[1].loop.driver.position
+    assert all(torch.equal(x, second[name]) for name, x in first.items())

@@ -7,7 +7,13 @@ import pytest
 
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import Exchanged, needed_bytes, require_memory
+from farflock.node.run.memory import (
+    Computing,
+    Exchanged,
+    needed_bytes,
+    needed_device_bytes,
+    require_memory,
+)
 from farflock.node.train.run_size import exchanged
 
 
@@ -58,7 +64,10 @@ def test_what_is_kept_beside_the_model_is_counted():
 
 def test_small_moments_are_counted_beside_what_a_checkpoint_makes_of_them():
     plan, weights = manifest(), manifest().model.parameters()
-    fp32, bf16, int8 = (needed_bytes(plan, Exchanged(), kind) for kind in ("fp32", "bf16", "int8"))
+    fp32, bf16, int8 = (
+        needed_bytes(plan, Exchanged(), Computing(moments=kind))
+        for kind in ("fp32", "bf16", "int8")
+    )
     assert bf16 - fp32 == 2 * 2 * weights
     assert bf16 - int8 == pytest.approx((2 - 1 - 4 / 256) * 2 * weights, abs=2)
 
@@ -93,3 +102,19 @@ def test_the_largest_model_that_a_manifest_can_name_is_answered_at_once():
     }
     with pytest.raises(Failure, match="too large for this machine"):
         require_memory(resolve({"model": model}).plan(), Failure)
+
+
+def test_fewer_sequences_at_once_take_less_here_and_on_a_device():
+    run = manifest(batch=8, seq=64)
+    here = [needed_bytes(run, Exchanged(), Computing(size)) for size in (1, 4, 8, None, 100)]
+    there = [needed_device_bytes(run, Computing(size)) for size in (1, 4, 8, None, 100)]
+    for each in (here, there):
+        assert each[0] < each[1] < each[2] == each[3] == each[4]
+
+
+def test_beside_a_device_the_host_holds_no_activations():
+    one, two = (
+        needed_bytes(manifest(batch=batch, seq=64), Exchanged(), Computing(on_device=True))
+        for batch in (8, 16)
+    )
+    assert one == two < needed_bytes(manifest(batch=8, seq=64), Exchanged())

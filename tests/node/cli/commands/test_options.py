@@ -54,3 +54,15 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_not_to_keep_any_checkpoint_is_refused():
     assert "0 is not in the range x>=1" in given("--keep", "0")
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", None), ("1", 1), ("48", 48)])
+def test_how_much_is_computed_at_once_is_a_number_or_the_devices_choice(text, size):
+    assert given("--micro-batch", text).step_options.micro_batch == size
+    assert given().step_options.micro_batch is None
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "few", "", "1.5", "9" * 99])
+def test_what_is_no_number_of_sequences_is_refused_in_words(text):
+    said = given("--micro-batch", text)
+    assert "is not a number of sequences; write it as in 4, or auto" in said

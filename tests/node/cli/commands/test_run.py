@@ -71,6 +71,9 @@ def test_the_dry_run_of_a_large_llama_says_how_large_it_is(
     )
     facts = json.loads(out)
     assert (code, facts["parameters"]) == (0, parameters)
+    # weights, gradients and two moments
+    assert facts["memory_host"] > 16 * parameters
+    assert facts["memory_device"] > 16 * parameters
     assert [stream["values"] for stream in facts["streams"]] == [parameters]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 
 @dataclass(slots=True)
-class Microbatches:
+class BatchParts:
     """The size of the parts of a batch of `batch` sequences; None: the whole batch at once."""
 
     batch: int

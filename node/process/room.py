@@ -1,0 +1,71 @@
+"""The room that a run of whole models needs on this machine: reckoned, and then tried.
+
+It is known before a founder opens its run, and before a joiner downloads anything of its state.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from farflock.node.assembly.trial_step import fitting
+from farflock.node.errors import FarflockError
+from farflock.node.process.network import MachineOptions
+from farflock.node.run.fit import require_moments
+from farflock.node.run.manifest import Manifest
+from farflock.node.run.memory import (
+    Computing,
+    Exchanged,
+    kept_outer,
+    refusal,
+    require_device_memory,
+    require_memory,
+)
+from farflock.node.train.run_size import exchanged
+from farflock.optimizers.catalog import method
+from farflock.swarm.compute import Worker
+
+
+def require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
+    """Raise `error` unless a whole model fits the memory, and `Usage` if the run cannot have such
+    moments. A pipeline's node checks its memory once it knows its stage."""
+    plan, computing = manifest.plan(), _computing(machine)
+    made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
+    require_moments(plan.method, made, plan.inner, computing.moments, in_stages)
+    if in_stages:
+        return
+    beside = _exchanged(manifest)
+    require_memory(plan, error, machine.outer, beside, computing)
+    if computing.on_device and machine.ranks is None:
+        require_device_memory(plan, machine.device, error, beside, computing)
+
+
+def outer_place(machine: MachineOptions, manifest: Manifest) -> Literal["host", "disk"]:
+    """Return where to keep the method's state."""
+    return kept_outer(machine.outer, manifest.plan(), _exchanged(manifest), _computing(machine))
+
+
+async def fitted(
+    machine: MachineOptions, manifest: Manifest, error: type[FarflockError]
+) -> MachineOptions:
+    """Return the machine with the number of sequences that its device computes at once, as true
+    steps have shown; raise `error` if there is no room even for one.
+
+    A CPU is not tried: systems promise more memory than they have, and end who takes it."""
+    shared = machine.ranks is not None  # each of several processes has a part of the model
+    if shared or manifest.pipeline is not None or machine.device.place.type == "cpu":
+        return machine
+    plan, trial = manifest.plan(), Worker("trial")
+    found = await trial(partial(fitting, plan, machine.device, machine.step_options))
+    trial.close()
+    if found is None:
+        raise error(*refusal(plan, machine.device, _exchanged(manifest), _computing(machine)))
+    return replace(machine, step_options=replace(machine.step_options, micro_batch=found))
+
+
+def _computing(machine: MachineOptions) -> Computing:
+    options, on_device = machine.step_options, machine.device.place.type != "cpu"
+    return Computing(options.micro_batch, on_device, options.moments, options.checkpoints)
+
+
+def _exchanged(manifest: Manifest) -> Exchanged:
+    return exchanged(manifest.plan(), max(manifest.exchange.start_peers, 2))

@@ -1,0 +1,134 @@
+"""A run that does not fit is refused with the numbers of device and host, before it is built."""
+
+import asyncio
+import re
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from worlds.card import CARD
+from worlds.waiting import until
+
+from farflock.node.assembly.checkpoints import last_of
+from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.model.device import Device, choose
+from farflock.node.model.step_options import StepOptions
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.node_process import found, join
+from farflock.node.process.room import fitted, outer_place, require_room
+from farflock.node.run.invite import parse
+from farflock.node.run.manifest import resolve
+from farflock.node.run.memory import Computing, min_device_bytes, needed_device_bytes
+from farflock.node.state.paths import RunFolder
+from farflock.node.train.task import NoRoom
+
+SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
+
+
+def manifest(**train):
+    terms = {"batch": 4, "seq": 32} | train
+    return resolve({"model": SHAPE, "method": {"name": "local"}, "train": terms})
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine that computes on this device."""
+    here = RunFolder(tmp_path)
+    return lambda device, folder=here, **more: MachineOptions(folder, device=device, **more)
+
+
+def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, machine):
+    there, run = machine(choose()), manifest()
+    there.device.release()
+    CARD.reset_counters()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) - 1
+    before = CARD.peak_bytes
+    with pytest.raises(Failure, match="the run's model is too large for Double Card"):
+        require_room(there, run, Failure)
+    assert CARD.peak_bytes == before
+    CARD.capacity_bytes += 1
+    require_room(there, run, Failure)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
+    there, run = machine(choose()), manifest()
+    there.device.release()
+    CARD.reset_counters()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
+    free = there.device.memory()[0]
+    require_room(there, run, RefusedByRun)
+    with pytest.raises(RefusedByRun) as refused:
+        asyncio.run(fitted(there, run, RefusedByRun))
+    numbers = re.findall(r"([\d,]+) MB", str(refused.value))
+    assert numbers[:2] == [
+        f"{size / 1e6:,.0f}" for size in (needed_device_bytes(run.plan(), Computing(1)), free)
+    ]
+    assert len(numbers) == 4
+    assert "train on the CPU (--device cpu)" in str(refused.value)
+
+
+def test_a_device_gets_the_part_of_a_batch_that_fits(card, machine):
+    there, run = machine(choose()), manifest()
+    assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch == 4
+    there.device.release()
+    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(run.plan(), Computing(1))
+    assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch in (1, 2)
+
+
+def test_a_cpu_is_not_tried(machine):
+    for wanted in (None, 2):
+        here = machine(Device(), step_options=StepOptions(micro_batch=wanted))
+        assert asyncio.run(fitted(here, manifest(), Failure)) is here
+
+
+def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, monkeypatch):
+    run = manifest(batch=512)
+    free = SimpleNamespace(available=2_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    require_room(machine(choose()), run, Failure)
+    assert outer_place(machine(choose()), run) == "host"
+    with pytest.raises(Failure, match="compute fewer sequences at once \\(--micro-batch 1\\)"):
+        require_room(machine(Device()), run, Failure)
+    require_room(machine(Device(), step_options=StepOptions(micro_batch=1)), run, Failure)
+
+
+@pytest.mark.ci_more
+def test_a_node_that_runs_out_of_memory_for_good_saves_and_leaves(card, machine, caplog):
+    there, run, seen = machine(choose()), manifest(), []
+
+    def started(node):
+        seen.append(node)
+        CARD.capacity_bytes = CARD.used_bytes + 1000
+
+    with pytest.raises(NoRoom, match="Double Card has no room for a step with one sequence"):
+        asyncio.run(found(there, run, started))
+    (node,) = seen
+    assert node.member.peer.membership.admission.leaves
+    assert last_of(there.folder, node.run).step == node.member.step == 0
+    events = (there.folder.path / "events.jsonl").read_text()
+    assert '"stopped"' in events
+
+
+@pytest.mark.ci_more
+def test_a_joiner_without_room_is_refused_before_it_downloads_anything(card, machine, tmp_path):
+    nodes, downloaded, run = [], [], manifest()
+    small = machine(choose(), folder=RunFolder(tmp_path / "small"))
+    small.device.release()
+    CARD.reset_counters()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
+
+    async def main():
+        founder = asyncio.create_task(found(machine(Device()), run, nodes.append))
+        await until(lambda: nodes)
+        invite = parse(nodes[0].invite(), time.time())
+        try:
+            await join(small, invite, nodes.append, downloaded=lambda *given: downloaded.append(1))
+        finally:
+            nodes[0].stop()
+            await founder
+
+    with pytest.raises(RefusedByRun, match="too large for Double Card"):
+        asyncio.run(main())
+    assert (len(nodes), downloaded) == (1, [])
+    assert nodes[0].member.peer.context.views.newest.peers == (nodes[0].links.me,)
