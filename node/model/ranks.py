@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from farflock.node.errors import Failure
+
+if TYPE_CHECKING:  # some builds of torch have no such module
+    from torch.distributed.distributed_c10d import Store
 
 LEADER = 0
 ORDER_TIMEOUT_S = 300.0  # without an order or a beat, and for each piece of one
@@ -57,7 +59,7 @@ class Ranks:
 
     `reasons` is where a follower leaves why it ended, if it can (a store of torch.distributed)."""
 
-    def __init__(self, reasons: Store | None = None, timeout_s: float = ORDER_TIMEOUT_S) -> None:
+    def __init__(self, reasons: "Store | None" = None, timeout_s: float = ORDER_TIMEOUT_S) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._timeout_s, self._reasons = timeout_s, reasons

@@ -11,11 +11,10 @@ import signal
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from farflock.node.errors import Failure, Usage
 from farflock.node.model.device import Device
@@ -28,6 +27,9 @@ from farflock.node.model.ranks import (
 )
 from farflock.node.process.signals import ASKING
 from farflock.swarm.tasks import cancel
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 GROUP_TIMEOUT_S = 600.0  # for the start of all processes, and for one collective of the model
 NO_GROUPS = ("mps",)  # devices that torch.distributed does not know
@@ -72,7 +74,9 @@ def gathered(place: Place, device: Device) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def _meet(place: Place, device: Device) -> Store:
+def _meet(place: Place, device: Device) -> "Store":
+    from torch.distributed.distributed_c10d import PrefixStore  # late: not every torch has it
+
     kind, timeout = device.place.type, timedelta(seconds=GROUP_TIMEOUT_S)
     if kind in NO_GROUPS:
         raise Usage(
