@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farflock.node.model import loss
 
-Reduction = Literal["mean", "sum", "none"]  # of losses, as torch calls them
+LossReduction = Literal["mean", "sum", "none"]  # of losses, as torch calls them
 
 _LIMITS = {  # bounds for a manifest, inclusive
     "vocab_size": (2, 1_048_576),
@@ -216,7 +216,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin_LK, persistent=False)
 
     def forward(
-        self, x: Tensor, targets_BL: Tensor | None = None, reduction: Reduction = "mean"
+        self, x: Tensor, targets_BL: Tensor | None = None, reduction: LossReduction = "mean"
     ) -> Tensor:
         """Run tokens (B, L) in the first stage, or activations (B, L, D) in another, through the
         layers.
@@ -263,7 +263,7 @@ class Llama(nn.Module):
             return tied
         return F.linear(x_BLD, weight)
 
-    def _loss(self, x_BLD: Tensor, targets_BL: Tensor, reduction: Reduction) -> Tensor:
+    def _loss(self, x_BLD: Tensor, targets_BL: Tensor, reduction: LossReduction) -> Tensor:
         tokens = loss.chunk_tokens(self.config.vocab_size)
         if targets_BL.numel() <= tokens:
             return cross_entropy(self._logits(x_BLD), targets_BL, reduction)
@@ -304,7 +304,9 @@ def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return cross_entropy(logits_BLV, targets_BL)
 
 
-def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, reduction: Reduction = "mean") -> Tensor:
+def cross_entropy(
+    logits_BLV: Tensor, targets_BL: Tensor, reduction: LossReduction = "mean"
+) -> Tensor:
     """Return the cross-entropy in nats, computed in float32, or in float64 for such logits; for
     "none" that of each token (B, L)."""
     logits = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()

@@ -1,4 +1,4 @@
-"""How a machine computes its training steps: in less memory, or faster.
+"""A machine's choices for its training steps, in favour of memory or of speed.
 
 These choices belong to the machine, like its device; no manifest names them.
 """
