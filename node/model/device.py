@@ -28,6 +28,11 @@ class Device:
     name: str = "the CPU"
     precision: Precision = "fp32"
 
+    @property
+    def has_float64(self) -> bool:
+        """True if it computes in float64; Apple's GPUs do not."""
+        return _has_float64(self.place)
+
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)
@@ -88,6 +93,15 @@ def memory_of(place: torch.device) -> tuple[int, int]:
         return total - torch.mps.driver_allocated_memory(), total
     free, total = torch.get_device_module(place).mem_get_info(place)
     return int(free), int(total)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64, or as it is on a device that does not compute in it."""
+    return x.double() if _has_float64(x.device) else x
+
+
+def _has_float64(place: torch.device) -> bool:
+    return place.type != "mps"
 
 
 def _described(place: torch.device) -> Device:

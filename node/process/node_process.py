@@ -24,11 +24,11 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.device import Device
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
+from farflock.node.pipeline.passes.stage import used_by_stages
 from farflock.node.process.brake import with_brake
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
@@ -110,6 +110,18 @@ class NodeProcess:
     def stop(self) -> None:
         """Ask the node to finish its step, save and leave."""
         self.member.stop()
+
+    def says_device(self) -> str:
+        """Return a sentence on the device that the node computes on."""
+        part, device = self.member, self.machine.device
+        if isinstance(part, ReplicaNode):
+            return f"this node trains on {device}"
+        device = used_by_stages(device)
+        if len(part.servings) > 1:
+            return f"this node trains on {device}"
+        if part.serving is not None:
+            return f"this node serves stage {part.serving.index} on {device}"
+        return f"this node trains without weights: servers of stages compute, and not {device.name}"
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
@@ -261,7 +273,6 @@ async def found(
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
-    machine = _placed(machine, manifest)
     _require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
@@ -365,7 +376,6 @@ async def _join(
     ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        machine = _placed(machine, manifest)
         _require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
         pipeline = manifest.pipeline_plan()
@@ -391,15 +401,6 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
-
-
-def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
-    """Return the machine with the device that its part in this run computes on: stages and their
-    trainers compute on the CPU."""
-    if manifest.pipeline is None or machine.device.place.type == "cpu":
-        return machine
-    log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
-    return replace(machine, device=Device())
 
 
 def _require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:

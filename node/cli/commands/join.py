@@ -73,7 +73,7 @@ def command(
         stack.close()  # the bar makes room for the live view
         members = len(node.member.peer.context.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
-        out.line(f"this node trains on {node.machine.device}")
+        out.line(node.says_device())
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(out.progress("downloading the run's state"))

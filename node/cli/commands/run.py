@@ -82,7 +82,7 @@ def command(
             node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
-        out.line(f"this node trains on {node.machine.device}\n")
+        out.line(f"{node.says_device()}\n")
         if is_loopback(node.machine.host):
             out.line("only this machine can join; start with --host ADDRESS to let others in\n")
 
