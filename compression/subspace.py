@@ -17,12 +17,13 @@ Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (
 orthonormal columns.
 """
 
+import copy
 import hashlib
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -129,6 +130,16 @@ class Basis:
     def rank(self) -> int:
         """K, the rank of the basis."""
         return self.columns_DK.shape[1]
+
+    def on(self, place: torch.device) -> Self:
+        """Return this version with its tensors on a device, for projections there. Codecs take the
+        one on the CPU. The device needs float64."""
+        if self.columns_DK.device == place:
+            return self
+        there = copy.copy(self)
+        for name in ("columns_DK", "fixed_VD", "fixed_LD", "exact_DK"):
+            object.__setattr__(there, name, getattr(self, name).to(place))
+        return there
 
     def columns(self, dtype: torch.dtype) -> Tensor:
         """Return U for products in this precision; for float64 it is orthonormal to float64."""
@@ -257,7 +268,7 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
     memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = (
-        torch.zeros(1, basis.width, dtype=torch.float32).expand(rows_ND.shape)
+        rows_ND.new_zeros(1, basis.width, dtype=torch.float32).expand(rows_ND.shape)
         if around is None
         else around
     )
@@ -292,7 +303,7 @@ def outside(
     for name, dim in names.items():
         wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.exact_DK
         columns_DK = columns_DK.to(wide.device)
-        varying = wide if around is None or name not in around else wide - around[name].double()
+        varying = wide if around is None or name not in around else wide - around[name].to(wide)
         left = varying - (varying @ columns_DK) @ columns_DK.T
         worst = max(worst, float(left.norm()) / (float(wide.norm()) or 1.0))
     return worst

@@ -74,6 +74,15 @@ def accelerator(request):
     return found
 
 
+@pytest.fixture(params=["cpu", pytest.param("card", marks=pytest.mark.long)])
+def anywhere(request, monkeypatch):
+    """The stages of simulated pipelines are on the CPU, or all on the card."""
+    if request.param == "card":
+        from worlds.devices import place_all  # it imports a lot
+
+        place_all(monkeypatch, request.getfixturevalue("card"))
+
+
 @pytest.fixture(autouse=True)
 def own_log_level():
     """Commands set our logger's level as their process's own; the next test must not inherit it."""

@@ -38,6 +38,11 @@ class Device:
         its plain one, which runs are resumed with."""
         return self.place.type in (*KINDS, torch._C._get_privateuse1_backend_name())
 
+    @property
+    def has_float64(self) -> bool:
+        """True if it computes in float64; Apple's GPUs do not."""
+        return _has_float64(self.place)
+
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)
@@ -133,6 +138,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a device had no room for a tensor or for a library's own memory."""
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_ROOM)
     return isinstance(error, torch.OutOfMemoryError) or said
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64, or as it is on a device that does not compute in it."""
+    return x.double() if _has_float64(x.device) else x
+
+
+def _has_float64(place: torch.device) -> bool:
+    return place.type != "mps"
 
 
 def _described(place: torch.device) -> Device:

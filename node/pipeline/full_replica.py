@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, backward_through
+from farflock.node.pipeline.server.passes import are_finite
 from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger
 from farflock.node.pipeline.trainer.commits import CommitTracker
@@ -94,17 +95,26 @@ class FullTrainer:
     async def _train(self, microbatch: Microbatch) -> None:
         number, started_s, order = microbatch.step, self._now(), self.source.order(microbatch)
         servers = [self._parts[stage].server for stage in order]
-        work = partial(self.compute, servers, microbatch)
-        staged, loss, rounds = await self._computing.run_pass(work, BACKWARD_COST * len(order))
-        if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
+        work = partial(self._compute_finite, servers, microbatch)
+        found = await self._computing.run_pass(work, BACKWARD_COST * len(order))
+        if found is None:
             self.spoilt += 1  # one such gradient would spoil the sum of the whole group
             return
+        staged, loss, rounds = found
         self.commits.begin(number, order, started_s)
         key = self._peer.me, number
         for server, part, of in zip(servers, staged, rounds, strict=True):
             known_loss = loss if server.stage.is_last else None
             await server.contribute(key, part, known_loss, of)
         self.commits.trained(number, loss / self.source.edges.tokens)
+
+    def _compute_finite(
+        self, servers: Sequence[StageServer], microbatch: Microbatch
+    ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]] | None:
+        """Return what `compute` does, or None if a gradient is not finite."""
+        found = self.compute(servers, microbatch)
+        gradients = (x for part in found[0] for x in part.gradients.values())
+        return found if are_finite(gradients) else None
 
     def compute(
         self, servers: Sequence[StageServer], microbatch: Microbatch

@@ -22,14 +22,14 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
-from farflock.node.errors import Failure, RefusedByRun, Usage
+from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.device import Device
 from farflock.node.model.ranks import FollowerLost
 from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
+from farflock.node.pipeline.passes.stage import used_by_stages
 from farflock.node.process.brake import with_brake
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
@@ -113,6 +113,21 @@ class NodeProcess:
     def stop(self) -> None:
         """Ask the node to finish its step, save and leave."""
         self.member.stop()
+
+    def says_device(self) -> str:
+        """Return a sentence on the device that the node computes on."""
+        part, device = self.member, self.machine.device
+        if isinstance(part, ReplicaNode):
+            batch = self.manifest.train.batch
+            at_once = self.machine.step_options.micro_batch or batch
+            some = "" if at_once >= batch else f", {at_once} of a batch's {batch} sequences at once"
+            return f"this node trains on {device}{some}"
+        device = used_by_stages(device)
+        if len(part.servings) > 1:
+            return f"this node trains on {device}"
+        if part.serving is not None:
+            return f"this node serves stage {part.serving.index} on {device}"
+        return f"this node trains without weights: servers of stages compute, and not {device.name}"
 
     def awaited(self) -> int:
         """Return how many members the founder waits for before it trains; 0 if it does not wait."""
@@ -264,7 +279,6 @@ async def found(
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
-    machine = _placed(machine, manifest)
     require_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
@@ -369,7 +383,6 @@ async def _join(
     ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        machine = _placed(machine, manifest)
         require_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
         machine = await fitted(machine, manifest, RefusedByRun)
@@ -396,21 +409,6 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
-
-
-def _placed(machine: MachineOptions, manifest: Manifest) -> MachineOptions:
-    """Return the machine with the device that its part in this run computes on: stages and their
-    trainers compute on the CPU, in one process."""
-    if manifest.pipeline is not None and machine.ranks is not None:
-        raise Usage(
-            "several processes cannot be one peer of this run",
-            "its model is a pipeline, and each part of it is one process",
-            "start it without torchrun",
-        )
-    if manifest.pipeline is None or machine.device.place.type == "cpu":
-        return machine
-    log.warning("this run is a pipeline, and those compute on the CPU, not on %s", machine.device)
-    return replace(machine, device=Device())
 
 
 def require_corpus(manifest: Manifest) -> None:

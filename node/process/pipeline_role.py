@@ -22,10 +22,12 @@ from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import (
     needed_stage_bytes,
+    needed_stage_device_bytes,
     require_replica_memory,
+    require_stage_device_memory,
     require_stage_memory,
 )
-from farflock.node.run.terms import PipelinePlan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
@@ -116,20 +118,21 @@ def part_of(
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")
-    free = int(psutil.virtual_memory().available)
-    if stage == EVERY:
-        require_replica_memory(plan, pipeline, free)
-    elif stage != NOTHING:
-        require_stage_memory(plan, pipeline, stage, free)
+    free, needs = _room(machine, plan, pipeline, stage)
     saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
-    needs = tuple(
-        needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages))
-    )
     storage = OuterFiles(machine.folder.outer).allocate if machine.outer == "disk" else in_memory
     spool = Spool(Worker("files"), OuterFiles(machine.folder.snapshots).allocate)
     means = NodeServices(
-        worker, lambda work, cost: worker(work), worker, report, free, needs, storage, spool
+        worker,
+        lambda work, cost: worker(work),
+        worker,
+        report,
+        memory_bytes=free,
+        needs_bytes=needs,
+        storage=storage,
+        spool=spool,
+        device=machine.device,
     )
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
     text, keepers = manifest.canonical().decode(), []
@@ -150,3 +153,26 @@ def part_of(
             brake.may_begin, pipeline.batch_tokens // (plan.batch * plan.seq)
         )
     return node, keepers
+
+
+def _room(
+    machine: MachineOptions, plan: RunPlan, pipeline: PipelinePlan, stage: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes that are free for a stage, and those that each stage needs; raise
+    `Uncomposable` if there is too little memory for what the node serves.
+
+    Both memories count where stages are on a device of their own: what is free is less than the
+    need of any stage that the device does not hold, so that no node moves there."""
+    indices = range(len(pipeline.stages))
+    needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in indices)
+    free = int(psutil.virtual_memory().available)
+    if stage == EVERY:
+        require_replica_memory(plan, pipeline, free)
+    elif stage != NOTHING:
+        require_stage_memory(plan, pipeline, stage, free)
+    if machine.device.place.type != "cpu":
+        there, _ = machine.device.memory()
+        require_stage_device_memory(plan, pipeline, held(pipeline, stage), there)
+        too_large = [i for i in indices if needed_stage_device_bytes(plan, pipeline, i) > there]
+        free = min([free, *(needs[index] - 1 for index in too_large)])
+    return free, needs

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from farflock.node.assembly.trial_step import fitting
-from farflock.node.errors import FarflockError
+from farflock.node.errors import FarflockError, Usage
 from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
@@ -27,11 +27,17 @@ from farflock.swarm.compute import Worker
 
 def require_room(machine: MachineOptions, manifest: Manifest, error: type[FarflockError]) -> None:
     """Raise `error` unless a whole model fits the memory, and `Usage` if the run cannot have such
-    moments. A pipeline's node checks its memory once it knows its stage."""
+    moments or several processes. A pipeline's node checks its memory once it knows its stage."""
     plan, computing = manifest.plan(), _computing(machine)
     made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
     require_moments(plan.method, made, plan.inner, computing.moments, in_stages)
     if in_stages:
+        if machine.ranks is not None:
+            raise Usage(
+                "several processes cannot be one peer of this run",
+                "its model is a pipeline, and each part of it is one process",
+                "start it without torchrun",
+            )
         return
     beside = _exchanged(manifest)
     require_memory(plan, error, machine.outer, beside, computing)

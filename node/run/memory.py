@@ -4,7 +4,7 @@ manifest, so they come before any memory is taken.
 A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import psutil
@@ -33,7 +33,11 @@ VALUES = 31  # of a stage
 MOMENT_BYTES: Mapping[MomentType, float] = {"fp32": 4, "bf16": 2, "int8": BYTES}  # a value
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
 PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
+# Values a weight of a stage on a device, beside moments and pending gradients: itself, its
+# gradient, the sum of those merged, the one that a step took, and two for the step's own work.
+DEVICE_VALUES = 6
 RULE = "stage too large for any machine"
+DEVICE_RULE = "stage too large for the device"
 REPLICA_RULE = "replica too large for any machine"
 
 
@@ -277,6 +281,34 @@ def require_stage_memory(
     ]
     serve = f"serve stage {others[0]}, or " if others else ""
     raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
+
+
+def needed_stage_device_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
+    """Return an upper estimate of what serving this stage takes of a device's memory, without the
+    graphs that are kept where there is room. The method's state and payloads are on the host."""
+    span, server = pipeline.stages[stage], pipeline.server
+    a_token = len(span) * layer_values(plan.model, plan.seq) + (
+        3 * plan.model.vocab_size if _is_last(plan, span) else 0
+    )
+    computed = max(server.together * plan.model.dim * 2, a_token) * plan.batch * plan.seq
+    copies = DEVICE_VALUES + MOMENTS[plan.inner.name] + server.places + _kept_copies(pipeline)
+    return plan.dtype.itemsize * (stage_parameters(plan.model, span) * copies + computed)
+
+
+def require_stage_device_memory(
+    plan: RunPlan, pipeline: PipelinePlan, stages: Sequence[int], free_bytes: int
+) -> None:
+    """Raise `Uncomposable` if a device with this much free memory does not hold all these
+    stages."""
+    needed = sum(needed_stage_device_bytes(plan, pipeline, stage) for stage in stages)
+    if needed <= free_bytes:
+        return
+    what = f"stage {stages[0]}" if len(stages) == 1 else "all stages"
+    why = (
+        f"serving {what} of {len(pipeline.stages)} takes about {needed / 1e6:,.0f} MB of the"
+        f" device's memory, and {free_bytes / 1e6:,.0f} MB are free"
+    )
+    raise Uncomposable(DEVICE_RULE, why, "use --device cpu, or cut the model into more stages")
 
 
 def needed_replica_bytes(plan: RunPlan, pipeline: PipelinePlan) -> int:

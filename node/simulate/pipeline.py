@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from farflock.node.model.device import Device
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -36,12 +37,14 @@ LINGER_S = 10.0
 class PeerRole:
     """A peer's role: the stage it serves (`NOTHING` for none, `EVERY` for a full replica, None for
     the one that the members choose), whether it trains, its seconds for a forward pass through one
-    stage, and the codecs that its release knows (None: all that the run names)."""
+    stage, the codecs that its release knows (None: all that the run names), and the device of its
+    stages."""
 
     stage: int | None = NOTHING
     trains: bool = False
     forward_s: float = 0.05
     codec: str | None = None
+    device: Device = field(default_factory=Device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,8 @@ class PipelineSimulation:
         def report(kind: str, fields: dict[str, object]) -> None:
             self.tale.events.append((_now(), number, kind, fields))
 
-        return NodeServices(inline, run_pass, inline, report)
+        device = self._world.parts[number].device
+        return NodeServices(inline, run_pass, inline, report, device=device)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)

@@ -124,6 +124,7 @@ def check_ages(audit):
     return found
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_gradients_of_moving_weights_are_those_of_the_unsplit_model_at_one_version_a_stage():
     one = late().run().check()
     one.check_finished()
@@ -308,6 +309,7 @@ def test_all_servers_of_a_stage_correct_alike_and_stay_equal(correction, inner):
     )
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed_upon():
     options = {
         "method": "diloco",

@@ -114,6 +114,7 @@ def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had
 # beside pipelines
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_replicas_and_pipelines_train_one_model():
     one = (
         audit(3, 2, 2, replicas=1, steps=8, rate=0.3).run().check().check_finished().check_memory()

@@ -145,6 +145,7 @@ def test_gradients_are_those_of_the_decoded_activations_and_later_visits_are_dif
         assert one.share("forward", DIFFERENCE) > 0.5
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_with_weights_that_move_each_gradient_is_that_of_the_activations_along_its_way():
     one = audit(stages=3, servers=1, trainers=2, steps=12, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"

@@ -176,6 +176,7 @@ def test_gradients_are_those_of_the_unsplit_constrained_model_wherever_it_is_cut
     assert all(len(rounds) >= 3 for rounds in one.named.values())
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_with_weights_that_move_each_gradient_is_that_of_the_constrained_weights_along_its_way():
     one = audit(stages=3, servers=1, trainers=2, steps=4, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"

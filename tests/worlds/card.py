@@ -96,6 +96,7 @@ READ_ONE = torch.ops.aten._local_scalar_dense.default
 SET_STORAGE = aten.set_.source_Storage_storage_offset
 # These make a tensor and then let an operator with `out=` give it its size.
 SIZED_LATE = (
+    "abs",
     "arange",
     "arange.start",
     "arange.start_step",

@@ -6,6 +6,7 @@ import contextlib
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
+from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.contrib.kept_versions import Versions
 from farflock.node.pipeline.lifecycle.features import edge_ends
@@ -35,17 +36,29 @@ PASS_S = 0.5
 
 
 class Bench:
-    """A server of one of three stages in fp64, and the messages sent to it.
+    """A server of one of three stages in fp64 and on the CPU, or of this type and on this device,
+    and the messages sent to it.
 
     A forward pass takes half a virtual second.
     """
 
-    def __init__(self, index=1, codec="raw", versions=None, others=(), **terms):
+    def __init__(
+        self,
+        index=1,
+        codec="raw",
+        versions=None,
+        others=(),
+        dtype=torch.float64,
+        device=None,
+        **terms,
+    ):
         self.marks = {}
-        self.stage = Stage(build(MODEL, 3, SPANS[index]).double())
+        self.stage = Stage(
+            build(MODEL, 3, SPANS[index]).to((device or Device()).place, dtype), device
+        )
         size = 1, TOKENS, MODEL.dim, MODEL.vocab_size
         others = tuple(map(activation_codec, others))
-        self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
+        self.edges = Edges(activation_codec(codec), *size, 9, dtype, others)
         self.index, self.applied, self.passes = index, EPOCH, []
         self.terms = ServerTerms(**{"lease_s": 20.0, **terms})
         self.versions = (
@@ -111,7 +124,7 @@ class Bench:
 
     def values(self, number, salt):
         generator = torch.Generator().manual_seed(1000 * number + salt)
-        return torch.randn(1, TOKENS, MODEL.dim, generator=generator, dtype=torch.float64)
+        return torch.randn(1, TOKENS, MODEL.dim, generator=generator, dtype=self.edges.dtype)
 
     def inside(self, number):
         return self.tokens(number) if self.stage.is_first else self.values(number, 1)

@@ -165,7 +165,7 @@ class Audit:
         def watched(compute):
             def computing(*given):
                 life.used = dict(stage.model.named_parameters())
-                life.used = {name: x.detach().clone() for name, x in life.used.items()}
+                life.used = {name: copied(x) for name, x in life.used.items()}
                 return compute(*given)
 
             return computing
@@ -264,6 +264,7 @@ class Audit:
         return life.weights[key[1]]
 
     def _seen_weights(self, key, now):
+        now = {name: x.detach().cpu() for name, x in now.items()}
         for known in self.versions.setdefault(key, []):
             if all(torch.equal(known[name], x) for name, x in now.items()):
                 return known
@@ -492,7 +493,9 @@ class Audit:
                 for name, x in self.expected(
                     life.stage, {key: life.merged[key] for key in keys}
                 ).items():
-                    torch.testing.assert_close(staged.gradients[name].double(), x, **self.close)
+                    torch.testing.assert_close(
+                        copied(staged.gradients[name]).double(), x, **self.close
+                    )
         for stage, rounds in self.applied.items():
             for number, results in rounds.items():
                 self._check_round(stage, number, results)
@@ -569,6 +572,11 @@ class Audit:
         assert self.most["slots"] <= server.places + trainers * trainer.kept
         assert self.most["store"] <= STORE_BYTES
         return self
+
+
+def copied(x):
+    """Return a copy on the CPU."""
+    return x.detach().to("cpu", copy=True)
 
 
 def begun_of(trainer):

@@ -65,7 +65,7 @@ def command(
     invited = parse(invite, time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
-    from farflock.node.cli.commands.training import place_text, train
+    from farflock.node.cli.commands.training import train
     from farflock.node.process.network import LEARN_TIMEOUT_S
     from farflock.node.process.node_process import join
 
@@ -73,7 +73,7 @@ def command(
         stack.close()  # the bar makes room for the live view
         members = len(node.member.peer.context.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
-        out.line(place_text(node.machine, node.manifest.train.batch))
+        out.line(node.says_device())
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(out.progress("downloading the run's state"))

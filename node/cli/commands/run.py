@@ -71,7 +71,7 @@ def command(
             f"{text}\nhash {described.hash()}\n\n{size_text(facts)}",
         )
         return 0
-    from farflock.node.cli.commands.training import place_text, train
+    from farflock.node.cli.commands.training import train
     from farflock.node.process.host import is_loopback
     from farflock.node.process.node_process import found
     from farflock.node.state.paths import write_whole
@@ -82,7 +82,7 @@ def command(
             node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
         )  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
-        out.line(f"{place_text(node.machine, described.train.batch)}\n")
+        out.line(f"{node.says_device()}\n")
         if is_loopback(node.machine.host):
             out.line("only this machine can join; start with --host ADDRESS to let others in\n")
 

@@ -26,14 +26,6 @@ class WatchedNode(Protocol):
     def stop(self) -> None: ...
 
 
-def place_text(machine: "MachineOptions", batch: int) -> str:
-    """Return the line that says where a node trains, and how much of a batch it computes at
-    once."""
-    at_once = machine.step_options.micro_batch or batch
-    part = "" if at_once >= batch else f", {at_once} of a batch's {batch} sequences at once"
-    return f"this node trains on {machine.device}{part}"
-
-
 NodeT = TypeVar("NodeT", bound=WatchedNode)
 TrainingCommand = Callable[[MachineOptions, Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
 

@@ -1,13 +1,15 @@
 """The assembly of one stage's server and its loop, over the node's peer and compute thread."""
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
 
 from farflock.node.loop import Loop
+from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
@@ -35,10 +37,12 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """The services of a node's process: its computing, its reports, and its memory."""
+    """The services of a node's process: its computing, its reports, its memory and its device."""
 
     compute: Compute
     run_pass: Pass
@@ -48,6 +52,7 @@ class NodeServices:
     needs_bytes: tuple[int, ...] = ()  # to serve each stage; empty: not checked
     storage: Storage = in_memory  # of methods' states
     spool: Spool | None = None  # of snapshots; None: `compute` writes them into memory
+    device: Device = field(default_factory=Device)  # of stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +146,36 @@ class Assembly:
         Weights are constrained if the codec needs it, except at a full replica of a run that
         constrains only pipelines."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
+        device = self._device(is_projected=basis is not None)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
         constraint: Constraint | None = None
         if basis is not None:
             constraint = Constraint.on(names, self.pipeline.stages, basis)
             constraint.begin(model)
+            constraint = constraint.placed(device.place)
+        model = model.to(device.place)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
         if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
             plain = PlainReplica(model, inner, clip)
             plain.storage = self.means.storage
-            return Stage(model), plain, inner
+            return Stage(model, device), plain, inner
         replica = ConstrainedReplica(model, inner, clip, constraint)
         replica.storage = self.means.storage
-        return ConstrainedStage(model, constraint), replica, inner
+        return ConstrainedStage(model, constraint, device), replica, inner
+
+    def _device(self, *, is_projected: bool) -> Device:
+        """Return the device of the stages: the CPU if they need float64, and the machine's has
+        none."""
+        device, terms = self.means.device, self.pipeline.asynchronous
+        brakes = terms is not None and terms.correction == "braking"
+        needs_float64 = is_projected or brakes or self.edges.dtype == torch.float64
+        if device.has_float64 or not needs_float64:
+            return device
+        log.warning(
+            "%s has no float64, which this run's stages need: they compute on the CPU", device.name
+        )
+        return Device()
 
 
 async def _over(reason: str) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from farflock.compression.subspace import Basis, project
+from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Gradients, Stage
@@ -50,7 +51,7 @@ def writers(names: Iterable[str], tail: int) -> dict[str, int]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
     """The subspace to which some tensors are constrained. `dims` are as in `writers`; if empty,
-    nothing is constrained."""
+    nothing is constrained. The basis is on the tensors' device."""
 
     basis: Basis
     dims: Mapping[str, int]
@@ -91,14 +92,18 @@ class Constraint:
 
     def after(self, basis: Basis) -> "Constraint":
         """Return the same constraint with another version of the basis."""
-        return replace(self, basis=basis)
+        return replace(self, basis=basis.on(self.basis.columns_DK.device))
+
+    def placed(self, place: torch.device) -> "Constraint":
+        """Return the same constraint for tensors on a device."""
+        return replace(self, basis=self.basis.on(place))
 
 
 class ConstrainedStage(Stage):
     """A stage whose gradients are those of projected weights."""
 
-    def __init__(self, model: Llama, constraint: Constraint) -> None:
-        super().__init__(model)
+    def __init__(self, model: Llama, constraint: Constraint, device: Device | None = None) -> None:
+        super().__init__(model, device)
         self._constraint = constraint
 
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:

@@ -1,7 +1,8 @@
 """Kept activations: graphs of forward passes, for backward passes that would compute them again.
 
 A graph serves only the same input, bit for bit, at weights that nothing has changed since. So the
-gradients have the bits that they would have without it, whatever trainers ask for."""
+gradients are those that the server would compute without it, whatever trainers ask for: on a CPU
+bit for bit, on other devices as far as they compute alike twice."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ MAX_GRAPH_BYTES = 512 * 1024 * 1024  # of one server; beyond it, backward passes
 @dataclass(slots=True)
 class KeptGraphs:
     """The graphs of one stage's forward passes, each until its backward pass or until the weights
-    change, in at most `max_bytes`.
+    change, in at most `max_bytes`, and in half of what the first pass leaves free on a device.
 
     None is dropped for a newer one: backward passes come in the order of the forward passes, so
     the oldest is the next to be of use. A caller names its passes by a key, and the weights, where
@@ -44,6 +45,8 @@ class KeptGraphs:
         there is no room."""
         if self._each_bytes is None:
             y, self._each_bytes = measured(self.stage, x)
+            if (free_bytes := self.stage.free_bytes) is not None:
+                self.max_bytes = min(self.max_bytes, free_bytes // 2)
             return y
         if (weights := self._now(version)) != self._weights:
             self._graphs.clear()
@@ -57,33 +60,38 @@ class KeptGraphs:
     def take(self, key: Hashable, x: Tensor, version: Hashable = None) -> Graph | None:
         """Take the graph of this input out, if it is here and the weights are still the same."""
         graph = self._graphs.pop(key, None)
-        if graph is None or self._weights != self._now(version) or not _same(graph.input, x):
+        if graph is None or self._weights != self._now(version) or not _same(graph.given, x):
             return None
         self.used += 1
         return graph
 
     def _now(self, version: Hashable) -> Hashable:
         """Return what changes with the weights: torch counts the writes to each tensor in place,
-        and a swapped tensor lies elsewhere."""
-        return version, tuple((x._version, x.data_ptr()) for x in self.stage.model.parameters())
+        and a swapped tensor has another storage."""
+        return version, tuple((x._version, _storage(x)) for x in self.stage.model.parameters())
 
 
 def measured(stage: Stage, x: Tensor) -> tuple[Tensor, int]:
     """Compute a stage's output; return it, and the bytes that its graph would hold beside the
     weights and the input."""
-    kept = [x, *stage.model.parameters(), *stage.model.buffers()]
-    known = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    x = stage.there(x)
+    known = {_storage(kept) for kept in (x, *stage.model.parameters(), *stage.model.buffers())}
     sizes: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
+        if (storage := _storage(saved)) not in known:
+            sizes[storage] = saved.untyped_storage().nbytes()
         return saved.detach()  # a graph that held its own outputs would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(note, nn.Identity()):
         output = stage.graph(x).output.detach()
     return output, sum(sizes.values())
+
+
+def _storage(x: Tensor) -> int:
+    """Return what names a tensor's storage while it lives; not on every device has it an
+    address."""
+    return int(x.untyped_storage()._cdata)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

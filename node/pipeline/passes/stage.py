@@ -8,16 +8,23 @@ A stage's gradient of the weights is a sum over tokens, with their number. Sums 
 are added and divided once, by all tokens that count at this stage (other designs divide by the
 world size, which is wrong as soon as a microbatch is lost or skips a stage).
 
+A stage's weights lie on the machine's device. Inputs come from the CPU and go there once; graphs,
+outputs and gradients are on the device. Another device rounds otherwise: where two servers of a
+stage compute the two passes of a microbatch, its gradient is that of an output that differs by
+rounding from the one that was sent, as it does by the error of most codecs.
+
 Shapes: B sequences, L positions, D model width, V vocabulary."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 
 Gradients = dict[str, Tensor]
@@ -26,7 +33,7 @@ Gradients = dict[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
     """The gradient of a microbatch's summed loss with respect to a stage's weights, and its number
-    of tokens."""
+    of tokens. It has the weights' type and device."""
 
     gradients: Gradients
     tokens: int
@@ -45,18 +52,23 @@ class BackwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A forward pass that can be differentiated: the stage's input and its output."""
+    """A forward pass that can be differentiated: the input as it came, the same on the device, and
+    the output there."""
 
+    given: Tensor
     input: Tensor
     output: Tensor
 
 
 class Stage:
     """The passes of one stage, which keeps nothing but its weights between calls. Only one thread
-    at a time may call it."""
+    at a time may call it.
 
-    def __init__(self, model: Llama) -> None:
-        self.model = model
+    `device` is where the model is. Matrix products run in bf16 if it does that natively, except
+    those of float64 weights. Inputs may be on the CPU; results are on the device."""
+
+    def __init__(self, model: Llama, device: Device | None = None) -> None:
+        self.model, self._device = model, used_by_stages(device or Device())
         self._names = tuple(name for name, _ in model.named_parameters())
         self._weights = tuple(model.parameters())
 
@@ -70,24 +82,32 @@ class Stage:
         """True if this stage computes the loss."""
         return self.model.span.stop == self.model.config.layers
 
+    @property
+    def free_bytes(self) -> int | None:
+        """The free bytes of the device's own memory; None on a CPU."""
+        return None if self._device.place.type == "cpu" else self._device.memory()[0]
+
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Return activations (B, L, D), or the last stage's logits (B, L, V), from tokens (B, L) or
         activations."""
-        y: Tensor = self.model(x)
+        with self._precision():
+            y: Tensor = self.model(self.there(x))
         return y
 
     @torch.no_grad()
     def loss_sum(self, x: Tensor, targets_BL: Tensor) -> float:
         """Compute the last stage's loss without a backward pass, in nats summed over tokens."""
-        return float(_summed_loss(self.model(x), targets_BL))
+        return float(_summed_loss(self.forward(x), self.there(targets_BL)))
 
     @torch.enable_grad()
     def graph(self, x: Tensor) -> Graph:
         """Compute as `forward` does, and keep what `gradients` needs."""
+        there = self.there(x)
         if not self.is_first:
-            x = x.detach().requires_grad_()
-        return Graph(x, self.model(x))
+            there = there.detach().requires_grad_()
+        with self._precision():
+            return Graph(x, there, self.model(there))
 
     def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
         """Compute the forward pass again, then the gradients."""
@@ -98,7 +118,7 @@ class Stage:
         """Compute the gradients of a forward pass, once. `outside` is the gradient of the summed
         loss with respect to this stage's output (B, L, D), or at the last stage the targets
         (B, L)."""
-        x, y = graph.input, graph.output
+        x, y, outside = graph.input, graph.output, self.there(outside)
         wanted = self._weights if self.is_first else (x, *self._weights)
         result = _summed_loss(y, outside) if self.is_last else y
         found = torch.autograd.grad(result, wanted, None if self.is_last else outside)
@@ -109,24 +129,41 @@ class Stage:
             loss_sum=float(result.detach()) if self.is_last else None,
         )
 
+    def there(self, x: Tensor) -> Tensor:
+        """Return a tensor on the device."""
+        return x.to(self._device.place, non_blocking=True)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self._weights[0].dtype == torch.float64:
+            return contextlib.nullcontext()
+        return self._device.autocast()
+
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
         """Return the gradients by name, given the raw ones in the order of the weights. A
         subclass may change them."""
         return dict(zip(self._names, gradients, strict=True))
 
 
+def used_by_stages(device: Device) -> Device:
+    """Return a device as stages use it: not in fp16, whose gradients need a scale of the loss,
+    while those of a stage come from peers that compute otherwise, and go to such."""
+    return device if device.precision == "bf16" else replace(device, precision="fp32")
+
+
 @torch.enable_grad()
 def backward_through(
     stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
 ) -> tuple[tuple[MicrobatchGradient, ...], float]:
-    """Compute one forward and backward pass through a path's `stages`, all local, in order.
+    """Compute one forward and backward pass through a path's `stages`, all on one device, in order.
 
     Return each stage's gradient and the loss, in nats summed over tokens. Nothing is computed
     twice."""
-    y = tokens_BL
-    for stage in stages:
-        y = stage.model(y)
-    loss = _summed_loss(y, targets_BL)
+    first = stages[0]
+    y = first.there(tokens_BL)
+    with first._precision():
+        for stage in stages:
+            y = stage.model(y)
+    loss = _summed_loss(y, first.there(targets_BL))
     weights = [weight for stage in stages for weight in stage._weights]
     found = iter(torch.autograd.grad(loss, weights))
     staged = [

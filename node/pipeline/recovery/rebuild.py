@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from farflock.node.model.device import widened
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.state import state_hash
@@ -48,7 +49,9 @@ class GradientScale:
     def after(self, gradients: Tensors) -> "GradientScale":
         """Return the scale after one more step; a gradient that is not finite changes nothing."""
         layers = [x for name, x in gradients.items() if _LAYER.fullmatch(name)]
-        found = math.fsum(float(x.detach().double().square().sum()) for x in layers)
+        squares = [widened(x.detach()).square().sum() for x in layers]
+        # read at once, as a device is waited for each time
+        found = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
         if not math.isfinite(found):
             return self
         return GradientScale(

@@ -1,7 +1,7 @@
 """Passes of one stage, from payloads to payloads: their admission and their computation.
 
 A request is admitted by its fields and by the sizes of its payloads, before the payloads are
-fetched.
+fetched. Payloads are read and written on the CPU; the stage computes on its device.
 
 Shapes: B sequences, L positions, D model width."""
 
@@ -171,8 +171,9 @@ class StagePasses:
         kept = [self.graphs.forward(key, x, version) for key, x in inputs]
         rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
         batch = self.ends.edges.batch
-        computed = iter(torch.split(self.stage.forward(torch.cat(rest)), batch) if rest else ())
-        return [next(computed) if y is None else y for y in kept]
+        together = self.stage.forward(torch.cat(rest)).cpu() if rest else None
+        computed = iter(() if together is None else torch.split(together, batch))
+        return [next(computed) if y is None else y.cpu() for y in kept]
 
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
         """Compute a backward pass at the weights that it names; return its result and their
@@ -198,13 +199,13 @@ class StagePasses:
             back = self.stage.gradients(graph, outside)
             payloads: tuple[bytes, ...] = ()
             if back.input_gradient is not None:
-                given = back.input_gradient, request, tokens_BL, x, self._came(asked)
+                given = back.input_gradient.cpu(), request, tokens_BL, x, self._came(asked)
                 payloads = (self.ends.edges.input_gradient(*given),)
         except Superseded:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
-        if not _are_finite(back.staged.gradients.values()):
+        if not are_finite(back.staged.gradients.values()):
             # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")
         return BackwardResult(back.staged, payloads, back.loss_sum)
@@ -264,7 +265,8 @@ def _key(asked: PassRequest) -> GradientKey:
     return asked.caller, asked.request.number
 
 
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if all values are finite: the least and the greatest of a tensor are NaN if any is."""
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if all values are finite: the least and the greatest of a tensor are NaN if any is.
+    A device is waited for once."""
     ends = [end for x in tensors for end in torch.aminmax(x)]
     return bool(torch.stack(ends).isfinite().all())

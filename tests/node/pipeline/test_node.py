@@ -412,6 +412,7 @@ def test_a_peer_that_knows_of_the_end_stays_until_all_know_so_a_stage_ends_with_
 # from a checkpoint
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stopped(tmp_path):
     steps = 5
     one = audit((PeerRole(0, trains=True), PeerRole(1)), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
@@ -452,6 +453,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_full_replica_resumes_from_checkpoints_of_its_stages_made_at_different_times(
     tmp_path,
 ):

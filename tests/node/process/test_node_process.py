@@ -1,9 +1,14 @@
-"""A node refuses a run whose text it lacks, before the run's members count it."""
+"""A node refuses a run whose text it lacks, before the run's members count it, and says what it
+computes on."""
+
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from farflock.node.errors import RefusedByRun
-from farflock.node.process.node_process import require_corpus
+from farflock.node.model.device import Device
+from farflock.node.process.node_process import NodeProcess, require_corpus
 from farflock.node.run.manifest import resolve
 
 
@@ -26,3 +31,19 @@ def test_a_text_that_is_here_and_the_shipped_one_are_fine(tmp_path):
     (tmp_path / "own.txt").write_text("To be, or not to be\n")
     require_corpus(trained_on(str(tmp_path / "own.txt")))
     require_corpus(trained_on("shakespeare"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ((0, 1), r"this node trains on Double Card, .* free, fp32"),
+        ((1,), r"this node serves stage 1 on Double Card, .* free, fp32"),
+        ((), "this node trains without weights: servers of stages compute, and not Double Card"),
+    ],
+)
+def test_each_role_of_a_pipeline_says_what_it_computes_on(card, stages, expected):
+    servings = tuple(SimpleNamespace(index=index) for index in stages)
+    part = SimpleNamespace(servings=servings, serving=next(iter(servings), None))
+    machine = SimpleNamespace(device=Device(card, "Double Card", "fp32"))
+    node = NodeProcess(machine, *(None,) * 3, part, *(None,) * 5)
+    assert re.fullmatch(expected, node.says_device())

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.card import CARD
 
 from farflock.node.assembly.checkpoints import folder_of, save_all
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
+from farflock.node.model.device import Device, choose
 from farflock.node.pipeline.lifecycle.reservations import emptiest
 from farflock.node.process import pipeline_role as pipeline_part
 from farflock.node.process.network import MachineOptions
@@ -24,7 +26,7 @@ from farflock.node.process.pipeline_role import (
 )
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import needed_stage_bytes
+from farflock.node.run.memory import needed_stage_bytes, needed_stage_device_bytes
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
@@ -128,13 +130,13 @@ def test_a_machine_with_a_given_role_asks_no_peer(role, found):
     ],
 )
 def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
-    for choose in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
+    for named in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
         with pytest.raises(
             Usage,
             match="run of 3 stages; "
             "choose from auto, trainer, replica, stage, stage:N, where N is below 3",
         ) as refused:
-            choose()
+            named()
         assert repr(role) in str(refused.value)
         assert refused.value.exit_code == 2
 
@@ -184,13 +186,22 @@ def test_newcomers_at_the_same_time_go_to_different_stages():
 # the node
 
 
-def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node, keeper: None):
+def made(
+    bench,
+    text,
+    folder,
+    stage,
+    trains,
+    manifest=MANIFEST,
+    look=lambda node, keeper: None,
+    device=None,
+):
     """`part_of` on a simulated network, and what `look(node, keepers)` says of it."""
     swarm = bench(text)
 
     async def main():
         async with swarm.peer(0).running() as peer:
-            machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0)
+            machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0, device=device or Device())
             node, keepers = part_of(
                 machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains
             )
@@ -370,3 +381,52 @@ def test_a_replica_that_does_not_fit_this_machine_is_refused_before_anything_is_
     assert refused.value.exit_code == 2
     assert "--role stage" in refused.value.remedy
     assert not built
+
+
+# on a device
+
+
+def device_needs(stages=range(3)):
+    return [
+        needed_stage_device_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage)
+        for stage in stages
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, EVERY])
+def test_stages_lie_on_the_machines_device(bench, text, tmp_path, card, stage):
+    def look(node, keepers):
+        return [x for serving in node.servings for x in serving.model.parameters()]
+
+    weights = made(bench, text, tmp_path, stage, False, look=look, device=choose())
+    assert all(x.device.type == card.type for x in weights)
+
+
+def test_stages_that_do_not_fit_a_device_are_refused_with_both_numbers(bench, text, tmp_path, card):
+    CARD.sweep()
+    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    made(bench, text, tmp_path, 1, False, device=choose())
+    CARD.sweep()
+    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    with pytest.raises(Uncomposable, match="serving all stages of 3 takes about") as refused:
+        made(bench, text, tmp_path, EVERY, True, device=choose())
+    assert "of the device's memory, and" in str(refused.value)
+    assert "--device cpu" in refused.value.remedy
+
+
+def test_a_node_does_not_offer_to_move_to_a_stage_that_its_device_does_not_hold(
+    bench, text, tmp_path, card
+):
+    """It offers less memory than that stage needs of the host's."""
+    largest = max(range(3), key=lambda stage: device_needs()[stage])
+    smallest = min(range(3), key=lambda stage: device_needs()[stage])
+    CARD.sweep()
+    CARD.capacity_bytes = CARD.used_bytes + device_needs()[largest] - 1
+
+    def look(node, keepers):
+        return node.means.memory_bytes, node.means.needs_bytes
+
+    offered, needs = made(bench, text, tmp_path, smallest, False, look=look, device=choose())
+    assert offered < needs[largest]
+    offered, needs = made(bench, text, tmp_path, smallest, False, look=look)
+    assert offered > needs[largest]
