@@ -103,6 +103,8 @@ SIZED_LATE = (
     "eye.m",
     "randperm",
     "randperm.generator",
+    "abs",
+    "linalg_lstsq",
 )
 
 
@@ -212,6 +214,10 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"Expected a generator of the card for {op}, got the CPU's")
         return CPU if isinstance(x, torch.device) else x
 
+    args = tuple(
+        torch.tensor(x) if isinstance(x, int) and str(wanted.type) == "Tensor" else x
+        for x, wanted in zip(args, op._schema.arguments, strict=False)
+    )  # a boxed call turns a whole number's tensor into the number, which not every operator takes
     args, kwargs = pytree.tree_map(enter, (args, kwargs))
     if op is READ_ONE:
         CARD.waits += 1
