@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from farflock.compression.catalog import codec
@@ -89,8 +90,9 @@ class ExchangePeer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer, and
-    whether a further shard of notes goes with it (microbatch_ids.py)."""
+    """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer,
+    whether a further shard of notes goes with it (microbatch_ids.py), and the device on which
+    results are decoded."""
 
     name: str
     shapes: Shapes
@@ -98,17 +100,20 @@ class _Coding:
     back: ShardLayout
     reducer: Reducer
     noted: bool
+    home: torch.device | None
 
     def decoded(
         self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes], spread: Spread
     ) -> DecodedTensors:
-        """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed."""
+        """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed.
+
+        They are checked on the CPU, in several threads, and decoded at home when they are read."""
 
         def check(index: int) -> None:
             layout.require_valid(index, round_number, payloads[index])
 
         spread(check, range(len(payloads)))
-        return DecodedTensors(layout, round_number, payloads, self.shapes)
+        return DecodedTensors(layout, round_number, payloads, self.shapes, self.home)
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
         """Reduce a shard of the tensors, or the notes."""
@@ -125,7 +130,7 @@ class _Coding:
 
 class ExchangeClient:
     """The exchanges of one node's method over its peer, for one stage or (None) for the whole
-    model."""
+    model. The method gets its results on the device `home`; None: on the CPU."""
 
     def __init__(
         self,
@@ -133,8 +138,10 @@ class ExchangeClient:
         run_seed: int,
         stage: int | None = None,
         spread: Spread = in_turn,
+        home: torch.device | None = None,
     ) -> None:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
+        self._home = home
         self._codings: dict[str, _Coding] = {}
 
     def open(
@@ -212,7 +219,7 @@ class ExchangeClient:
             mean=mean,
             gathered=gathered,
             sent=(
-                DecodedTensors(coding.out, outcome.key.round, payloads, coding.shapes)
+                DecodedTensors(coding.out, outcome.key.round, payloads, coding.shapes, coding.home)
                 if payloads
                 else None
             ),
@@ -273,7 +280,7 @@ class ExchangeClient:
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(
-            name, shapes, out, back, reducer, noted
+            name, shapes, out, back, reducer, noted, self._home
         )
         terms = RoundTerms(
             template.kind,
