@@ -32,6 +32,16 @@ class Device:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)
 
+    @property
+    def has_float64(self) -> bool:
+        """True if it computes in float64, which some methods and codecs need; Apple's GPU does
+        not."""
+        try:
+            torch.ones((), dtype=torch.float64, device=self.place)
+        except (RuntimeError, TypeError):
+            return False
+        return True
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Let matrix products run in `precision` while the block runs."""
         if self.precision == "fp32":
@@ -76,6 +86,17 @@ def choose(wanted: str = "auto") -> Device:
             f"choose {place.type}:{count - 1} or below",
         )
     return _described(place)
+
+
+def require_outer(device: Device) -> None:
+    """Raise `Usage` unless this device can keep a method's state and compute with it."""
+    why = ""
+    if device.place.type == "cpu":
+        why = "this node trains on the CPU, whose memory is the host's"
+    elif not device.has_float64:
+        why = f"{device.name} has no float64, in which some methods and codecs compute"
+    if why:
+        raise Usage("--outer device", why, "choose --outer host, or auto")
 
 
 def memory_of(place: torch.device) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
-from farflock.node.model.replica import in_memory
+from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
@@ -226,7 +226,17 @@ def status_of(
         branch=peer.membership.branch,
         role=part.role,
         work=part.work,
+        exchanges=_exchanges(part),
     )
+
+
+def _exchanges(part: ReplicaNode | PipelineNode) -> str:
+    """Return where a node's method computes, as status says it; nothing if that is the CPU."""
+    if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
+        return ""
+    client = part.loop.client
+    codecs = ", ".join(client.codecs_on_cpu)
+    return f"{client.home}, {codecs} on the CPU" if codecs else f"{client.home}"
 
 
 def _doing(node: NodeProcess) -> str:
@@ -407,7 +417,17 @@ def _require_room(machine: MachineOptions, manifest: Manifest, error: type[Farfl
     knows its stage."""
     if manifest.pipeline is None:
         plan = manifest.plan()
-        require_memory(plan, error, machine.outer, _exchanged(manifest))
+        require_memory(plan, error, machine.outer, _exchanged(manifest), machine.device)
+
+
+def _storage(machine: MachineOptions, manifest: Manifest) -> Storage:
+    """Return where this machine keeps the state of the run's method."""
+    match kept_outer(machine.outer, manifest.plan(), _exchanged(manifest), machine.device):
+        case "device":
+            return OnDevice(machine.device.place).allocate
+        case "disk":
+            return OuterFiles(machine.folder.outer).allocate
+    return in_memory
 
 
 def _exchanged(manifest: Manifest) -> Exchanged:
@@ -542,7 +562,6 @@ def _node(
         part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
     else:
         plan = manifest.plan()
-        on_disk = kept_outer(machine.outer, plan, _exchanged(manifest)) == "disk"
         part = replica = replica_node(
             plan,
             peer,
@@ -550,7 +569,7 @@ def _node(
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
             report=report,
-            storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
+            storage=_storage(machine, manifest),
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
             device=machine.device,

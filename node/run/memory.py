@@ -12,6 +12,7 @@ from farflock.compression.activation import ActivationContext
 from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
+from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
@@ -19,12 +20,13 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.cut import SAVED_SHARE
 from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
-OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
+OuterPlace = Literal["auto", "device", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES = 31  # of a stage
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
 PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
+DEVICE_SHARE = 1.25  # of a method's state that must fit a device: blocks, and what else is there
 RULE = "stage too large for any machine"
 REPLICA_RULE = "replica too large for any machine"
 
@@ -64,11 +66,18 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def kept_outer(outer: OuterPlace, plan: RunPlan, exchanged: Exchanged) -> Literal["host", "disk"]:
-    """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
-    fit this machine's free memory otherwise."""
+def kept_outer(
+    outer: OuterPlace, plan: RunPlan, exchanged: Exchanged, device: Device | None = None
+) -> Literal["device", "host", "disk"]:
+    """Return where to keep the outer state: where that is chosen, or else on the device if that has
+    room, in memory if the run fits what is free of it, or on the disk."""
     if outer != "auto":
         return outer
+    if device is not None and device.place.type != "cpu" and device.has_float64:
+        state = exchanged.state_bytes + exchanged.pending_bytes
+        needed = needed_bytes(plan, Exchanged()) + int(DEVICE_SHARE * state)
+        if needed <= device.memory()[0]:
+            return "device"
     free_bytes = int(psutil.virtual_memory().available)
     return "host" if needed_bytes(plan, exchanged) <= free_bytes else "disk"
 
@@ -78,12 +87,16 @@ def require_memory(
     error: type[FarflockError],
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
+    device: Device | None = None,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
-    method's state can be on the disk."""
+    method's state can be on the disk or the device."""
     exchanged = exchanged or Exchanged()
-    on_disk = exchanged.state_bytes if kept_outer(outer, plan, exchanged) == "disk" else 0
-    needed, free = needed_bytes(plan, exchanged) - on_disk, int(psutil.virtual_memory().available)
+    state, pending = exchanged.state_bytes, exchanged.pending_bytes
+    elsewhere = {"host": 0, "disk": state, "device": state + pending}[
+        kept_outer(outer, plan, exchanged, device)
+    ]
+    needed, free = needed_bytes(plan, exchanged) - elsewhere, int(psutil.virtual_memory().available)
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
+from farflock.node.model.device import CPU
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim, EncodedExchange
 from farflock.node.train.shards import (
@@ -100,7 +101,7 @@ class _Coding:
     back: ShardLayout
     reducer: Reducer
     noted: bool
-    home: torch.device | None
+    home: torch.device
 
     def decoded(
         self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes], spread: Spread
@@ -130,7 +131,7 @@ class _Coding:
 
 class ExchangeClient:
     """The exchanges of one node's method over its peer, for one stage or (None) for the whole
-    model. The method gets its results on the device `home`; None: on the CPU."""
+    model. The method gets its results on the device `home`."""
 
     def __init__(
         self,
@@ -138,10 +139,10 @@ class ExchangeClient:
         run_seed: int,
         stage: int | None = None,
         spread: Spread = in_turn,
-        home: torch.device | None = None,
+        home: torch.device = CPU,
     ) -> None:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
-        self._home = home
+        self.home = home
         self._codings: dict[str, _Coding] = {}
 
     def open(
@@ -253,6 +254,14 @@ class ExchangeClient:
         """Return the last round of a stream that is known to be decided."""
         return self.peer.newest(self.name(stream))
 
+    @property
+    def codecs_on_cpu(self) -> list[str]:
+        """The codecs of open streams that have no version for the device at home."""
+        if self.home.type == "cpu":
+            return []
+        used = [one.codec for coding in self._codings.values() for one in (coding.out, coding.back)]
+        return sorted({one.name for one in used if not one.on_device})
+
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""
         codings = self._codings.items()
@@ -280,7 +289,7 @@ class ExchangeClient:
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(
-            name, shapes, out, back, reducer, noted, self._home
+            name, shapes, out, back, reducer, noted, self.home
         )
         terms = RoundTerms(
             template.kind,

@@ -234,7 +234,7 @@ class LoopbackPeer:
 
     def at_home(self, result: Result) -> Result:
         """Return a result whose tensors are where the peer's method computes."""
-        home = self.replica.block(self.replica.names[0], "param", 0, 0).device
+        home = self.replica.allocate((0,)).device
 
         def moved(tensors: Tensors | None) -> Tensors | None:
             return tensors and {name: x.to(home) for name, x in tensors.items()}

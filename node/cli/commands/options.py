@@ -113,11 +113,13 @@ _MACHINE = (
     device_option,
     click.option(
         "--outer",
-        type=click.Choice(["auto", "host", "disk"]),
+        type=click.Choice(["auto", "device", "host", "disk"]),
         default="auto",
         show_default=True,
-        help="Where the method keeps its own copies of the model: in memory (host), in files of"
-        " the folder that are mapped into memory (disk), or in memory if they fit (auto).",
+        help="Where the method keeps its own copies of the model and computes with them: in the"
+        " memory of the device that trains (device), in this machine's memory (host), in files of"
+        " the folder that are mapped into memory (disk), or in the first of these with room"
+        " (auto).",
     ),
     click.option(
         "--no-listen",
@@ -137,10 +139,13 @@ def machine_options(command: Command) -> Command:
 def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     """Return the machine's contribution that these options describe; raise `Usage` if it has no
     such device."""
-    from farflock.node.model.device import choose
+    from farflock.node.model.device import choose, require_outer
     from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 
+    device = choose(options["device"])
+    if options["outer"] == "device":
+        require_outer(device)
     return MachineOptions(
         folder=RunFolder.at(options["folder"]),
         host=options["host"],
@@ -154,5 +159,5 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
-        device=choose(options["device"]),
+        device=device,
     )

@@ -3,7 +3,7 @@ the CPU, in a swarm of its own and beside peers on the CPU."""
 
 import pytest
 import torch
-from worlds.card import is_on_card
+from worlds.card import CARD, is_on_card
 
 from farflock.node.model.replica import OnDevice, PlainReplica
 from farflock.node.simulate.method_check import NodeRig
@@ -82,6 +82,24 @@ def test_a_swarm_on_cards_has_the_bits_of_one_on_cpus(name, more, card):
     )
     assert there.keys() == here.keys()
     assert all(same(there[peer], here[peer]) for peer in here)
+
+
+@each_method(("ddp", "lean"))
+def test_no_bit_that_peers_agree_on_comes_from_a_division_by_a_number(name, more, card):
+    """CUDA does not round that correctly. The inner optimizer, sgd, divides by none either."""
+    there, here = (
+        everything_of(misfortunes.play(subject(name, more, rig).swarm("abc"), "everything"))
+        for rig in (dividing(card), NodeRig())
+    )
+    assert all(same(there[peer], here[peer]) for peer in here)
+
+
+def dividing(card):
+    """A rig of cards that divide as CUDA does."""
+    CARD.reciprocal = True
+    third = torch.full((3,), 5.0, device=card) / 3
+    assert not torch.equal(third.cpu(), torch.full((3,), 5.0) / 3)
+    return RigOfCards(card)
 
 
 @each_method()
