@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from farflock.compression.elementwise import block_length
-from farflock.optimizers.method import BlockChange, Tensors, What
+from farflock.node.model.copied_ahead import CopiedAhead
+from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
 from farflock.optimizers.parts.blocks import blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
@@ -168,15 +169,23 @@ class PlainReplica:
         for name in names:
             stored = [self._slots.find(name, what) for what in whats]
             flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous
-            for block in blocks(name, stored[0].shape, self._length):
-                places = [block.of(x) for x in flat]
-                new = change(block, *(float_block(x, self.home) for x in places))
-                for place, values in zip(places, new, strict=True):
-                    if values is not None:
-                        place.copy_(values)
+            if self.home.type == "cpu" and not flat[0].is_cpu:
+                CopiedAhead(flat).change(list(blocks(name, stored[0].shape)), change)
+            else:
+                self._change(list(blocks(name, stored[0].shape, self._length)), flat, change)
             for x, changed in zip(stored, flat, strict=True):
                 if not x.is_contiguous():
                     x.copy_(changed.view_as(x))
+
+    def _change(
+        self, todo: Sequence[TensorBlock], flat: Sequence[Tensor], change: BlockChange
+    ) -> None:
+        for block in todo:
+            places = [block.of(x) for x in flat]
+            new = change(block, *(float_block(x, self.home) for x in places))
+            for place, values in zip(places, new, strict=True):
+                if values is not None:
+                    place.copy_(values)
 
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """Return zeros in `storage`."""

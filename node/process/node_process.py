@@ -226,11 +226,11 @@ def status_of(
         branch=peer.membership.branch,
         role=part.role,
         work=part.work,
-        exchanges=_exchanges(part),
+        exchanges=exchanges_of(part),
     )
 
 
-def _exchanges(part: ReplicaNode | PipelineNode) -> str:
+def exchanges_of(part: ReplicaNode | PipelineNode) -> str:
     """Return where a node's method computes, as status says it; nothing if that is the CPU."""
     if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
         return ""

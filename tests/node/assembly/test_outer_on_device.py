@@ -11,6 +11,7 @@ from worlds.waiting import until
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.device import Device
 from farflock.node.model.replica import PlainReplica
+from farflock.node.process.node_process import exchanges_of
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -164,6 +165,29 @@ def test_a_state_on_a_card_and_one_on_a_cpu_end_as_one(bench, text, single, meth
     if method != "ddp":  # its inner optimizer steps with each device's own rounding
         assert same(*states)
         assert len({state_hash(state) for state in states}) == 1
+
+
+@pytest.mark.parametrize(
+    ("outer", "codec", "said"),
+    [
+        ("host", "ecsq:100", ""),
+        ("device", "int8", "card:0"),
+        ("device", "topk2:8/64", "card:0"),
+        ("device", "ecsq:100", "card:0, ecsq:100 on the CPU"),
+        ("device", "ecsq:100+zstd", "card:0, ecsq:100+zstd on the CPU"),
+    ],
+)
+def test_status_says_where_exchanges_are_coded(bench, text, single, outer, codec, said):
+    made = bench(text, total=TOKENS, codec=codec, feedback=0.9)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer, device=single, outer=outer)
+            node.peer.found()
+            node.state_sync.open()
+            return exchanges_of(node)
+
+    assert run_virtual(main()) == said
 
 
 @pytest.mark.ci_more

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from worlds.card import CARD
 
 from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.model.device import Device
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import Exchanged, needed_bytes, require_memory
+from farflock.node.run.memory import Exchanged, kept_outer, needed_bytes, require_memory
 from farflock.node.train.run_size import exchanged
 
 
@@ -86,3 +88,22 @@ def test_the_largest_model_that_a_manifest_can_name_is_answered_at_once():
     }
     with pytest.raises(Failure, match="too large for this machine"):
         require_memory(resolve({"model": model}).plan(), Failure)
+
+
+def test_auto_keeps_outer_state_on_a_device_with_room_for_it(card, monkeypatch):
+    run, device, held = manifest(), Device(card, "Double Card", "fp32"), Exchanged(10**8, 10**7)
+    needed = needed_bytes(run, Exchanged()) + 5 * 11 * 10**7 // 4
+    for room, place in ((needed, "device"), (needed - 1, "host")):
+        monkeypatch.setattr(CARD, "capacity_bytes", CARD.used_bytes + room)
+        assert kept_outer("auto", run, held, device) == place
+    assert kept_outer("device", run, held, device) == "device"
+    assert kept_outer("auto", run, held, Device()) == "host"
+
+
+def test_what_is_kept_on_a_device_takes_no_memory_of_the_host(card, monkeypatch):
+    run, device, held = manifest(), Device(card, "Double Card", "fp32"), Exchanged(10**8, 10**7)
+    free = needed_bytes(run, held) - 10**8 - 10**7
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    require_memory(run, Failure, "device", held, device)
+    with pytest.raises(Failure, match="--outer disk"):
+        require_memory(run, Failure, "host", held, device)
