@@ -38,7 +38,7 @@ class Context:
 class Codec(Protocol):
     """An encoder of flat float32 tensors (one shard each) to bytes, with its decoder.
 
-    Laws, for every codec in `catalog.CODECS` (compression/check.py has them as functions):
+    Laws, for every codec in `catalog.CODECS` (compression/check.py has 0 to 6 as functions):
 
     0. A codec is a frozen value, and equal codecs are interchangeable.
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.

@@ -197,7 +197,7 @@ class PlainReplica:
 
     @property
     def _length(self) -> int:
-        return block_length(torch.empty(0, device=self.home))
+        return block_length(torch.empty(0, dtype=torch.float32, device=self.home))
 
 
 def in_memory(shape: Sequence[int]) -> Tensor:

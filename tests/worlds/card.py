@@ -95,6 +95,12 @@ CPU = torch.device("cpu")
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 READ_ONE = torch.ops.aten._local_scalar_dense.default
 SET_STORAGE = aten.set_.source_Storage_storage_offset
+# A boxed call turns a whole number's tensor into the number, which these do not take.
+WITHOUT_NUMBERS = {
+    getattr(getattr(aten, name), overload)
+    for name in ("bitwise_and", "bitwise_or", "remainder")
+    for overload in ("Tensor", "Tensor_out")
+}
 DIVISIONS = {
     aten.div.Tensor: aten.mul.Tensor,
     aten.div_.Tensor: aten.mul_.Tensor,
@@ -221,10 +227,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"Expected a generator of the card for {op}, got the CPU's")
         return CPU if isinstance(x, torch.device) else x
 
-    args = tuple(
-        torch.tensor(x) if isinstance(x, int) and str(wanted.type) == "Tensor" else x
-        for x, wanted in zip(args, op._schema.arguments, strict=False)
-    )  # a boxed call turns a whole number's tensor into the number, which not every operator takes
+    if op in WITHOUT_NUMBERS:
+        args = tuple(torch.tensor(x) if isinstance(x, int) else x for x in args)
     given = args
     args, kwargs = pytree.tree_map(enter, (args, kwargs))
     if op is READ_ONE:

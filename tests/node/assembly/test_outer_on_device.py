@@ -2,6 +2,7 @@
 what peers agree on does not depend on where it is kept."""
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -117,9 +118,9 @@ def test_a_copy_of_the_whole_model_is_found(bench, text, single, monkeypatch, wh
 
     def with_a_copy(replica, names, whats, change):
         for name in names:
-            x = replica._slots.find(name, "param")
-            if whole or x.dim() > 1:
-                x.cpu()
+            shape = replica.shapes[name]
+            if whole or len(shape) > 1:
+                replica.block(name, "param", 0, math.prod(shape)).cpu()
         return step(replica, names, whats, change)
 
     monkeypatch.setattr(PlainReplica, "update", with_a_copy)
