@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farflock.compression.elementwise import block_length
 from farflock.node.model.copied_ahead import CopiedAhead
 from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
-from farflock.optimizers.parts.blocks import blocks
+from farflock.optimizers.parts.blocks import block_length, blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farflock.compression.elementwise import BLOCK, block_length
+from farflock.compression.elementwise import BLOCK, DEVICE_BLOCK
 from farflock.optimizers.method import BlockChange, Replica, TensorBlock, Tensors, What
 
 BLOCK_VALUES = BLOCK  # on the CPU; also what a hash and a sample are made of, anywhere
@@ -22,12 +22,17 @@ Read = Callable[[str, int, int], Tensor]  # (name, start, stop) -> these flat va
 
 
 def blocks(
-    name: str, shape: Sequence[int], length: int = BLOCK_VALUES, start: int = 0
+    name: str, shape: Sequence[int], length: int | None = None, start: int = 0
 ) -> Iterator[TensorBlock]:
-    """Yield the blocks of a tensor from `start` on, in order."""
-    count = math.prod(shape)
+    """Yield the blocks of a tensor from `start` on, in order; `length` None: those of the CPU."""
+    count, length = math.prod(shape), length or BLOCK_VALUES
     for at in range(start, count, length):
         yield TensorBlock(name, at, min(at + length, count))
+
+
+def block_length(x: Tensor) -> int:
+    """Return how long the blocks of a tensor are where it is."""
+    return BLOCK_VALUES if x.is_cpu else DEVICE_BLOCK
 
 
 def read(tensors: Tensors, block: TensorBlock) -> Tensor:

@@ -6,9 +6,14 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from farflock.compression.elementwise import block_length
 from farflock.optimizers.method import Replica, Result, TensorBlock, Tensors
-from farflock.optimizers.parts.blocks import LazyTensors, blocks, parameters, read
+from farflock.optimizers.parts.blocks import (
+    LazyTensors,
+    block_length,
+    blocks,
+    parameters,
+    read,
+)
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.outer import Outer, scaled
 from farflock.optimizers.parts.round_book import RoundBook
