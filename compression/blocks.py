@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_finite
-from farflock.compression.payload import FLOAT_MAX, ExactCodec, append, flat, largest, values_at
+from farflock.compression.payload import (
+    FLOAT_MAX,
+    ExactCodec,
+    append,
+    divided,
+    flat,
+    largest,
+    values_at,
+)
 
 # Bit patterns: non-negative floats order as their bits do, even if a processor flushes denormals.
 MIN_SCALE_BITS = 0x0080_0000  # 2^-126
@@ -50,7 +58,7 @@ def scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
     absmax_K = x_KB.abs().amax(dim=1)
     if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax passes on
         require_finite(x)
-    bits_K = (absmax_K / top).view(torch.int32).clamp_(max=MAX_SCALE_BITS[top])
+    bits_K = divided(absmax_K, top).view(torch.int32).clamp_(max=MAX_SCALE_BITS[top])
     tiny_K = bits_K < MIN_SCALE_BITS
     divisor_K = bits_K.view(torch.float32).masked_fill(tiny_K, 1.0)  # makes its codes 0
     return bits_K.masked_fill_(tiny_K, 0).view(torch.float32), x_KB / divisor_K[:, None]
@@ -122,7 +130,7 @@ class BlockCodec(ExactCodec):
         """Return the scales (K) and the packed codes, as they are sent."""
 
     @abstractmethod
-    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+    def codes(self, payload: Buffer, start: int, count: int, device: torch.device) -> Tensor:
         """Return the codes at byte `start`; raise `CorruptPayload` if no encoder writes them."""
 
     @property
@@ -150,7 +158,7 @@ class BlockCodec(ExactCodec):
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Write code · scale; refuse scales outside their limits."""
-        scales = require_scales(
-            values_at(payload, 0, blocks_of(out.numel(), self.block), torch.float32), self.top
-        )
-        rescale(out.copy_(self.codes(payload, 4 * len(scales), out.numel())), scales, self.block)
+        count, device = blocks_of(out.numel(), self.block), out.device
+        scales = require_scales(values_at(payload, 0, count, torch.float32, device), self.top)
+        out.copy_(self.codes(payload, 4 * count, out.numel(), device))
+        rescale(out, scales, self.block)

@@ -38,7 +38,7 @@ class Context:
 class Codec(Protocol):
     """An encoder of flat float32 tensors (one shard each) to bytes, with its decoder.
 
-    Laws, for every codec in `catalog.CODECS` (compression/check.py has them as functions):
+    Laws, for every codec in `catalog.CODECS` (compression/check.py has 0 to 6 as functions):
 
     0. A codec is a frozen value, and equal codecs are interchangeable.
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
@@ -53,6 +53,8 @@ class Codec(Protocol):
        separately rounded, comparisons, and integers).
     6. Shards cut at multiples of `granule` decode as the whole tensor does, unless a step depends
        on all values (ecsq).
+    7. `x` and `out` may be on any device. `decode` gives the same bits there as on the CPU; the
+       payload of `encode` may differ, within the bound.
     """
 
     __slots__ = ()
@@ -65,6 +67,12 @@ class Codec(Protocol):
     @property
     def biased(self) -> bool:
         """True if mass is systematically lost (sparse, sign): a mean then needs error feedback."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """True if values on a device are coded there, so that little more than the payload is
+        copied; otherwise they are copied and coded on the CPU."""
         ...
 
     def granule(self, shape: tuple[int, ...]) -> int:
@@ -87,10 +95,10 @@ class Codec(Protocol):
 
 
 def require_finite(x: Tensor) -> Tensor:
-    """Return `x`; raise `UnencodableTensor` unless it is a flat, finite float32 CPU tensor."""
-    if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
+    """Return `x`; raise `UnencodableTensor` unless it is a flat, finite float32 tensor."""
+    if x.dtype != torch.float32 or x.dim() != 1:
         raise UnencodableTensor(
-            f"a codec takes flat float32 CPU tensors, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            f"a codec takes flat float32 tensors, got {x.dtype} {tuple(x.shape)}"
         )
     if not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class Ecsq:
     rate: int = 100
 
     biased: ClassVar[bool] = True
+    on_device: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.rate <= 250:
@@ -84,7 +86,7 @@ class Ecsq:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the step, the counts, the signs and the three lists."""
-        before = len(out)
+        before, x = len(out), x.cpu()
         if native.encode("ecsq", x, out, self.rate):
             return len(out) - before
         cut = within(within(x), _LARGEST).contiguous().numpy()
@@ -103,6 +105,11 @@ class Ecsq:
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; refuse a step, place or code outside its limits."""
+        if not out.is_cpu:
+            landing = torch.empty(out.shape, dtype=torch.float32)
+            self.decode(payload, ctx, landing)
+            out.copy_(landing)
+            return
         if native.decode("ecsq", payload, out, self.rate):
             return
         count, min_length = out.numel(), _HEAD.size if out.numel() else 0

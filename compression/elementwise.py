@@ -17,6 +17,12 @@ from torch import Tensor
 from farflock.compression import native
 
 BLOCK = 65_536  # values: 256 KiB, which fits into a core's own cache
+DEVICE_BLOCK = 1_048_576  # values: 4 MiB, beside which the launch of an operator is short
+
+
+def block_length(x: Tensor) -> int:
+    """Return how many values to compute with at once where this tensor is."""
+    return BLOCK if x.is_cpu else DEVICE_BLOCK
 
 
 def nesterov_(phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float) -> None:
@@ -70,9 +76,10 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
     """Yield the same block of each flat tensor, with scratch memory of its length."""
     flat = [tensor.view(-1) for tensor in tensors]
     count = flat[0].numel()
-    scratch = flat[0].new_empty(min(BLOCK, count))
-    for start in range(0, count, BLOCK):
-        blocks = tuple(x[start : start + BLOCK] for x in flat)
+    length = block_length(flat[0])
+    scratch = flat[0].new_empty(min(length, count))
+    for start in range(0, count, length):
+        blocks = tuple(x[start : start + length] for x in flat)
         yield blocks, scratch[: blocks[0].numel()]
 
 

@@ -6,16 +6,16 @@ Streaming DiLoCo (arXiv:2501.18512) sends its pseudo-gradients this way. Deviati
 each block instead of one for all, and the lowest code means 0.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from farflock.compression.blocks import BlockCodec, blocks_of, scaled
 from farflock.compression.codec import Buffer, CorruptPayload
+from farflock.compression.payload import values_at
 
 TOP = 64  # the largest code; codes are 0 and the powers of two up to this
 _HALF = 0x3F00_0000  # 0.5 as bits
@@ -23,15 +23,13 @@ _HALF_OCTAVE = 0x0040_0000  # added to a float's bits, carries into the exponent
 _BELOW_ONE = 126  # the stored exponent of 0.5
 
 
-def _pairs() -> NDArray[np.int64]:
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
     """Return each byte's two codes as float32, side by side in 64 bits."""
-    stored = np.arange(16)
-    codes = np.where(stored & 7, 2.0 ** ((stored & 7) - 1), 0) * np.where(stored & 8, -1, 1)
-    both = np.stack((np.tile(codes, 16), np.repeat(codes, 16)), axis=1).astype(np.float32)
-    return both.view(np.int64)[:, 0]
-
-
-_PAIRS = _pairs()
+    codes = [0.0, *(2.0**power for power in range(7))]
+    codes += [-code for code in codes]
+    both = [[codes[byte & 0x0F], codes[byte >> 4]] for byte in range(256)]
+    return torch.tensor(both, dtype=torch.float32).view(torch.int64)[:, 0].to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +51,22 @@ class Fp4(BlockCodec):
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and packed codes."""
         scales, ratio_KB = scaled(x, self.block, TOP)
-        bits = ratio_KB.numpy().reshape(-1).view(np.int32)
+        bits = ratio_KB.view(-1).view(torch.int32)
         size = bits & 0x7FFF_FFFF
-        octave = (((size + _HALF_OCTAVE) >> 23) - _BELOW_ONE).astype(np.int8)
-        stored = np.maximum(octave, (size >= _HALF).view(np.int8))
-        stored |= (stored + 7) & (bits >> 28).astype(np.int8) & 8  # no sign for 0
-        pairs = stored.view(np.int16)[: blocks_of(x.numel(), 2)]
-        return scales, torch.from_numpy(((pairs | (pairs >> 4)) & 0xFF).astype(np.uint8))
+        octave = (((size + _HALF_OCTAVE) >> 23) - _BELOW_ONE).to(torch.int8)
+        stored = torch.maximum(octave, (size >= _HALF).to(torch.int8))
+        stored |= (stored + 7) & (bits >> 28).to(torch.int8) & 8  # no sign for 0
+        pairs = stored.view(torch.int16)[: blocks_of(x.numel(), 2)]
+        return scales, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
 
-    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+    def codes(self, payload: Buffer, start: int, count: int, device: torch.device) -> Tensor:
         """Return the codes; refuse a negative 0 and a filler other than 0."""
-        packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
+        packed = values_at(payload, start, blocks_of(count, 2), torch.uint8, device)
         if bool((((packed & 0x0F) == 0x08) | ((packed & 0xF0) == 0x80)).any()):
             raise CorruptPayload(f"{self.name} payload holds a negative 0")
-        if count % 2 and packed[-1] >> 4:
+        if count % 2 and (filler := int(packed[-1]) >> 4):
             raise CorruptPayload(
-                f"{self.name} payload of {count} values ends with filler {packed[-1] >> 4}, not 0"
+                f"{self.name} payload of {count} values ends with filler {filler}, not 0"
             )
-        return torch.from_numpy(_PAIRS[packed].view(np.float32))[:count]
+        pairs = _pairs(device).index_select(0, packed.to(torch.int32))
+        return pairs.view(torch.float32)[:count]

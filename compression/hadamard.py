@@ -49,6 +49,7 @@ class Hadamard:
     tile: int = 64
 
     biased: ClassVar[bool] = False
+    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or not 2 <= self.tile <= 1024 or self.tile.bit_count() != 1:
@@ -73,7 +74,7 @@ class Hadamard:
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the scales and codes of the rotated tiles."""
         cut_TG = padded(within(within(x), LARGEST), self.tile)
-        rotated_TG = butterflies(cut_TG * signs(ctx.run_seed, self.tile))
+        rotated_TG = butterflies(cut_TG * signs(ctx.run_seed, self.tile).to(x.device))
         tiny_T1 = rotated_TG.abs().amax(dim=1, keepdim=True) < SMALLEST
         return self._inner.encode(rotated_TG.masked_fill_(tiny_T1, 0.0).view(-1), ctx, out)
 
@@ -82,14 +83,13 @@ class Hadamard:
         require_length(
             payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values"
         )
-        rotated = torch.empty(blocks_of(out.numel(), self.tile) * self.tile, dtype=torch.float32)
+        rotated = out.new_empty(blocks_of(out.numel(), self.tile) * self.tile)
         self._inner.decode(payload, ctx, rotated)
         size = rotated.abs()
         if bool(((size > LARGEST_READ) | ((size > 0) & (size < SMALLEST_READ))).any()):
             raise CorruptPayload(f"a rotated value of {self.name} is outside its limits")
-        tiles_TG = butterflies(rotated.view(-1, self.tile)).mul_(
-            signs(ctx.run_seed, self.tile) / self.tile
-        )
+        scaled_G = signs(ctx.run_seed, self.tile) / self.tile
+        tiles_TG = butterflies(rotated.view(-1, self.tile)).mul_(scaled_G.to(out.device))
         out.copy_(tiles_TG.view(-1)[: out.numel()])
 
     @property
@@ -109,10 +109,8 @@ def butterflies(tiles_TG: Tensor) -> Tensor:
     """Return each row times the unnormalised Hadamard matrix in Sylvester's order; G is a power of
     two. There are log2 G passes, from neighbours to halves; each replaces two values by their sum
     and their difference."""
-    now, then = (
-        tiles_TG.clone(memory_format=torch.contiguous_format),
-        torch.empty(tiles_TG.shape, dtype=torch.float32),
-    )
+    now = tiles_TG.clone(memory_format=torch.contiguous_format)
+    then = torch.empty_like(now)
     tiles, length = tiles_TG.shape
     half = 1
     while half < length:

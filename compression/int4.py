@@ -38,9 +38,9 @@ class Int4(BlockCodec):
         pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]
         return scales, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
 
-    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+    def codes(self, payload: Buffer, start: int, count: int, device: torch.device) -> Tensor:
         """Return the codes; refuse the stored code 0 and a filler other than 8."""
-        packed = values_at(payload, start, blocks_of(count, 2), torch.uint8).to(torch.int16)
+        packed = values_at(payload, start, blocks_of(count, 2), torch.uint8, device).to(torch.int16)
         stored = ((packed | (packed << 4)) & 0x0F0F).view(torch.int8)
         if count and int(stored.amin()) == 0:
             raise CorruptPayload(f"{self.name} payload holds the stored code 0; they are 1 to 15")

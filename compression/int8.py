@@ -32,9 +32,9 @@ class Int8(BlockCodec):
         scales, codes = quantise(x, self.block, 127)
         return scales, codes[: x.numel()].to(torch.int8)
 
-    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+    def codes(self, payload: Buffer, start: int, count: int, device: torch.device) -> Tensor:
         """Return the codes; refuse the code -128."""
-        codes = values_at(payload, start, count, torch.int8)
+        codes = values_at(payload, start, count, torch.int8, device)
         if count and int(codes.amin()) == -128:
             raise CorruptPayload(f"{self.name} payload holds the code -128; codes are -127 to 127")
         return codes

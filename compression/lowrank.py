@@ -43,6 +43,7 @@ class LowRank:
     rank: int = 4
 
     biased: ClassVar[bool] = True
+    on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= 256:
@@ -85,9 +86,9 @@ class LowRank:
             return
         size = rank * (rows + columns)
         require_length(payload, 4 * rank + size, f"{self.name} for {rows} x {columns} values")
-        scales = values_at(payload, 0, rank, torch.float32)
+        scales = values_at(payload, 0, rank, torch.float32, out.device)
         usable = (scales == 0) | ((scales >= SMALLEST) & (scales <= LARGEST))
-        codes = values_at(payload, 4 * rank, size, torch.int8)
+        codes = values_at(payload, 4 * rank, size, torch.int8, out.device)
         if not bool(usable.all()) or int(codes.amin()) < -_LEVELS:
             raise CorruptPayload(f"a scale or a code of {self.name} is outside its limits")
         left_KM = codes[: rank * rows].view(rank, rows).to(torch.float32)
@@ -112,7 +113,7 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
     scaled_MN = values_MN / scale if scale > 0 else values_MN
     right_NK = torch.randn(
         columns, rank, generator=torch.Generator().manual_seed(rank), dtype=torch.float32
-    )
+    ).to(values_MN.device)
     left_MK: Tensor = torch.linalg.qr(scaled_MN @ right_NK).Q
     for _ in range(ITERATIONS):
         left_MK = torch.linalg.qr(scaled_MN @ torch.linalg.qr(scaled_MN.T @ left_MK).Q).Q

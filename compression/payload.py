@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from farflock.compression import native
 from farflock.compression.codec import (
@@ -37,18 +38,47 @@ def append(out: bytearray, values: Tensor) -> int:
     """Append a tensor's raw bytes to `out`; return the number of bytes."""
     if not values.numel():
         return 0
-    raw = values.contiguous().view(torch.uint8).numpy().data
+    raw = values.contiguous().view(torch.uint8).cpu().numpy().data
     out += raw
     return raw.nbytes
 
 
-def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the `count` values at byte `start`; the caller has checked the length."""
+def values_at(
+    payload: Buffer,
+    start: int,
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return a copy of the `count` values at byte `start`, on `device` (None: the CPU); the caller
+    has checked the length."""
     if not count:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(
+        return torch.empty(0, dtype=dtype, device=device)
+    values = torch.frombuffer(
         bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype
     )
+    return values if device is None else values.to(device)
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """Return x / float32(by), correctly rounded on every device: CUDA divides by a number as if it
+    multiplied by the reciprocal, and only by a tensor as IEEE 754 says."""
+    return x / x.new_full((), by)
+
+
+def packed_bits(bits: Tensor) -> Tensor:
+    """Return flat zeros and ones as bytes, the first bit lowest, padded with 0."""
+    eights = functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
+    return (eights << _eight(bits.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpacked_bits(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits of `packed_bits`, as uint8."""
+    return ((packed[:, None] >> _eight(packed.device)) & 1).view(-1)[:count]
+
+
+def _eight(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def largest(values: Tensor) -> float:
@@ -59,13 +89,12 @@ def largest(values: Tensor) -> float:
     if not values.numel():
         return 0.0
     low, high = torch.aminmax(values)
-    return max(-float(low), float(high))
+    return float(torch.maximum(-low, high))
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return `x`; raise `UnencodableTensor` unless it is a flat float32 tensor on the CPU."""
-    usual = x.dtype == torch.float32 and x.dim() == 1 and x.device.type == "cpu"
-    return x if usual else require_finite(x)
+    """Return `x`; raise `UnencodableTensor` unless it is a flat float32 tensor."""
+    return x if x.dtype == torch.float32 and x.dim() == 1 else require_finite(x)
 
 
 def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
@@ -94,6 +123,7 @@ class ExactCodec(Codec):
 
     __slots__ = ()
     kernel: ClassVar[bool] = False
+    on_device: ClassVar[bool] = True
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -154,7 +184,7 @@ class FloatCodec(ExactCodec):
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Widen the values; refuse NaN and infinity."""
-        values = values_at(payload, 0, out.numel(), self.dtype)
+        values = values_at(payload, 0, out.numel(), self.dtype, out.device)
         if not bool(torch.isfinite(values).all()):
             raise CorruptPayload(f"{self.name} payload holds NaN or infinity")
         out.copy_(values)

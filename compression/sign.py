@@ -8,12 +8,12 @@ with the least squared error.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from farflock.compression.blocks import BlockCodec, mean_magnitudes
+from farflock.compression.blocks import BlockCodec, blocks_of, mean_magnitudes
 from farflock.compression.codec import Buffer, CorruptPayload
+from farflock.compression.payload import packed_bits, unpacked_bits, values_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,13 @@ class Sign(BlockCodec):
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales and the packed sign bits."""
         scales = mean_magnitudes(x, self.block)
-        return scales, torch.from_numpy(np.packbits((x < 0).numpy(), bitorder="little"))
+        return scales, packed_bits(x < 0)
 
-    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+    def codes(self, payload: Buffer, start: int, count: int, device: torch.device) -> Tensor:
         """Return 1 or -1 for each value; refuse a bit after the last value."""
-        packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
-        if count % 8 and packed[-1] >> count % 8:
+        packed = values_at(payload, start, blocks_of(count, 8), torch.uint8, device)
+        if count % 8 and int(packed[-1]) >> count % 8:
             raise CorruptPayload(
                 f"{self.name} payload has a bit set after the last of {count} values"
             )
-        negative = np.unpackbits(packed, count=count, bitorder="little")
-        return torch.from_numpy(1 - 2 * negative.view(np.int8))
+        return 1 - 2 * unpacked_bits(packed, count).view(torch.int8)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class TopK2(ChunkedTopK):
     """
 
     kind: ClassVar[str] = "topk2"
+    on_device: ClassVar[bool] = True  # the kept values travel; levels and gaps are coded on the CPU
 
     def max_bytes(self, count: int) -> int:
         """Return the length for the worst case; scattered positions take a few bytes less."""
@@ -44,9 +46,9 @@ class TopK2(ChunkedTopK):
         if native.encode(self.kind, x, out, self.k, self.chunk):
             return len(out) - before
         places = self.places(x, self._kept(x.numel() % self.chunk))
-        levels, codes = _quantised(x[places].numpy(), self.k)
+        levels, codes = _quantised(x[places].cpu().numpy(), self.k)
         out += levels.tobytes() + rice.pack(codes, 2)
-        inside = places.numpy() % self.chunk
+        inside = places.cpu().numpy() % self.chunk
         previous = np.concatenate(([-1], inside[:-1]))
         previous[:: self.k] = -1
         rice.write(inside - previous - 1, out)
@@ -74,8 +76,9 @@ class TopK2(ChunkedTopK):
             )
         places = self._places(gaps, count)
         sizes = from_bf16(levels[2 * (np.arange(kept) // self.k) + (codes >> 1)])
+        values = torch.from_numpy(np.where(codes & 1, -sizes, sizes))
         out.zero_()
-        out.numpy()[places] = np.where(codes & 1, -sizes, sizes)
+        out[torch.from_numpy(places).to(out.device)] = values.to(out.device)
 
     def _places(self, gaps: rice.Numbers, count: int) -> rice.Numbers:
         """Return flat positions from the gaps before them, which restart with each chunk."""

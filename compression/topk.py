@@ -17,7 +17,9 @@ from farflock.compression import native
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload
 from farflock.compression.int8 import Int8
-from farflock.compression.payload import ExactCodec, append, values_at, within
+from farflock.compression.payload import ExactCodec, append, packed_bits, values_at, within
+
+_PLACE_BITS = 16  # of a place in a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +87,16 @@ class TopK(ChunkedTopK, ExactCodec):
         chunk."""
         count, kept = out.numel(), self._kept(out.numel())
         at = blocks_of(kept * self._bits, 8)
-        inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)
-        places = (
-            torch.arange(kept).div_(self.k, rounding_mode="floor").mul_(self.chunk).add_(inside)
-        )
+        packed = values_at(payload, 0, at, torch.uint8, out.device)
+        inside = _unpack(packed, kept, self._bits)
+        chunk_of = torch.arange(kept, device=out.device).div_(self.k, rounding_mode="floor")
+        places = chunk_of.mul_(self.chunk).add_(inside)
         outside = (inside >= self.chunk) | (places >= count)
         if bool(outside.any()) or not bool((places[1:] > places[:-1]).all()):
             raise CorruptPayload(
                 f"positions of {self.name} for {count} values must rise and stay in their chunk"
             )
-        values = torch.empty(kept, dtype=torch.float32)
+        values = out.new_empty(kept)
         Int8(self.k).decode(memoryview(payload)[at:], ctx, values)
         out.zero_()
         out[places] = values
@@ -116,7 +118,9 @@ def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
     larger values are kept, then the first ones that equal it.
     """
     if not x.numel():
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=x.device)
+    if not x.is_cpu:
+        return _places_on_device(x, min(k, width), width)
     payload = bytearray()
     if 2 * k <= width and native.encode("topk", x, payload, k, width):  # positions come first
         count, bits = x.numel() // width * k, (width - 1).bit_length()
@@ -136,18 +140,27 @@ def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
     return torch.from_numpy(places)
 
 
+def _places_on_device(x: Tensor, k: int, width: int) -> Tensor:
+    """Return the same places, found by torch.topk. Equal magnitudes are told apart by how early
+    they come, so no order among equals is left to the device."""
+    early = torch.arange(width - 1, -1, -1, device=x.device)
+    ranks = (x.abs().view(torch.int32).view(-1, width).to(torch.int64) << _PLACE_BITS) | early
+    inside = torch.topk(ranks, k, dim=1, sorted=False).indices.sort(dim=1).values
+    return (inside + torch.arange(0, x.numel(), width, device=x.device)[:, None]).view(-1)
+
+
 def _pack(numbers: Tensor, bits: int) -> Tensor:
     """Return the numbers' low `bits` bits, lowest first, as one stream of bytes padded with 0."""
-    halves = numbers.numpy().astype("<u2").view(np.uint8).reshape(-1, 2)
-    stream = np.unpackbits(halves, axis=1, count=bits, bitorder="little")
-    return torch.from_numpy(np.packbits(stream, bitorder="little"))
+    return packed_bits(
+        ((numbers[:, None] >> torch.arange(bits, device=numbers.device)) & 1).view(-1)
+    )
 
 
 def _unpack(packed: Tensor, count: int, bits: int) -> Tensor:
     """Return the first `count` numbers of `_pack`; raise `CorruptPayload` for a set padding bit."""
     if count * bits % 8 and int(packed[-1]) >> (count * bits % 8):
         raise CorruptPayload("a bit after the last position is set")
-    start = torch.arange(count) * bits
+    start = torch.arange(count, device=packed.device) * bits
     at, shift = start >> 3, start & 7
     # a number of 16 bits lies in at most 3 bytes
     wide = torch.cat((packed, packed.new_zeros(2))).to(torch.int32)

@@ -49,6 +49,11 @@ class Zstd:
         """True if the inner codec is biased."""
         return self.inner.biased
 
+    @property
+    def on_device(self) -> bool:
+        """True if the inner codec works there; its payload is compressed on the CPU."""
+        return self.inner.on_device
+
     def granule(self, shape: tuple[int, ...]) -> int:
         """Return the inner codec's granule."""
         return self.inner.granule(shape)

@@ -166,15 +166,17 @@ class Replica(Protocol):
     """The model as a method sees it. Every implementation obeys these rules
     (tests/node/model/test_replica.py):
 
-    `read` returns full float32 copies on the CPU that later steps do not change; `write(read(...))`
-    changes nothing; `write` with `mix` m sets x <- (1-m)·x + m·new; `inner_step` leaves gradients
+    `read` returns full float32 copies that later steps do not change; `write(read(...))` changes
+    nothing; `write` with `mix` m sets x <- (1-m)·x + m·new; `inner_step` leaves gradients
     zeroed; names and shapes are the same, in the same order, on all peers of a run.
 
     `block` and `update` pass over tensors without a copy of the model (optimizers/parts/blocks.py).
     `block` returns the flat range [start, stop) of one tensor, perhaps the stored memory itself:
     use it before the next call, and do not change it. `update` calls `change` with each block of
     each tensor and its values of all `whats`, and sets them to what it returns (None: as they are).
-    `allocate` returns float32 zeros for a method's state, wherever the machine keeps that.
+    `allocate` returns float32 zeros for a method's state, wherever the machine keeps that: on the
+    CPU or a device. Values that are read come there too, as do a result's tensors, so a method
+    names no device: it makes tensors from those that it has.
     """
 
     @property

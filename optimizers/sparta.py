@@ -97,11 +97,14 @@ class Mixing:
         if self.since < self.period or self.pending:
             return []
         places = self._places(replica, self.round)
-        values = torch.zeros(len(places), dtype=torch.float32)
-        for name, inside, at in _cut(replica, places):
-            values[inside] = replica.read([name], "param")[name].reshape(-1)[at]
+        chosen = []
+        for name, _, at in _cut(replica, places):
+            theta = replica.read([name], "param")[name].reshape(-1)
+            chosen.append(theta[at.to(theta.device)])
+        values = torch.cat(chosen)
+        missing = len(places) - len(values)  # the last place, if there is no value
         self.pending, self.since = True, 0
-        return [self._exchange(self.round, values)]
+        return [self._exchange(self.round, torch.nn.functional.pad(values, (0, missing)))]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """Move the masked values to the mean where it contains this peer's. A missed round
@@ -118,6 +121,7 @@ class Mixing:
         inside = choose(taken, torch.ones_like(mean), torch.zeros_like(mean)) > 0
         for name, these, at in _cut(replica, self._places(replica, exchange.key.round)):
             theta = replica.read([name], "param")[name]
+            at = at.to(theta.device)
             before = theta.reshape(-1)[at]
             theta.view(-1)[at] = torch.where(
                 inside[these], mean[these] + (before - sent[these]), before

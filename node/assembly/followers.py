@@ -27,10 +27,13 @@ WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselv
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The run that the followers train in, and the peer whose batches they share."""
+    """The run that the followers train in, the peer whose batches they share, and the leader's
+    choices of how (node/model/step_options.py)."""
 
     manifest: bytes
     peer: str
+    checkpoints: bool = False
+    compiles: bool = False
 
 
 class SharedPart(NamedTuple):
@@ -52,17 +55,21 @@ def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device)
             "start this peer as one process",
         )
     with ranks.call(Order("begin", text=msgspec.msgpack.encode(assignment))):
-        return shared_part(plan, tokens, assignment.peer, ranks, device)
+        return shared_part(plan, tokens, assignment, ranks, device)
 
 
 def shared_part(
-    plan: RunPlan, tokens: TokenIds, peer: str, ranks: Ranks, device: Device
+    plan: RunPlan, tokens: TokenIds, assignment: Assignment, ranks: Ranks, device: Device
 ) -> SharedPart:
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
     model = build_sharded(plan.model, plan.run_seed, computing)
+    model.checkpointing = assignment.checkpoints
+    for layer in model.blocks() if assignment.compiles else ():
+        layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner.build(model), plan.clip_norm, ranks)
-    batches = Batches(tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples)
+    terms = plan.run_seed, assignment.peer, plan.batch, plan.seq
+    batches = Batches(tokens, *terms, recurring=plan.samples)
     task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, device)
     return SharedPart(model, replica, task)
 
@@ -85,7 +92,7 @@ def follow(ranks: Ranks, device: Device, threads: int) -> None:
 
 def _assigned(assignment: Assignment, ranks: Ranks, device: Device) -> SharedPart:
     manifest = parse(assignment.manifest)
-    return shared_part(manifest.plan(), tokens_of(manifest), assignment.peer, ranks, device)
+    return shared_part(manifest.plan(), tokens_of(manifest), assignment, ranks, device)
 
 
 def tokens_of(manifest: Manifest) -> TokenIds:

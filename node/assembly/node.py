@@ -159,7 +159,7 @@ def replica_node(
     model, replica, training_task = part
     replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
-    client = ExchangeClient(peer, plan.run_seed, spread=spread)
+    client = ExchangeClient(peer, plan.run_seed, spread=spread, home=replica.home)
     state_sync = StateSync(peer, driver, client, compute, spool)
     loop = Loop(driver, client, state_sync, training_task, compute, train, report)
     return ReplicaNode(peer, model, state_sync, loop, training_task)

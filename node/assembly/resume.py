@@ -132,7 +132,9 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
         replica.write(unnamed("grad", held, grown), "grad")
         _write_moments(driver.replica, saved.parts["inner"])
         driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
-        driver.load_state(_pending(node, cursors, saved.parts["pending"]))
+        home = replica.allocate((0,)).device  # where methods want a result's tensors
+        pending = {name: x.to(home) for name, x in saved.parts["pending"].items()}
+        driver.load_state(_pending(node, cursors, pending))
         node.state_sync.load_state(cursors.place, saved.parts.get("reducer", {}))
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error

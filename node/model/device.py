@@ -40,7 +40,8 @@ class Device:
 
     @property
     def has_float64(self) -> bool:
-        """True if it computes in float64; Apple's GPUs do not."""
+        """True if it computes in float64, which some methods and codecs need; Apple's GPUs and some
+        of Intel's do not."""
         return _has_float64(self.place)
 
     def memory(self) -> tuple[int, int]:
@@ -102,6 +103,20 @@ def choose(wanted: str = "auto", local_rank: int | None = None) -> Device:
     return _described(place)
 
 
+def require_outer(device: Device, *, alone: bool = True) -> None:
+    """Raise `Usage` unless this device can keep a method's state and compute with it; of several
+    processes of one peer, none holds the whole model."""
+    why = ""
+    if device.place.type == "cpu":
+        why = "this node trains on the CPU, whose memory is the host's"
+    elif not device.has_float64:
+        why = f"{device.name} has no float64, in which some methods and codecs compute"
+    elif not alone:
+        why = "several processes are this peer, and its first keeps the state on the host"
+    if why:
+        raise Usage("--outer device", why, "choose --outer host, or auto")
+
+
 def _ranked(place: torch.device, local_rank: int | None) -> torch.device:
     """Return the device of this kind that belongs to a process."""
     if place.type == "cpu" or local_rank is None:
@@ -146,6 +161,8 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_float64(place: torch.device) -> bool:
+    if place.type == "xpu":
+        return bool(torch.xpu.get_device_capability(place)["has_fp64"])
     return place.type != "mps"
 
 

@@ -1,16 +1,18 @@
-"""A plain module as methods see it: float32 copies out, new values in, one inner step at a time.
+"""A plain module as methods see it: float32 values out, new values in, one inner step at a time.
 
 Methods must not know where a parameter or a moment is stored. `Slots` knows this, both for this
 replica and for the sharded one (node/model/replica_fsdp.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from farflock.optimizers.method import BlockChange, Tensors, What
-from farflock.optimizers.parts.blocks import blocks
+from farflock.node.model.copied_ahead import CopiedAhead
+from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
+from farflock.optimizers.parts.blocks import block_length, blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 from farflock.optimizers.parts.packed_moment import PackedMoment
@@ -130,14 +132,14 @@ class Slots:
 
 class PlainReplica:
     """One process, one module, one inner optimizer. The loop sets `lr` before each step, and
-    whoever made the replica may set where a method's state is kept."""
+    whoever made the replica may set where a method's state is kept: methods compute there."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0
     ) -> None:
         self._slots = Slots(module, inner, clip_norm)
         self.lr: float | None = None
-        self.storage: Storage = in_memory
+        self.storage = in_memory
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,10 +151,21 @@ class PlainReplica:
         """Shapes by name."""
         return self._slots.shapes
 
+    @property
+    def storage(self) -> Storage:
+        """Where a method's state is kept."""
+        return self._storage
+
+    @storage.setter
+    def storage(self, storage: Storage) -> None:
+        self._storage = storage
+        self.home = storage((0,)).device  # of the state, and of all that methods read
+
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Return float32 copies on the CPU; gradients and moments that do not exist are zeros."""
+        """Return float32 copies at home; gradients and moments that do not exist are zeros."""
         return {
-            name: self._slots.peek(name, what).to("cpu", torch.float32, copy=True) for name in names
+            name: self._slots.peek(name, what).to(self.home, torch.float32, copy=True)
+            for name in names
         }
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
@@ -166,20 +179,18 @@ class PlainReplica:
                 self._repack(name, what, target)
 
     def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
-        """Return float32 values on the CPU: the stored ones themselves if they are that."""
-        return float_block(self._slots.piece(name, what, start, stop))
+        """Return float32 values at home: the stored ones themselves if they are that."""
+        return float_block(self._slots.piece(name, what, start, stop), self.home)
 
     def update(self, names: Sequence[str], whats: Sequence[What], change: BlockChange) -> None:
         """Change the stored tensors block by block."""
         for name in names:
             stored = [self._slots.find(name, what) for what in whats]
             flat = [x.reshape(-1) for x in stored]  # a copy if it is not contiguous
-            for block in blocks(name, stored[0].shape):
-                places = [block.of(x) for x in flat]
-                new = change(block, *(float_block(x) for x in places))
-                for place, values in zip(places, new, strict=True):
-                    if values is not None:
-                        place.copy_(values)
+            if self.home.type == "cpu" and not flat[0].is_cpu:
+                CopiedAhead(flat).change(list(blocks(name, stored[0].shape)), change)
+            else:
+                self._change(list(blocks(name, stored[0].shape, self._length)), flat, change)
             for x, changed in zip(stored, flat, strict=True):
                 if not x.is_contiguous():
                     x.copy_(changed.view_as(x))
@@ -192,6 +203,16 @@ class PlainReplica:
         if packed is not None:
             packed.write(0, changed.reshape(-1))
 
+    def _change(
+        self, todo: Sequence[TensorBlock], flat: Sequence[Tensor], change: BlockChange
+    ) -> None:
+        for block in todo:
+            places = [block.of(x) for x in flat]
+            new = change(block, *(float_block(x, self.home) for x in places))
+            for place, values in zip(places, new, strict=True):
+                if values is not None:
+                    place.copy_(values)
+
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """Return zeros in `storage`."""
         return self.storage(shape)
@@ -200,15 +221,30 @@ class PlainReplica:
         """Clip the gradient norm, step at `lr` (None: at `self.lr`), and zero the gradients."""
         self._slots.step(self.lr if lr is None else lr)
 
+    @property
+    def _length(self) -> int:
+        return block_length(torch.empty(0, dtype=torch.float32, device=self.home))
+
 
 def in_memory(shape: Sequence[int]) -> Tensor:
     """Return float32 zeros in memory."""
     return torch.zeros(tuple(shape), dtype=torch.float32)
 
 
-def float_block(stored: Tensor) -> Tensor:
-    """Return values in float32 on the CPU, without a copy if they are that already."""
-    return stored.to("cpu", torch.float32)
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Memory of a device for tensors."""
+
+    place: torch.device
+
+    def allocate(self, shape: Sequence[int]) -> Tensor:
+        """Return float32 zeros there."""
+        return torch.zeros(tuple(shape), dtype=torch.float32, device=self.place)
+
+
+def float_block(stored: Tensor, home: torch.device) -> Tensor:
+    """Return values in float32 at home, without a copy if they are that already."""
+    return stored.to(home, torch.float32)
 
 
 def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from farflock.node.model.device import CPU
 from farflock.node.model.ranks import LEADER, Order, Ranks
 from farflock.node.model.replica import Slots, Storage, blend, float_block, in_memory, require_place
 from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
@@ -51,6 +52,7 @@ class FsdpReplica:
         self._places = {name: place for place, name in enumerate(self.names)}
         self.lr: float | None = None
         self.storage: Storage = in_memory
+        self.home = CPU  # of the method's state, and of all that methods read
 
     @property
     def leads(self) -> bool:
@@ -86,7 +88,7 @@ class FsdpReplica:
         """Return a range of float32 values on the leader's CPU; only the leader calls this."""
         stored = self._slots.peek(name, what)
         if not isinstance(stored, DTensor):  # the leader has all of it
-            return float_block(stored.reshape(-1)[start:stop])
+            return float_block(stored.reshape(-1)[start:stop], CPU)
         with self.ranks.call(self._order("block", (name,), what, start, stop)):
             return self._collected(stored, start, stop)
 
@@ -100,7 +102,7 @@ class FsdpReplica:
     def _collected(self, stored: Tensor, start: int, stop: int) -> Tensor:
         """Return a range on the leader, from the ranks that hold it."""
         if not isinstance(stored, DTensor):
-            return float_block(stored.reshape(-1)[start:stop])
+            return float_block(stored.reshape(-1)[start:stop], CPU)
         local = stored.to_local().reshape(-1)
         values = torch.empty(stop - start, dtype=torch.float32)
         for rank, (first, last), mine in self._holders(stored, start, stop):
@@ -117,7 +119,7 @@ class FsdpReplica:
             local = stored.to_local().reshape(-1)
             for rank, _, mine in self._holders(stored, start, stop):
                 if rank == self.ranks.rank:
-                    self.ranks.send(float_block(local[mine]), LEADER)
+                    self.ranks.send(float_block(local[mine], CPU), LEADER)
 
     # writing
 

@@ -25,7 +25,6 @@ from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.ranks import FollowerLost
-from farflock.node.model.replica import in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
@@ -42,7 +41,7 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
-from farflock.node.process.room import fitted, outer_place, require_room
+from farflock.node.process.room import fitted, require_room, storage_of
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
@@ -244,7 +243,17 @@ def status_of(
         branch=peer.membership.branch,
         role=part.role,
         work=part.work,
+        exchanges=exchanges_of(part),
     )
+
+
+def exchanges_of(part: ReplicaNode | PipelineNode) -> str:
+    """Return where a node's method computes, as status says it; nothing if that is the CPU."""
+    if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
+        return ""
+    client = part.loop.client
+    codecs = ", ".join(client.codecs_on_cpu)
+    return f"{client.home}, {codecs} on the CPU" if codecs else f"{client.home}"
 
 
 def _doing(node: NodeProcess) -> str:
@@ -553,9 +562,10 @@ def _node(
         if ranks is not None:
             from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
 
-            assignment = Assignment(manifest.canonical(), peer.me)
+            options = machine.step_options
+            how = options.checkpoints, options.compile == "on"
+            assignment = Assignment(manifest.canonical(), peer.me, *how)
             shared = lead(ranks, assignment, tokens, machine.device)
-        on_disk = outer_place(machine, manifest) == "disk"
         part = replica = replica_node(
             plan,
             peer,
@@ -563,7 +573,7 @@ def _node(
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
             report=report,
-            storage=OuterFiles(machine.folder.outer).allocate if on_disk else in_memory,
+            storage=storage_of(machine, manifest),
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
             device=machine.device,

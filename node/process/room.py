@@ -5,10 +5,11 @@ It is known before a founder opens its run, and before a joiner downloads anythi
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from farflock.node.assembly.trial_step import fitting
 from farflock.node.errors import FarflockError, Usage
+from farflock.node.model.device import Device
+from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
@@ -20,6 +21,7 @@ from farflock.node.run.memory import (
     require_device_memory,
     require_memory,
 )
+from farflock.node.state.outer_files import OuterFiles
 from farflock.node.train.run_size import exchanged
 from farflock.optimizers.catalog import method
 from farflock.swarm.compute import Worker
@@ -40,14 +42,20 @@ def require_room(machine: MachineOptions, manifest: Manifest, error: type[Farflo
             )
         return
     beside = _exchanged(manifest)
-    require_memory(plan, error, machine.outer, beside, computing)
+    require_memory(plan, error, machine.outer, beside, computing, _home(machine))
     if computing.on_device and machine.ranks is None:
         require_device_memory(plan, machine.device, error, beside, computing)
 
 
-def outer_place(machine: MachineOptions, manifest: Manifest) -> Literal["host", "disk"]:
-    """Return where to keep the method's state."""
-    return kept_outer(machine.outer, manifest.plan(), _exchanged(manifest), _computing(machine))
+def storage_of(machine: MachineOptions, manifest: Manifest) -> Storage:
+    """Return where this machine keeps the state of the run's method."""
+    terms = machine.outer, manifest.plan(), _exchanged(manifest), _computing(machine)
+    match kept_outer(*terms, _home(machine)):
+        case "device":
+            return OnDevice(machine.device.place).allocate
+        case "disk":
+            return OuterFiles(machine.folder.outer).allocate
+    return in_memory
 
 
 async def fitted(
@@ -66,6 +74,11 @@ async def fitted(
     if found is None:
         raise error(*refusal(plan, machine.device, _exchanged(manifest), _computing(machine)))
     return replace(machine, step_options=replace(machine.step_options, micro_batch=found))
+
+
+def _home(machine: MachineOptions) -> Device | None:
+    """Return the device that may keep the method's state: none of several processes' own."""
+    return machine.device if machine.ranks is None else None
 
 
 def _computing(machine: MachineOptions) -> Computing:

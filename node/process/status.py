@@ -43,8 +43,9 @@ class Waiting(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """One node at one moment. Bytes are those of the links since the node started, each way;
     `rounds` counts the rounds applied since then, by status; `tokens_per_s` is this node's own
-    pace; `branch` is the name and first round of its branch; `work` holds the counters of a
-    pipeline's node."""
+    pace; `exchanges` says on which device outer state is kept and changed, and which codecs have no
+    version for it (empty: all is on the CPU); `branch` is the name and first round of its branch;
+    `work` holds the counters of a pipeline's node."""
 
     pid: int
     run: str
@@ -70,6 +71,7 @@ class Status(msgspec.Struct, frozen=True):
     branch: tuple[str, int] | None = None
     role: str = "replica"
     work: dict[str, int] = {}
+    exchanges: str = ""
 
 
 def read_status(path: "os.PathLike[str]") -> Status:

@@ -25,7 +25,7 @@ from farflock.optimizers.parts.packed_moment import BYTES
 from farflock.optimizers.parts.small_adamw import MomentType
 from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
-OuterPlace = Literal["auto", "host", "disk"]  # where the method's state is kept
+OuterPlace = Literal["auto", "device", "host", "disk"]  # where the method's state is kept
 
 VALUE_BYTES = 4  # everything is kept in fp32
 TOKEN_BYTES = 8
@@ -33,6 +33,7 @@ VALUES = 31  # of a stage
 MOMENT_BYTES: Mapping[MomentType, float] = {"fp32": 4, "bf16": 2, "int8": BYTES}  # a value
 MOMENTS = {"adamw": 2, "nadam": 2, "muon": 2, "sgd": 1}  # values a weight, at most
 PAYLOAD_SHARE = 1.25  # what encoding, decoding and a step take beside the payloads
+DEVICE_SHARE = 1.25  # of a method's state that must fit a device: blocks, and what else is there
 # Values a weight of a stage on a device, beside moments and pending gradients: itself, its
 # gradient, the sum of those merged, the one that a step took, and two for the step's own work.
 DEVICE_VALUES = 6
@@ -133,12 +134,22 @@ def layer_values(model: ModelConfig, seq: int) -> int:
 
 
 def kept_outer(
-    outer: OuterPlace, plan: RunPlan, exchanged: Exchanged, computing: Computing = WHOLE_BATCH
-) -> Literal["host", "disk"]:
-    """Return where to keep the outer state: on the disk if that is chosen, or if the run would not
-    fit this machine's free memory otherwise."""
+    outer: OuterPlace,
+    plan: RunPlan,
+    exchanged: Exchanged,
+    computing: Computing = WHOLE_BATCH,
+    device: Device | None = None,
+) -> Literal["device", "host", "disk"]:
+    """Return where to keep the outer state: where that is chosen, or else on the device if that has
+    room (None: it may not be there), in memory if the run fits what is free of it, or on the
+    disk."""
     if outer != "auto":
         return outer
+    if device is not None and device.place.type != "cpu" and device.has_float64:
+        state = exchanged.state_bytes + exchanged.pending_bytes
+        needed = needed_device_bytes(plan, computing) + int(DEVICE_SHARE * state)
+        if needed <= device.memory()[0]:
+            return "device"
     needed = needed_bytes(plan, exchanged, computing)
     return "host" if needed <= _free_bytes() else "disk"
 
@@ -149,18 +160,21 @@ def require_memory(
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
     computing: Computing = WHOLE_BATCH,
+    device: Device | None = None,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
-    method's state can be on the disk."""
+    method's state can be on the disk or the device."""
     exchanged = exchanged or Exchanged()
-    place = kept_outer(outer, plan, exchanged, computing)
-    on_disk = exchanged.state_bytes if place == "disk" else 0
-    needed, free = needed_bytes(plan, exchanged, computing) - on_disk, _free_bytes()
+    state, pending = exchanged.state_bytes, exchanged.pending_bytes
+    elsewhere = {"host": 0, "disk": state, "device": state + pending}[
+        kept_outer(outer, plan, exchanged, computing, device)
+    ]
+    needed, free = needed_bytes(plan, exchanged, computing) - elsewhere, _free_bytes()
     if needed > free:
         disk = "keep the outer state on the disk (--outer disk), "
         remedy = disk if outer == "host" and exchanged.state_bytes else ""
         least = computing._replace(micro_batch=1)
-        if not computing.on_device and needed_bytes(plan, exchanged, least) - on_disk <= free:
+        if not computing.on_device and needed_bytes(plan, exchanged, least) - elsewhere <= free:
             remedy += "compute fewer sequences at once (--micro-batch 1), "
         why = (
             f"training its {plan.model.parameters():,} parameters takes about"

@@ -6,7 +6,7 @@ changes before it is read: for an eighth of it, because before more is copied, t
 for.
 
 The bytes that are read are those of a safetensors file, so that a cut can be written to a disk or
-sent to a joiner as it is.
+sent to a joiner as it is. Tensors on a device stay there until their pieces are read or saved.
 """
 
 import math
@@ -48,7 +48,7 @@ class Cut:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         ordered = sorted(tensors.items(), key=lambda entry: (_RANKS[entry[1].dtype], entry[0]))
-        self._flat = [(name, x.detach().cpu().contiguous().view(-1)) for name, x in ordered]
+        self._flat = [(name, x.detach().contiguous().view(-1)) for name, x in ordered]
         self.head = _head(ordered)
         self.size_bytes = len(self.head) + sum(x.nbytes for _, x in self._flat)
         self._pieces = [

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
+from farflock.node.model.device import CPU
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim, EncodedExchange
 from farflock.node.train.shards import (
@@ -89,8 +91,9 @@ class ExchangePeer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer, and
-    whether a further shard of notes goes with it (microbatch_ids.py)."""
+    """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer,
+    whether a further shard of notes goes with it (microbatch_ids.py), and the device on which
+    results are decoded."""
 
     name: str
     shapes: Shapes
@@ -98,17 +101,20 @@ class _Coding:
     back: ShardLayout
     reducer: Reducer
     noted: bool
+    home: torch.device
 
     def decoded(
         self, layout: ShardLayout, round_number: int, payloads: Sequence[bytes], spread: Spread
     ) -> DecodedTensors:
-        """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed."""
+        """Return the tensors in these payloads; raise `CorruptPayload` if one is malformed.
+
+        They are checked on the CPU, in several threads, and decoded at home when they are read."""
 
         def check(index: int) -> None:
             layout.require_valid(index, round_number, payloads[index])
 
         spread(check, range(len(payloads)))
-        return DecodedTensors(layout, round_number, payloads, self.shapes)
+        return DecodedTensors(layout, round_number, payloads, self.shapes, self.home)
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
         """Reduce a shard of the tensors, or the notes."""
@@ -125,7 +131,7 @@ class _Coding:
 
 class ExchangeClient:
     """The exchanges of one node's method over its peer, for one stage or (None) for the whole
-    model."""
+    model. The method gets its results on the device `home`."""
 
     def __init__(
         self,
@@ -133,8 +139,10 @@ class ExchangeClient:
         run_seed: int,
         stage: int | None = None,
         spread: Spread = in_turn,
+        home: torch.device = CPU,
     ) -> None:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
+        self.home = home
         self._codings: dict[str, _Coding] = {}
 
     def open(
@@ -212,7 +220,7 @@ class ExchangeClient:
             mean=mean,
             gathered=gathered,
             sent=(
-                DecodedTensors(coding.out, outcome.key.round, payloads, coding.shapes)
+                DecodedTensors(coding.out, outcome.key.round, payloads, coding.shapes, coding.home)
                 if payloads
                 else None
             ),
@@ -246,6 +254,14 @@ class ExchangeClient:
         """Return the last round of a stream that is known to be decided."""
         return self.peer.newest(self.name(stream))
 
+    @property
+    def codecs_on_cpu(self) -> list[str]:
+        """The codecs of open streams that have no version for the device at home."""
+        if self.home.type == "cpu":
+            return []
+        used = [one.codec for coding in self._codings.values() for one in (coding.out, coding.back)]
+        return sorted({one.name for one in used if not one.on_device})
+
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""
         codings = self._codings.items()
@@ -273,7 +289,7 @@ class ExchangeClient:
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(
-            name, shapes, out, back, reducer, noted
+            name, shapes, out, back, reducer, noted, self.home
         )
         terms = RoundTerms(
             template.kind,

@@ -223,7 +223,7 @@ class DecodedTensors(LazyTensors):
     """The tensors in a round's payloads, decoded segment by segment when they are read.
 
     The segment that a thread decoded last is kept, so that blocks in order decode each segment
-    once."""
+    once. Values are decoded on the device `home` (None: the CPU)."""
 
     def __init__(
         self,
@@ -231,37 +231,50 @@ class DecodedTensors(LazyTensors):
         round_number: int,
         payloads: Sequence[bytes],
         shapes: Mapping[str, tuple[int, ...]],
+        home: torch.device | None = None,
     ) -> None:
         super().__init__(shapes)
         self._layout, self._round, self._payloads = layout, round_number, payloads
-        self._last = _LastDecoded()
+        self._home, self._last = home, _LastDecoded()
 
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
         starts, places = self._layout.places[name]
         number = bisect.bisect_right(starts, start) - 1
-        values = self._part(places[number], start, stop)
-        if len(values) == stop - start:
-            return values
-        parts = [values.clone()]
-        while (start := start + len(parts[-1])) < stop:
-            number += 1
-            parts.append(self._part(places[number], start, stop).clone())
-        return torch.cat(parts)
+        if self._segment(places[number]).stop >= stop:
+            return self._part(places[number], start, stop)
+        whole = torch.empty(stop - start, dtype=torch.float32, device=self._home)
+        rest = whole
+        while len(rest):
+            segment = self._segment(places[number])
+            values = rest[: segment.stop - start]
+            if len(values) == segment.count:
+                self._decode(places[number], values)
+            else:
+                values.copy_(self._part(places[number], start, stop))
+            rest, start, number = rest[len(values) :], start + len(values), number + 1
+        return whole
 
     def _part(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
         """Return what the segment at `place` (shard, part) holds of a range."""
-        index, part = place
-        segment, last = self._layout.shards[index][part], self._last
+        segment, last = self._segment(place), self._last
         if segment is not last.here:
             if len(last.values) < segment.count:
-                last.values = torch.empty(segment.count, dtype=torch.float32)
-            if last.split[0] != index:
-                last.split = index, self._layout.split(index, self._payloads[index])
-            raw, out = last.split[1][part], last.values[: segment.count]
+                last.values = torch.empty(segment.count, dtype=torch.float32, device=self._home)
             last.here = None  # until the values are whole
-            self._layout.decode_segment(segment, self._round, raw, out)
+            self._decode(place, last.values[: segment.count])
             last.here = segment
         return last.values[start - segment.start : min(stop, segment.stop) - segment.start]
+
+    def _segment(self, place: tuple[int, int]) -> Segment:
+        index, part = place
+        return self._layout.shards[index][part]
+
+    def _decode(self, place: tuple[int, int], values: Tensor) -> None:
+        (index, part), last = place, self._last
+        if last.split[0] != index:
+            last.split = index, self._layout.split(index, self._payloads[index])
+        raw = last.split[1][part]
+        self._layout.decode_segment(self._segment(place), self._round, raw, values)
 
 
 def decode_all(

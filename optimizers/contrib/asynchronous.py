@@ -26,6 +26,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from farflock.compression.payload import divided
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -328,11 +329,6 @@ class Async(OuterMethod):
         return Exchange(
             key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait
         )
-
-
-def divided(x: Tensor, by: int) -> Tensor:
-    """Return x / by, correctly rounded."""
-    return x / torch.tensor(float(by), dtype=torch.float32)
 
 
 def _float32(x: float) -> float:

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.compression.payload import divided
 from farflock.optimizers.contrib.late import Delay, LateMethod
 from farflock.optimizers.method import Result, Tensors
 from farflock.optimizers.parts.outer import scaled
@@ -88,9 +89,9 @@ class CO2(LateMethod):
         return self._state.phi
 
     def _outer_step(self, mean: Tensors, result: Result) -> None:
-        gap, moved = torch.tensor(self._gap(), dtype=torch.float32), 0
+        gap, moved = self._gap(), 0
         for name, phi in self._state.phi.items():
-            u = scaled(self._state.momentum[name], self.outer_momentum) + mean[name] / gap
+            u = scaled(self._state.momentum[name], self.outer_momentum) + divided(mean[name], gap)
             if self.clip is not None:
                 u = u.clamp(-self.clip, self.clip)
             after = phi - scaled(u, self.outer_lr)

@@ -364,7 +364,8 @@ class EDiT(OuterMethod):
             for name in names if factor is not None else ():
                 after = self._state.phi[name]
                 if factor:
-                    after = self._state.step(name, self.outer, scaled(mean[name], factor))
+                    step = scaled(mean[name], factor).to(after.device)  # an early mean: a state's
+                    after = self._state.step(name, self.outer, step)
                 if theta and result and name in result.taken:
                     since = after + (theta[name] - self._start[name]) if self._since else after
                     moved[name] = choose(result.taken[name], since, theta[name])

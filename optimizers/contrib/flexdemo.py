@@ -89,16 +89,15 @@ class FlexDeMo(Decoupled):
         row = torch.cat([x.reshape(-1) for x in delta.values()])
         blocks = self._blocks(row.numel())
         row = torch.nn.functional.pad(row, (0, blocks * BLOCK - row.numel()))
-        return {
-            "blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._book.number)].reshape(-1)
-        }
+        chosen = self.chosen(blocks, self._book.number).to(row.device)
+        return {"blocks": row.view(blocks, BLOCK)[chosen].reshape(-1)}
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
         """Return the tensors with these blocks in their places."""
         counts = [torch.Size(shape).numel() for shape in shapes.values()]
         blocks = self._blocks(sum(counts))
-        row = torch.zeros(blocks, BLOCK, dtype=torch.float32)
-        row[self.chosen(blocks, round_number)] = part["blocks"].view(-1, BLOCK)
+        row = part["blocks"].new_zeros(blocks, BLOCK)
+        row[self.chosen(blocks, round_number).to(row.device)] = part["blocks"].view(-1, BLOCK)
         cut = torch.split(row.view(-1)[: sum(counts)], counts)
         return {
             name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)

@@ -1,7 +1,9 @@
 """Large tensors, read and changed block by block, so that no step needs memory for a whole model.
 
 A block of 256 KiB stays in a core's cache while several operations pass over it. In fresh memory of
-a model's size each of them would cost ten times as much, because the kernel clears every page.
+a model's size each of them would cost ten times as much, because the kernel clears every page. On a
+device a block is larger, as the launch of each operation takes time. The length of a block changes
+no bit: what is computed of it depends on each place alone.
 """
 
 import math
@@ -11,18 +13,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from farflock.compression.elementwise import BLOCK, DEVICE_BLOCK
 from farflock.optimizers.method import BlockChange, Replica, TensorBlock, Tensors, What
 
-BLOCK_VALUES = 65_536  # 256 KiB of float32
+BLOCK_VALUES = BLOCK  # on the CPU; also what a hash and a sample are made of, anywhere
 
 Read = Callable[[str, int, int], Tensor]  # (name, start, stop) -> these flat values
 
 
-def blocks(name: str, shape: Sequence[int]) -> Iterator[TensorBlock]:
-    """Yield the blocks of a tensor, in order."""
-    count = math.prod(shape)
-    for start in range(0, count, BLOCK_VALUES):
-        yield TensorBlock(name, start, min(start + BLOCK_VALUES, count))
+def blocks(
+    name: str, shape: Sequence[int], length: int | None = None, start: int = 0
+) -> Iterator[TensorBlock]:
+    """Yield the blocks of a tensor from `start` on, in order; `length` None: those of the CPU."""
+    count, length = math.prod(shape), length or BLOCK_VALUES
+    for at in range(start, count, length):
+        yield TensorBlock(name, at, min(at + length, count))
+
+
+def block_length(x: Tensor) -> int:
+    """Return how long the blocks of a tensor are where it is."""
+    return BLOCK_VALUES if x.is_cpu else DEVICE_BLOCK
 
 
 def read(tensors: Tensors, block: TensorBlock) -> Tensor:
@@ -85,8 +95,11 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if self._held is not None:
             return self._held[name]
-        whole = torch.empty(self._shapes[name], dtype=torch.float32)
-        for block in blocks(name, self._shapes[name]):
+        shape = self._shapes[name]
+        first = self.read(name, 0, min(math.prod(shape), BLOCK_VALUES))
+        whole = first.new_empty(shape)
+        whole.view(-1)[: len(first)].copy_(first)
+        for block in blocks(name, shape, block_length(whole), len(first)):
             block.of(whole).copy_(self.read(*block))
         return whole
 
@@ -110,7 +123,7 @@ def parameters(replica: Replica, names: Sequence[str]) -> dict[str, Tensor]:
     for name in names:
         shape = replica.shapes[name]
         copies[name] = replica.allocate(shape)
-        for block in blocks(name, shape):
+        for block in blocks(name, shape, block_length(copies[name])):
             block.of(copies[name]).copy_(replica.block(name, "param", block.start, block.stop))
     return copies
 
@@ -125,8 +138,8 @@ class WholeTensors(Protocol):
 
 
 def stored(replica: Replica, name: str, what: What) -> Tensor:
-    """Return a whole tensor: if it is large and kept in memory as float32, the stored one itself,
-    which the next step changes; else a copy."""
+    """Return a whole tensor: if it is large and kept as float32 where the method computes, the
+    stored one itself, which the next step changes; else a copy."""
     shape = replica.shapes[name]
     count = math.prod(shape)
     if count > BLOCK_VALUES:

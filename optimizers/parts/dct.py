@@ -84,7 +84,7 @@ def chunk_length(length: int, side: int) -> int:
 @functools.cache
 def cosines(length: int, device: torch.device = CPU) -> Tensor:
     """Return the orthonormal DCT-II as a matrix, row k of frequency k. Cached: do not modify."""
-    places = torch.arange(length, dtype=torch.float64, device=device)
+    places = torch.arange(length, dtype=torch.float64)
     waves = torch.cos(math.pi / length * (places + 0.5) * places[:, None]) * math.sqrt(2 / length)
     waves[0] = math.sqrt(1 / length)
-    return waves.to(torch.float32)
+    return waves.to(torch.float32).to(device)

@@ -35,16 +35,18 @@ def sketch(tensors: Tensors, round_number: int) -> Tensor:
         signs = words(_SEED, place, round_number, 2 * -(-len(flat) // SUMS))
         for row in range(0, len(signs) // 2, _ROWS):
             part = flat[row * SUMS : (row + _ROWS) * SUMS].double()
-            negative = (signs[2 * row : 2 * (row + _ROWS), None] >> _BITS & 1).view(-1)
-            signed = torch.where(negative[: len(part)] == 1, -part, part)
-            total += torch.nn.functional.pad(signed, (0, -len(part) % SUMS)).view(-1, SUMS).sum(0)
+            drawn = signs[2 * row : 2 * (row + _ROWS), None] >> _BITS & 1
+            negative = (drawn.view(-1)[: len(part)] == 1).to(part.device)
+            signed = torch.where(negative, -part, part)
+            padded = torch.nn.functional.pad(signed, (0, -len(part) % SUMS))
+            total += padded.view(-1, SUMS).sum(0).cpu()
     return total.float()
 
 
 def parted(own: Tensor, sketches: Sequence[Tensor]) -> float:
     """Return the distance of `own` from the members' median sketch, relative to its norm: 0.01 is
     1 %. `sketches` are all members', `own` included, in an order that is the same for all."""
-    every = torch.stack(list(sketches)).double()
+    every = torch.stack([one.cpu() for one in sketches]).double()
     middle = every[int(torch.cdist(every, every).median(1).values.argmin())]
     size = float(middle.norm())
     apart = float((own.double() - middle).norm())

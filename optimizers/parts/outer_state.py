@@ -7,7 +7,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from farflock.optimizers.method import Replica, Result, TensorBlock, Tensors
-from farflock.optimizers.parts.blocks import LazyTensors, blocks, parameters, read
+from farflock.optimizers.parts.blocks import (
+    LazyTensors,
+    block_length,
+    blocks,
+    parameters,
+    read,
+)
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.outer import Outer, scaled
 from farflock.optimizers.parts.round_book import RoundBook
@@ -118,7 +124,8 @@ class OuterState(Anchor):
             if name in moved:
                 replica.update((name,), ("param",), change)
             else:
-                for block in blocks(name, self.phi[name].shape):
+                phi = self.phi[name]
+                for block in blocks(name, phi.shape, block_length(phi)):
                     step(block)
         return bool(moved)
 

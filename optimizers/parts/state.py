@@ -5,7 +5,7 @@ A state may come from a stranger's snapshot, so `restore` checks all of it befor
 anything.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 import torch
 from blake3 import blake3
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from farflock.optimizers.method import State, Tensors
-from farflock.optimizers.parts.blocks import blocks
+from farflock.optimizers.parts.blocks import BLOCK_VALUES, blocks
 
 Shapes = Mapping[str, tuple[int, ...]]
+PIECE_VALUES = 16 * BLOCK_VALUES  # copied from a device at once; whole blocks, as they are hashed
 # The digests of each tensor's blocks and its version then.
 _KNOWN: MutableMapping[Tensor, tuple[int, bytes]] = WeakTensorKeyDictionary()
 
@@ -43,11 +44,30 @@ def _digests(tensor: Tensor) -> bytes:
     if known is not None and known[0] == tensor._version:
         return known[1]
     version = 0 if tensor.is_inference() else tensor._version
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    digests = b"".join(_digest(flat[block.start : block.stop]) for block in blocks("", flat.shape))
+    flat = tensor.detach().contiguous().reshape(-1)
+    digests = b"".join(
+        _digest(piece[block.start : block.stop])
+        for piece in on_host(flat)
+        for block in blocks("", piece.shape)
+    )
     if not tensor.is_inference():
         _KNOWN[tensor] = version, digests
     return digests
+
+
+def on_host(flat: Tensor) -> Iterator[Tensor]:
+    """Yield a flat tensor's values on the CPU: as they are if they are there, else copied piece by
+    piece into the same memory, each valid until the next."""
+    if flat.is_cpu:
+        yield flat
+        return
+    # CUDA copies straight into pinned memory only
+    landing = torch.empty(
+        min(flat.numel(), PIECE_VALUES), dtype=flat.dtype, pin_memory=flat.is_cuda
+    )
+    for start in range(0, flat.numel(), PIECE_VALUES):
+        piece = flat[start : start + PIECE_VALUES]
+        yield landing[: len(piece)].copy_(piece)
 
 
 def _digest(values: Tensor) -> bytes:

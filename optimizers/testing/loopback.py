@@ -164,9 +164,8 @@ def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors have one type, one shape and the same bits (0 is not -0)."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
+    bits = [x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*bits)
 
 
 def same(a: Tensors, b: Tensors) -> bool:
@@ -193,7 +192,8 @@ def exact_mean(
 
 def through_disk(state: State) -> State:
     """Return a state as a joiner or a checkpoint gets it: only contiguous plain tensors survive."""
-    return safetensors.torch.load(safetensors.torch.save(state))
+    on_host = {name: x.cpu() for name, x in state.items()}
+    return safetensors.torch.load(safetensors.torch.save(on_host))
 
 
 @dataclass
@@ -231,6 +231,19 @@ class LoopbackPeer:
     def outer(self) -> State:
         """Return the peer's snapshot."""
         return self.method.snapshot(self.replica)
+
+    def at_home(self, result: Result) -> Result:
+        """Return a result whose tensors are where the peer's method computes."""
+        home = self.replica.allocate((0,)).device
+
+        def moved(tensors: Tensors | None) -> Tensors | None:
+            return tensors and {name: x.to(home) for name, x in tensors.items()}
+
+        gathered = result.gathered and {
+            who: {name: x.to(home) for name, x in tensors.items()}
+            for who, tensors in result.gathered.items()
+        }
+        return replace(result, mean=moved(result.mean), sent=moved(result.sent), gathered=gathered)
 
 
 @dataclass
@@ -348,7 +361,7 @@ class Loopback:
     def replay(self, name: str, key: ExchangeKey) -> list[Exchange]:
         """Give a peer a round that was decided while it slept."""
         peer = self.peers[name]
-        second = peer.driver.replay(key, self.log[key], peer.progress)
+        second = peer.driver.replay(key, peer.at_home(self.log[key]), peer.progress)
         peer.applied[key.stream] = key.round
         peer.replayed.append(key)
         self._post(peer, second)
@@ -379,7 +392,7 @@ class Loopback:
     def _step(self, peer: LoopbackPeer) -> None:
         old, theta = peer.replica.read(peer.replica.names, "grad"), peer.theta()
         new = {
-            name: old[name] + self.gradient(peer.name, peer.step, name, x)
+            name: old[name] + self.gradient(peer.name, peer.step, name, x.cpu()).to(x.device)
             for name, x in theta.items()
         }
         peer.replica.write(new, "grad")
@@ -543,5 +556,6 @@ class Loopback:
         if result.status != "failed":
             taken = {what: found for what, found in ranges.items() if found}
             result = replace(result, sent=sent or self._sent(offer), taken=taken)
+            result = peer.at_home(result)
         late = self.late(name, key.round) if self._strikes(key) else 0
         peer.answers[key] = (peer.step + late, result)

@@ -8,6 +8,7 @@ import torch
 from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
+from farflock.node.model.replica import OnDevice, in_memory
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
@@ -44,7 +45,14 @@ class Bench:
         terms = RunTerms("3", 3, view_s=2.0)
         return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
 
-    def node(self, peer, report=lambda kind, fields: None, device=None, step_options=None):
+    def node(
+        self,
+        peer,
+        report=lambda kind, fields: None,
+        device=None,
+        step_options=None,
+        outer="host",
+    ):
         async def compute(work):
             return work()
 
@@ -62,6 +70,7 @@ class Bench:
             report=report,
             device=device,
             step_options=step_options,
+            storage=OnDevice(device.place).allocate if outer == "device" else in_memory,
         )
 
 

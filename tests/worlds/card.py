@@ -42,6 +42,7 @@ class Card:
     from_card_bytes: int = 0
     largest_from_card_bytes: int = 0
     has_bf16: bool = True
+    reciprocal: bool = False  # divides by a number as CUDA does: multiplies by 1 over it
     plugged: bool = False  # torch never forgets a device, but can be told that it is gone
     waits: int = 0  # values that Python asked for, one by one
     _values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Card:
     def unplug(self) -> None:
         """Take the card out of the machine, and set it to what it was."""
         self.plugged, self.has_bf16, self.capacity_bytes = False, True, GIB
+        self.reciprocal = False
         self.reset_counters()
 
     def reset_counters(self) -> None:
@@ -94,6 +96,17 @@ CPU = torch.device("cpu")
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 READ_ONE = torch.ops.aten._local_scalar_dense.default
 SET_STORAGE = aten.set_.source_Storage_storage_offset
+# A boxed call turns a whole number's tensor into the number, which these do not take.
+WITHOUT_NUMBERS = {
+    getattr(getattr(aten, name), overload)
+    for name in ("bitwise_and", "bitwise_or", "remainder")
+    for overload in ("Tensor", "Tensor_out")
+}
+DIVISIONS = {
+    aten.div.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.mul_.Tensor,
+    aten.div.out: aten.mul.out,
+}
 # These make a tensor and then let an operator with `out=` give it its size.
 SIZED_LATE = (
     "abs",
@@ -105,6 +118,8 @@ SIZED_LATE = (
     "eye.m",
     "randperm",
     "randperm.generator",
+    "abs",
+    "linalg_lstsq",
 )
 
 
@@ -218,11 +233,16 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"Expected a generator of the card for {op}, got the CPU's")
         return CPU if isinstance(x, torch.device) else x
 
+    if op in WITHOUT_NUMBERS:
+        args = tuple(torch.tensor(x) if isinstance(x, int) else x for x in args)
+    given = args
     args, kwargs = pytree.tree_map(enter, (args, kwargs))
     if op is READ_ONE:
         CARD.waits += 1
         CARD.from_card_bytes += seen[0][0].element_size()
     shapes = [values.shape for _, values in seen]
+    if CARD.reciprocal and op in DIVISIONS and not is_on_card(given[1]):
+        op, args = DIVISIONS[op], (args[0], 1 / torch.as_tensor(args[1], dtype=torch.float32))
     results = op(*args, **kwargs)
     if shapes != [values.shape for _, values in seen]:
         raise NotImplementedError(f"the card has no kernel for {op}, which changes a size")

@@ -160,11 +160,13 @@ _MACHINE = (
     ),
     click.option(
         "--outer",
-        type=click.Choice(["auto", "host", "disk"]),
+        type=click.Choice(["auto", "device", "host", "disk"]),
         default="auto",
         show_default=True,
-        help="Where the method keeps its own copies of the model: in memory (host), in files of"
-        " the folder that are mapped into memory (disk), or in memory if they fit (auto).",
+        help="Where the method keeps its own copies of the model and computes with them: in the"
+        " memory of the device that trains (device), in this machine's memory (host), in files of"
+        " the folder that are mapped into memory (disk), or in the first of these with room"
+        " (auto).",
     ),
     click.option(
         "--no-listen",
@@ -186,13 +188,16 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     such device."""
     import os
 
-    from farflock.node.model.device import choose
+    from farflock.node.model.device import choose, require_outer
     from farflock.node.model.step_options import StepOptions
     from farflock.node.process.network import MachineOptions
     from farflock.node.process.torchrun import place_of
     from farflock.node.state.paths import RunFolder
 
     place = place_of(os.environ)
+    device = choose(options["device"], None if place is None else place.local_rank)
+    if options["outer"] == "device":
+        require_outer(device, alone=place is None)
     return MachineOptions(
         folder=RunFolder.at(options["folder"]),
         host=options["host"],
@@ -206,7 +211,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
-        device=choose(options["device"], None if place is None else place.local_rank),
+        device=device,
         step_options=StepOptions(
             options["checkpointing"],
             options["compile"],

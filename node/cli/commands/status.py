@@ -120,6 +120,8 @@ def _text(status: Status, lives: bool) -> str:
         + ("" if status.is_member else " (this node is not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
+    if status.exchanges:
+        lines.append(f"outer state and exchanges: {status.exchanges}")
     if status.branch is not None:
         name, since = status.branch
         lines.append(

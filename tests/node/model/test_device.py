@@ -6,7 +6,7 @@ import torch
 from worlds.card import CARD, NAME
 
 from farflock.node.errors import Usage
-from farflock.node.model.device import Device, choose, is_out_of_memory
+from farflock.node.model.device import Device, choose, is_out_of_memory, require_outer
 
 
 def test_without_an_accelerator_auto_is_the_cpu():
@@ -92,3 +92,16 @@ def test_a_name_of_no_device_is_refused(wanted):
 
 def test_the_cpus_memory_is_the_machines():
     assert choose("cpu").memory()[1] == psutil.virtual_memory().total
+
+
+def test_outer_state_needs_a_device_that_computes_in_float64(card, monkeypatch):
+    require_outer(choose("auto"))
+    with pytest.raises(Usage, match="--outer device: this node trains on the CPU"):
+        require_outer(choose("cpu"))
+
+    def refuse(*shape, dtype, device):
+        raise TypeError("no float64 here")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    with pytest.raises(Usage, match="Double Card has no float64"):
+        require_outer(choose("auto"))

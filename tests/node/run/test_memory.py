@@ -4,12 +4,16 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from worlds.card import CARD
 
 from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.model.device import Device
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
+    WHOLE_BATCH,
     Computing,
     Exchanged,
+    kept_outer,
     needed_bytes,
     needed_device_bytes,
     require_memory,
@@ -118,3 +122,22 @@ def test_beside_a_device_the_host_holds_no_activations():
         for batch in (8, 16)
     )
     assert one == two < needed_bytes(manifest(batch=8, seq=64), Exchanged())
+
+
+def test_auto_keeps_outer_state_on_a_device_with_room_for_it(card, monkeypatch):
+    run, device, held = manifest(), Device(card, "Double Card", "fp32"), Exchanged(10**8, 10**7)
+    needed = needed_device_bytes(run) + 5 * 11 * 10**7 // 4
+    for room, place in ((needed, "device"), (needed - 1, "host")):
+        monkeypatch.setattr(CARD, "capacity_bytes", CARD.used_bytes + room)
+        assert kept_outer("auto", run, held, WHOLE_BATCH, device) == place
+    assert kept_outer("device", run, held, WHOLE_BATCH, device) == "device"
+    assert kept_outer("auto", run, held, WHOLE_BATCH, Device()) == "host"
+
+
+def test_what_is_kept_on_a_device_takes_no_memory_of_the_host(card, monkeypatch):
+    run, device, held = manifest(), Device(card, "Double Card", "fp32"), Exchanged(10**8, 10**7)
+    free = needed_bytes(run, held) - 10**8 - 10**7
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    require_memory(run, Failure, "device", held, WHOLE_BATCH, device)
+    with pytest.raises(Failure, match="--outer disk"):
+        require_memory(run, Failure, "host", held, WHOLE_BATCH, device)

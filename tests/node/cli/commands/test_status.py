@@ -46,6 +46,14 @@ def test_status_says_how_far_the_run_is_and_whom_it_waits_for(farflock, node):
     assert "waits for ooWother (pairs, round 5, 4 s left)" in out
 
 
+def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
+    assert "outer state" not in farflock("status", "--folder", node)[1]
+    there = msgspec.structs.replace(STATUS, exchanges="cuda:0, ecsq:98 on the CPU")
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    _, out, _ = farflock("status", "--folder", node)
+    assert "outer state and exchanges: cuda:0, ecsq:98 on the CPU" in out
+
+
 def test_status_for_programs_is_the_whole_of_it(farflock, node):
     _, out, _ = farflock("status", "--folder", node, "--json")
     said = json.loads(out)
