@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from farflock.compression.catalog import codec
 from farflock.experiments.bench.workers import fleet
 from farflock.experiments.bench.workers.fleet import Fields
-from farflock.experiments.bench.workers.netns import Host, hosts, obstacle
+from farflock.experiments.bench.workers.netns import Host, congestion_control, hosts, obstacle
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
 WORKER = "farflock.experiments.bench.workers.sync_peer"
@@ -117,8 +117,8 @@ def _note(timed: "Runs", ideal_s: float | None, rate_bits: float | None) -> str:
         note = "loopback without a rate: the yardstick is plain TCP between the same processes"
     else:
         note = (
-            f"at {rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, "
-            f"{ideal_s / tcp_s:.3f} of ideal"
+            f"at {rate_bits / 1e6:g} Mbit/s each way, TCP with {congestion_control()}; "
+            f"plain TCP took {tcp_s:.3g} s, {ideal_s / tcp_s:.3f} of ideal"
         )
     return (
         f"{note}; the workers computed {sync.median_cpu_s:.2f} s "
@@ -206,7 +206,7 @@ async def _rounds(size: Size, places: Sequence[Host], beside: Yardsticks, option
             worker.tell("yardsticks", addresses=addresses, ring=ready[0]["ring"])
         for _ in range(1 + options.repeats):
             start_s, answers = await fleet.together(workers, "sync", ROUND_TIMEOUT_S)
-            require_sync(answers)
+            await _check(workers)
             timed["sync"].add(start_s, answers)
             for name, (command, size_bytes) in beside.items():
                 timed[name].add(
@@ -238,6 +238,13 @@ async def _averagers(size: Size, places: Sequence[Host]) -> AsyncIterator[list[f
             other.tell("join", doors=doors)
         await fleet.hear_all(others, "joined")
         yield workers
+
+
+async def _check(workers: Sequence[fleet.Worker]) -> None:
+    """Raise `NoSync` unless the round that is over was a sync; only now do workers hash."""
+    for worker in workers:
+        worker.tell("check")
+    require_sync(await fleet.hear_all(workers, "checked"))
 
 
 def require_average(answers: Sequence[Fields]) -> None:

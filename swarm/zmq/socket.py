@@ -38,6 +38,7 @@ MAX_STRANGERS = 32  # connections whose first frame has not arrived
 BATCH = 64  # frames read before others get their turn
 
 _MULTIADDRESS = re.compile(r"/ip(4|6)/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})")
+_POLLIN = int(zmq.POLLIN)  # an operation on the enum takes longer than the look at the socket
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -168,7 +169,7 @@ class ZmqSocket:
             self._again = None
         self._pumping = True
         try:
-            if not self.socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            if not self.socket.closed and int(self._monitor.get(zmq.EVENTS)) & _POLLIN:
                 self.watch()
             for _ in range(BATCH):
                 if not self._readable():
@@ -184,7 +185,7 @@ class ZmqSocket:
         if self.socket.closed:
             return False
         events = int(self.socket.get(zmq.EVENTS))  # first: this also clears the wake-up
-        return bool(events & zmq.POLLIN) and not self._events.paused(self.lane)
+        return bool(events & _POLLIN) and not self._events.paused(self.lane)
 
     def _read(self) -> None:
         """Read one message.

@@ -3,6 +3,9 @@
 The namespaces have no names: each belongs to a process that waits for the end of its standard
 input, so the kernel removes them all when this process ends, however it ends. They need root,
 iproute2 and util-linux. Links have no delay: that takes more than the tools that every Linux has.
+
+TCP runs with Linux's default congestion control, CUBIC, not with this machine's: BBR, say, shares
+such a line so unevenly that plain TCP between 4 hosts uses 0.78 of it, instead of 0.95.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from farflock.experiments.measure.metric import NotMeasured
 
@@ -21,6 +25,9 @@ BURST_BYTES = 64 * 1024
 QUEUE_MS = 50  # delay of a full queue
 TRAIN = "8"  # packets that a link passes on together, for less work per packet
 COMMAND_TIMEOUT_S = 10.0
+NETWORK = "10.78.0.0/24"
+CONGESTION_CONTROL = "cubic"
+TCP = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,14 @@ def obstacle() -> str:
         return "network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     return f"{', '.join(missing)} not found (install iproute2 and util-linux)" if missing else ""
+
+
+def congestion_control() -> str:
+    """Return TCP's congestion control on all hosts: this machine's where it has no CUBIC."""
+    available = (TCP / "tcp_available_congestion_control").read_text().split()
+    if CONGESTION_CONTROL in available:
+        return CONGESTION_CONTROL
+    return (TCP / "tcp_congestion_control").read_text().strip()
 
 
 @contextlib.contextmanager
@@ -107,6 +122,8 @@ def _plug(hub: int, space: int, number: int, rate_bits: float) -> Host:
             f"{QUEUE_MS}ms",
         )
         _inside(where, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
+    route = ("route", "replace", NETWORK, "dev", "eth0", "congctl", congestion_control())
+    _inside(space, "ip", *route)
     return Host(address, _enter(space))
 
 

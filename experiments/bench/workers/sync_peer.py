@@ -96,10 +96,12 @@ class Sync:
             partial(self.client.decode, exchange.key, outcome, offer.payloads)
         )
         done_s = asyncio.get_running_loop().time()
+        self.owner.say("done", done_s=done_s, cpu_s=time.process_time() - begun_s)
+        await self.owner.command(
+            "check"
+        )  # hashing now would slow the others, which may not be done
         self.owner.say(
-            "done",
-            done_s=done_s,
-            cpu_s=time.process_time() - begun_s,
+            "checked",
             status=result.status,
             members=len(result.participants),
             hash=fingerprint(result),

@@ -73,6 +73,26 @@ def test_each_end_of_a_cable_has_the_limit(able):
         assert "25Mbit" in shown
 
 
+def test_tcp_has_the_default_congestion_control_whatever_that_of_this_machine_is(able):
+    code = (
+        "import socket; c = socket.socket(); c.setblocking(False); "
+        "c.connect_ex(('10.78.0.2', 9)); "
+        "print(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
+    )
+    with hosts(2, 1e8) as (host, _):
+        command = [*host.prefix, sys.executable, "-c", code]
+        used = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    assert used.stdout.strip() == netns.congestion_control()
+
+
+def test_a_machine_without_cubic_lends_its_own_congestion_control(tmp_path, monkeypatch):
+    monkeypatch.setattr(netns, "TCP", tmp_path)
+    (tmp_path / "tcp_congestion_control").write_text("bbr\n")
+    for available, used in (("reno bbr cubic\n", "cubic"), ("reno bbr\n", "bbr")):
+        (tmp_path / "tcp_available_congestion_control").write_text(available)
+        assert netns.congestion_control() == used
+
+
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
 def test_nothing_stays_however_the_block_is_left(able, end):
     before, links_before, inside = spaces(), links(), set()
