@@ -6,6 +6,7 @@ what the holder lacks has size 0 and is left out.
 """
 
 import asyncio
+import collections
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,21 +16,27 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_BATCH_CHUNKS, Piece, Want
 
 BATCH_BYTES = 512 * 1024  # of one answer; with the sizes in its head it fits into a frame
+SMALL_BYTES = 32 * 1024  # a chunk that may come in a batch: two fit into the shortest piece
 DIGEST_BYTES = 32
 
-Entry = tuple[bytes, int]  # the digest and the size of a chunk
+SizedChunk = tuple[bytes, int]  # its digest and size
 
 
-def fitting(entries: Iterable[Entry], limit_bytes: int, small_bytes: int) -> list[Entry]:
-    """Return the first chunks that one batch may have: small ones, together within the limit."""
-    batch: list[Entry] = []
-    left_bytes = min(limit_bytes, BATCH_BYTES)
-    for digest, size in entries:
+def fitting(chunks: Iterable[SizedChunk], max_bytes: int = BATCH_BYTES) -> list[SizedChunk]:
+    """Return the first chunks that one batch may have: small ones, together within `max_bytes`."""
+    batch: list[SizedChunk] = []
+    left_bytes = min(max_bytes, BATCH_BYTES)
+    for digest, size in chunks:
         left_bytes -= size
-        if not 0 < size <= small_bytes or left_bytes < 0 or len(batch) == MAX_BATCH_CHUNKS:
+        if not 0 < size <= SMALL_BYTES or left_bytes < 0 or len(batch) == MAX_BATCH_CHUNKS:
             break
         batch.append((digest, size))
     return batch
+
+
+def take_batch(left: collections.deque[SizedChunk]) -> list[SizedChunk]:
+    """Take the next chunk off `left`, or several small ones to be fetched together."""
+    return [left.popleft() for _ in range(max(len(fitting(left)), 1))]
 
 
 @dataclass(slots=True)
@@ -37,7 +44,7 @@ class Batch:
     """Different small chunks that one holder was asked for."""
 
     holder: PeerId
-    entries: Sequence[Entry]
+    entries: Sequence[SizedChunk]
     sizes: tuple[int, ...] = ()  # of the answer: as asked for, or 0
     body: bytes = b""
     ended: bool = False  # answered, or refused

@@ -9,6 +9,7 @@ import collections
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+from farflock.swarm.batch import take_batch
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute
@@ -109,7 +110,7 @@ class BundleStore:
 
         async def some() -> bool:
             while left:
-                batch = self._chunks.take_batch(left)
+                batch = take_batch(left)
                 if len(batch) > 1:
                     batch = await self._chunks.fetch_batch(batch, holders, pin, timeout_s)
                 for chunk in batch:

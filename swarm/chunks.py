@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from farflock.swarm.batch import BATCH_BYTES, Batch, Entry, absent, fitting
+from farflock.swarm.batch import Batch, SizedChunk, absent, fitting
 from farflock.swarm.byte_budget import ByteBudget, SharedBudget
 from farflock.swarm.chunk_server import (
     MAX_BATCHES,
@@ -40,8 +40,7 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 SHARE_BYTES = 8 * 1024 * 1024
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
-SMALL_BYTES = 32 * 1024  # a chunk that may come in a batch: two fit into the shortest piece
-BATCH_TRIES = 2  # of one holder, before its chunks are fetched one by one
+BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
 MAX_PACES = 256  # of holders asked lately
 
 
@@ -179,33 +178,30 @@ class Chunks:
         self.store.put(data, pin, verified=digest)
         return True
 
-    def take_batch(self, left: collections.deque[Entry]) -> list[Entry]:
-        """Take the next chunk off `left`, or several small ones to be fetched together."""
-        batch = fitting(left, BATCH_BYTES, SMALL_BYTES)
-        return [left.popleft() for _ in range(max(len(batch), 1))]
-
     async def fetch_batch(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[SizedChunk],
         holders: Callable[[], Sequence[PeerId]],
         pin: Hashable,
         timeout_s: float,
-    ) -> list[Entry]:
+    ) -> list[SizedChunk]:
         """Fetch small chunks together into the store and pin them; return those that did not come,
         for `fetch`, which finds out who lacks or falsifies them."""
         wanted = dict(entries)
-        tries: collections.Counter[PeerId] = collections.Counter()
+        asked: set[PeerId] = set()  # of these no more is expected
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while len(left := self._untouched(wanted)) > 1 and (
-                    able := [peer for peer in self._living(holders()) if tries[peer] < BATCH_TRIES]
+                    able := [peer for peer in self._living(holders()) if peer not in asked]
                 ):
                     holder = min(able, key=self._inbound.load)
-                    some = fitting(left, self._pace(holder).piece_bytes, SMALL_BYTES)
-                    tries[holder] += not await self._ask_batch(Batch(holder, some), pin)
+                    some = fitting(left, self._pace(holder).piece_bytes)
+                    if not await self._ask_batch(Batch(holder, some), pin):
+                        asked.add(holder)
         missing = absent(wanted, self.store)
-        for digest in wanted.keys() - missing.keys():
-            self.store.pin(digest, pin)
+        for digest in wanted:
+            if digest not in missing:
+                self.store.pin(digest, pin)
         return list(missing.items())
 
     def receive(
@@ -391,7 +387,7 @@ class Chunks:
             finally:
                 look.cancel()
 
-    def _untouched(self, wanted: Mapping[bytes, int]) -> list[Entry]:
+    def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
         """Return the chunks that are not here, and that no other task fetches."""
         left = absent(wanted, self.store)
         return [entry for entry in left.items() if not self._under_way(entry[0])]
@@ -428,15 +424,22 @@ class Chunks:
         return len(chunks) == len(batch.entries)
 
     async def _until_answered(self, batch: Batch) -> None:
-        """Request a batch, and wait as long as its holder sends anything."""
-        loop, holder = asyncio.get_running_loop(), batch.holder
-        if not self._carrier.send(holder, batch.want):
-            return
+        """Request a batch until it is answered; a late answer to the first request counts too."""
+        for _ in range(BATCH_TRIES):
+            if not self._carrier.send(batch.holder, batch.want):
+                return
+            await self._until_silent(batch)
+            if batch.ended or not self._living([batch.holder]):
+                return
+
+    async def _until_silent(self, batch: Batch) -> None:
+        """Wait for the answer as long as the holder sends anything."""
+        loop, pace = asyncio.get_running_loop(), self._pace(batch.holder)
         asked_s = loop.time()
-        self._pace(holder).asked(asked_s)
-        while not batch.ended and self._living([holder]):
+        pace.asked(asked_s)
+        while not batch.ended and self._living([batch.holder]):
             batch.changed.clear()
-            left_s = max(asked_s, self._pace(holder).heard_s) + STALL_S - loop.time()
+            left_s = max(asked_s, pace.heard_s) + STALL_S - loop.time()
             if left_s <= 0:
                 return
             look = loop.call_later(min(left_s, STALL_S / 4), batch.changed.set)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.measure.threads import one_thread
-from farflock.swarm import chunk_server, chunks
+from farflock.swarm import batch, chunk_server, chunks
 from farflock.swarm.frame import message_kind, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -99,11 +99,12 @@ def metrics(name: str, cost: RoundCost, rate: float) -> Iterator[Metric]:
 def small_shards() -> Iterator[None]:
     """Let fetches count a small shard as a whole one, which comes in one long piece here."""
     scales = dict.fromkeys(("STALL_S", "GAP_S"), float(PIECES))
-    sizes = ("ASK_BYTES", "INBOUND_BYTES", "SHARE_BYTES", "SMALL_BYTES")
+    sizes = ("ASK_BYTES", "INBOUND_BYTES", "SHARE_BYTES")
     scales |= dict.fromkeys(sizes, 1 / SCALE)
     scales["WINDOW_BYTES"] = 2 / SCALE  # of which room comes back by shards, not by pieces
     scaled = [(chunks, name, scale) for name, scale in scales.items()]
     scaled.append((chunk_server, "SERVE_TIMEOUT_S", float(PIECES)))
+    scaled.append((batch, "SMALL_BYTES", 1 / SCALE))
     kept = [(module, name, getattr(module, name)) for module, name, _ in scaled]
     try:
         for (module, name, value), (_, _, scale) in zip(kept, scaled, strict=True):
