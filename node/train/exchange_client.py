@@ -14,10 +14,10 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
+from farflock.compression.elementwise import weighted_mean
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim, EncodedExchange
-from farflock.node.train.reducer import Inputs, Reducer
-from farflock.node.train.shards import DecodedTensors, ShardLayout, weighted_mean
+from farflock.node.train.shards import DecodedTensors, Inputs, Reducer, ShardLayout
 from farflock.optimizers.method import (
     All,
     Exchange,

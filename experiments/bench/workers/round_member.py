@@ -22,7 +22,7 @@ from farflock.experiments.bench.workers.memory_peer import Peak
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.driver import Apply, Driver, EncodedExchange
 from farflock.node.train.exchange_client import ExchangeClient, layout_of
-from farflock.node.train.reducer import Reducer
+from farflock.node.train.shards import Reducer
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Progress
 from farflock.optimizers.parts.spread import in_turn, spread_over

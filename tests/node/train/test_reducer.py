@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.catalog import codec
-from farflock.node.train.reducer import Reducer
-from farflock.node.train.shards import MAX_ABS, ShardLayout, weighted_mean
+from farflock.node.train.shards import MAX_ABS, Reducer, ShardLayout
 from farflock.optimizers.parts.state import WrongState
 
 SHAPES = {"embed": (300, 2), "norm": (7,), "scalar": (), "empty": (0, 4), "head": (5, 3)}

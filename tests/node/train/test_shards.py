@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
+from farflock.compression.elementwise import weighted_mean
 from farflock.node.train.shards import (
     MANY_SHARDS,
     MAX_ABS,
@@ -24,7 +25,6 @@ from farflock.node.train.shards import (
     Segment,
     ShardLayout,
     decode_all,
-    weighted_mean,
 )
 from farflock.swarm.protocol.exchange.bundles import MAX_MEAN_BUNDLES
 

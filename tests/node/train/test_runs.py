@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farflock.compression import joined
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
-from farflock.node.train import joined, shards
-from farflock.node.train.reducer import Reducer
-from farflock.node.train.shards import MAX_ABS, DecodedTensors, ShardLayout
+from farflock.node.train import shards
+from farflock.node.train.shards import MAX_ABS, DecodedTensors, Reducer, ShardLayout
 
 NAMES = ("fp32", "fp16", "bf16", "int8:4")  # the last cannot be joined
 SHAPES = {"a": (7, 3), "empty": (0,), "b": (50,), "c": (), "d": (2, 9)}
