@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.catalog import codec
+from farflock.compression.elementwise import weighted_mean
 from farflock.node.train.shards import MAX_ABS, Reducer, ShardLayout
 from farflock.optimizers.parts.state import WrongState
 
