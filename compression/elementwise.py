@@ -9,7 +9,8 @@ the compiled kernel as by torch. Tensors are float32, contiguous and of equal sh
 its place is certain, not its bits.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +71,34 @@ def subtract_into(a: Tensor, b: Tensor, out: Tensor) -> None:
         _changed(out)
     else:
         torch.sub(a, b, out=out)
+
+
+def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
+    """Return sum(w_i / W · x_i), added in the order given and with each float32 operation
+    rounded (portable arithmetic)."""
+    mean = [torch.empty_like(x) for x in inputs[0][1]]
+    by_share = shares(tuple(weight for weight, _ in inputs))
+    for number, (share, (_, values)) in enumerate(zip(by_share, inputs, strict=True)):
+        for x, into in zip(values, mean, strict=True):
+            add_share(into, x, share, first=number == 0)
+    return mean
+
+
+@functools.lru_cache(maxsize=16)  # all shards of a round have the same
+def shares(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Return each weight over their sum, as float32 values."""
+    total = torch.zeros((), dtype=torch.float32)
+    for weight in weights:
+        total = total + torch.tensor(weight, dtype=torch.float32)
+    return tuple(float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights)
+
+
+def add_share(mean: Tensor, x: Tensor, share: float, *, first: bool) -> None:
+    """Add a contribution's share to a mean, which the first one begins."""
+    if first:
+        scaled_into(x, share, mean)
+    else:
+        add_scaled_(mean, x, share)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:

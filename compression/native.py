@@ -138,7 +138,8 @@ def peak(x: Tensor) -> float | None:
 
 
 def _usual(x: Tensor) -> bool:
-    return x.dim() == 1 and _plain(x)
+    # Spelled out, because it is called several times for each segment.
+    return x.dtype == torch.float32 and x.is_cpu and x.dim() == 1 and x.is_contiguous()
 
 
 def _plain(*tensors: Tensor) -> bool:

@@ -9,6 +9,7 @@ import collections
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+from farflock.swarm.batch import take_batch
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.chunks import Chunks
 from farflock.swarm.compute import Compute
@@ -24,6 +25,8 @@ from farflock.swarm.protocol.exchange.bundles import (
 from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 
 FETCHES = 4  # shards of one bundle under way at once; more would only wait for a holder's window
+
+RUN_BYTES = 64 * 1024  # of small shards of one contribution that are reduced together
 
 PeersToAsk = Callable[[], Sequence[PeerId]]
 
@@ -103,16 +106,28 @@ class BundleStore:
             return False
         if len(stream.terms.cut.shards_of(bundle)) == 1:
             return True
-        left = collections.deque(self.entries(stream, bundle, entry[0]))
+        left = collections.deque(self._missing(self.entries(stream, bundle, entry[0]), pin))
 
         async def some() -> bool:
             while left:
-                if not await fetch(*left.popleft(), holders, pin, timeout_s, final=final):
-                    left.clear()  # without this one the others are of no use yet
-                    return False
+                batch = take_batch(left)
+                if len(batch) > 1:
+                    batch = await self._chunks.fetch_batch(batch, holders, pin, timeout_s)
+                for chunk in batch:
+                    if not await fetch(*chunk, holders, pin, timeout_s, final=final):
+                        left.clear()  # without this one the others are of no use yet
+                        return False
             return True
 
         return all(await asyncio.gather(*(some() for _ in range(FETCHES))))
+
+    def _missing(self, entries: Iterable[Entry], pin: Hashable) -> Iterator[Entry]:
+        """Yield each chunk that is not here, once; pin those that are."""
+        for digest, size in dict(entries).items():
+            if digest in self._store:
+                self._store.pin(digest, pin)
+            else:
+                yield digest, size
 
     async def check(self, stream: Stream, round_number: int, bundle: int, digest: bytes) -> bool:
         """Return whether a correct peer could have sent this bundle, which is here."""
@@ -146,21 +161,25 @@ class BundleStore:
         rejected: list[PeerId] = []
         entries: list[Entry] = []
         while len(entries) < len(shards):
-            place = len(entries)
+            start = len(entries)
+            stop = _run_end(usable[0][2] if usable else (), start)
             payloads = [
-                (peer, weight, self._store.get(chunks[place][0]) or b"")
+                (peer, weight, [self._store.get(chunk) or b"" for chunk, _ in chunks[start:stop]])
                 for peer, weight, chunks in usable
             ]
-            work = functools.partial(stream.reduce, round_number, shards[place], payloads)
-            reduction: Reduction = await self._compute(work)
-            rejected += reduction.rejected
-            if reduction.data is None:
-                return None, tuple(rejected)
-            usable = [entry for entry in usable if entry[0] not in rejected]
-            if reduction.rejected and place:
-                entries.clear()  # the shards before have contributions of peers rejected now
-            else:
-                entries.append((self._store.put(reduction.data, pin), len(reduction.data)))
+            work = functools.partial(stream.reduced, round_number, shards[start:stop], payloads)
+            reductions: list[Reduction] = await self._compute(work)
+            for reduction in reductions:
+                if reduction.data is None:
+                    return None, (*rejected, *reduction.rejected)
+                if reduction.rejected and entries:
+                    entries.clear()  # the shards before have contributions of peers rejected now
+                else:
+                    entries.append((self._store.put(reduction.data, pin), len(reduction.data)))
+                if reduction.rejected:
+                    rejected += reduction.rejected
+                    usable = [entry for entry in usable if entry[0] not in rejected]
+                    break  # the shards after have them too
         return self.put_list(entries, pin), tuple(rejected)
 
     def _digests(self, stream: Stream, bundle: int, digest: bytes) -> Iterable[bytes]:
@@ -172,3 +191,11 @@ class BundleStore:
             except BadBundle:
                 return chunks  # it holds nothing but itself
         return chunks
+
+
+def _run_end(entries: Sequence[Entry], start: int) -> int:
+    """Return the end of a run of shards from `start` on: small ones together, or a single one."""
+    end, left_bytes = start + 1, RUN_BYTES - sum(size for _, size in entries[start : start + 1])
+    while end < len(entries) and (left_bytes := left_bytes - entries[end][1]) >= 0:
+        end += 1
+    return end

@@ -5,25 +5,31 @@ unrequested pieces are dropped and counted. A chunk is verified before it is use
 silent for `STALL_S` is given up for the next, which is asked only for what is missing.
 
 The receiver also says how long the pieces may be: about what the holder has lately sent in
-`PIECE_S`. Long pieces cost little work a byte; on a slow line they would look like silence.
+`PIECE_S`. Long pieces cost little work a byte; on a slow line they would look like silence. Of
+small chunks it asks for as many at once as fit into such a piece (swarm/batch.py).
 """
 
 import asyncio
 import collections
+import contextlib
 import math
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import msgspec
-
+from farflock.swarm.batch import Batch, SizedChunk, absent, fitting
 from farflock.swarm.byte_budget import ByteBudget, SharedBudget
+from farflock.swarm.chunk_server import (
+    MAX_BATCHES,
+    MAX_PIECE_BYTES,
+    MAX_WANTS,
+    PIECE_BYTES,
+    ChunkCarrier,
+    ChunkServer,
+)
 from farflock.swarm.chunk_store import Store, is_intact
-from farflock.swarm.links import Liveness, PeerId
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
 
-PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
-MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
 PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
 # least request, if so much is missing: a whole shard, so that chunks arrive one by one
@@ -34,31 +40,8 @@ INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 SHARE_BYTES = 8 * 1024 * 1024
 STALL_S = 1.0
 GAP_S = 0.3  # maximum gap between consecutive pieces of one request
-SERVE_TIMEOUT_S = 5.0
-MAX_WANTS = 64  # requests waiting to be served, per asker
-MAX_ASKERS = 256
-
-
-class ChunkCarrier(Protocol):
-    """The interface that chunks need: a peer's links, as in `PeerContext`, and its task group."""
-
-    def send(self, peer: PeerId, message: Message, /) -> bool:
-        """Send a message, best effort; return False if it was refused."""
-        ...
-
-    async def send_piece(
-        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /
-    ) -> bool:
-        """Send a piece with its bytes; return False if no room became free in time."""
-        ...
-
-    def life(self, peer: PeerId, /) -> Liveness:
-        """Return the peer's apparent liveness."""
-        ...
-
-    def spawn(self, work: Coroutine[None, None, None], /) -> object:
-        """Start a task owned by the peer."""
-        ...
+BATCH_TRIES = 2  # requests for a batch, before its chunks are fetched elsewhere or one by one
+MAX_PACES = 256  # of holders asked lately
 
 
 @dataclass(slots=True)
@@ -155,11 +138,12 @@ class Chunks:
         self.store = store
         self._carrier = carrier
         self._incoming: dict[bytes, _Fetching] = {}
-        self._wants: dict[PeerId, collections.deque[Want]] = {}
+        self._batched: dict[bytes, Batch] = {}  # by the digest of each of its chunks
         self._inbound = SharedBudget(INBOUND_BYTES, SHARE_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
         self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
         self.dropped: collections.Counter[str] = collections.Counter()
+        self._server = ChunkServer(store, carrier, self.dropped)
 
     async def fetch(
         self,
@@ -194,26 +178,56 @@ class Chunks:
         self.store.put(data, pin, verified=digest)
         return True
 
+    async def fetch_batch(
+        self,
+        entries: Iterable[SizedChunk],
+        holders: Callable[[], Sequence[PeerId]],
+        pin: Hashable,
+        timeout_s: float,
+    ) -> list[SizedChunk]:
+        """Fetch small chunks together into the store and pin them; return those that did not come,
+        for `fetch`, which finds out who lacks or falsifies them."""
+        wanted = dict(entries)
+        asked: set[PeerId] = set()  # of these no more is expected
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(left := self._untouched(wanted)) > 1 and (
+                    able := [peer for peer in self._living(holders()) if peer not in asked]
+                ):
+                    holder = min(able, key=self._inbound.load)
+                    some = fitting(left, self._pace(holder).piece_bytes)
+                    if not await self._ask_batch(Batch(holder, some), pin):
+                        asked.add(holder)
+        missing = absent(wanted, self.store)
+        for digest in wanted:
+            if digest not in missing:
+                self.store.pin(digest, pin)
+        return list(missing.items())
+
     def receive(
         self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes
     ) -> None:
         """Handle a message of the chunk protocol."""
         match message:
             case Want():
-                self._enqueue(sender, message)
+                self._server.receive(sender, message)
             case Piece():
                 self._take_piece(sender, message, body)
             case Miss(digest=digest):
-                fetching = self._incoming.get(digest)
+                fetching, batch = self._incoming.get(digest), self._batched.get(digest)
                 if fetching is not None and sender in fetching.asked:
                     fetching.refused.add(sender)
                     fetching.without.add(sender)
                     fetching.changed.set()
+                elif batch is not None and batch.holder == sender:
+                    batch.ended = True
+                    batch.changed.set()
 
     @property
     def idle(self) -> bool:
         """True if no fetch is in progress and no request waits to be served."""
-        return self._inbound.idle and not (self._incoming or self._windows or self._wants)
+        under_way = self._incoming or self._batched or self._windows or self._server.wants
+        return self._inbound.idle and not under_way
 
     def heard_s(self, holder: PeerId) -> float:
         """Return when a holder last sent a piece, on the loop's clock; -inf if it never did."""
@@ -223,12 +237,13 @@ class Chunks:
     @property
     def fetching_bytes(self) -> int:
         """The room that the fetches in progress take."""
-        return sum(fetching.size for fetching in self._incoming.values())
+        batches = {id(batch): batch.size_bytes for batch in self._batched.values()}
+        return sum(fetching.size for fetching in self._incoming.values()) + sum(batches.values())
 
     @property
     def wants(self) -> dict[PeerId, int]:
         """The numbers of requests that wait to be served, by asker."""
-        return {asker: len(queue) for asker, queue in self._wants.items()}
+        return self._server.wants
 
     async def _fetch_whole(
         self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]], final: bool
@@ -243,7 +258,7 @@ class Chunks:
 
         mixing = True
         while True:
-            already = self._incoming.get(digest)
+            already = self._under_way(digest)
             if already is not None:  # another task fetches this chunk: wait, then look again
                 await already.changed.wait()
                 await asyncio.sleep(STALL_S / 20)
@@ -317,8 +332,7 @@ class Chunks:
         finally:
             fetching.give(fetching.room_bytes)
             fetching.holder = None
-            if window.idle and self._windows.get(holder) is window:
-                del self._windows[holder]
+            self._drop_idle(holder, window)
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
@@ -373,6 +387,81 @@ class Chunks:
             finally:
                 look.cancel()
 
+    def _untouched(self, wanted: Mapping[bytes, int]) -> list[SizedChunk]:
+        """Return the chunks that are not here, and that no other task fetches."""
+        left = absent(wanted, self.store)
+        return [entry for entry in left.items() if not self._under_way(entry[0])]
+
+    def _under_way(self, digest: bytes) -> _Fetching | Batch | None:
+        return self._incoming.get(digest) or self._batched.get(digest)
+
+    async def _ask_batch(self, batch: Batch, pin: Hashable) -> bool:
+        """Ask a holder for a batch, and keep what comes; return True if all of it did.
+
+        It takes room as the fetch of one chunk does."""
+        holder, size, taken = batch.holder, batch.size_bytes, 0
+        self._batched |= dict.fromkeys((digest for digest, _ in batch.entries), batch)
+        try:
+            await self._inbound.take(holder, size)
+            taken = size
+            window = self._windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
+            room = await window.take(*2 * (_room_of(batch),))
+            try:
+                await self._until_answered(batch)
+            finally:
+                window.give(room)
+                self._drop_idle(holder, window)
+            chunks, false = batch.intact()
+            if false:
+                self.dropped["content differs from its digest"] += false
+            for digest, data in chunks.items():
+                self.store.put(data, pin, verified=digest)
+        finally:
+            self._inbound.give(holder, taken)
+            for digest, _ in batch.entries:
+                del self._batched[digest]
+            batch.changed.set()
+        return len(chunks) == len(batch.entries)
+
+    async def _until_answered(self, batch: Batch) -> None:
+        """Request a batch until it is answered; a late answer to the first request counts too."""
+        for _ in range(BATCH_TRIES):
+            if not self._carrier.send(batch.holder, batch.want):
+                return
+            await self._until_silent(batch)
+            if batch.ended or not self._living([batch.holder]):
+                return
+
+    async def _until_silent(self, batch: Batch) -> None:
+        """Wait for the answer as long as the holder sends anything."""
+        loop, pace = asyncio.get_running_loop(), self._pace(batch.holder)
+        asked_s = loop.time()
+        pace.asked(asked_s)
+        while not batch.ended and self._living([batch.holder]):
+            batch.changed.clear()
+            left_s = max(asked_s, pace.heard_s) + STALL_S - loop.time()
+            if left_s <= 0:
+                return
+            look = loop.call_later(min(left_s, STALL_S / 4), batch.changed.set)
+            try:
+                await batch.changed.wait()
+            finally:
+                look.cancel()
+
+    def _take_answer(self, batch: Batch, piece: Piece, body: memoryview | bytes) -> None:
+        if batch.ended or not batch.fill(piece, body):
+            self.dropped["piece of the wrong size"] += 1
+            return
+        window = self._windows.get(batch.holder)
+        taken_bytes = 0 if window is None else window.size_bytes - window.free_bytes
+        more = taken_bytes > _room_of(batch)  # others are due
+        self._pace(batch.holder).heard(len(body), asyncio.get_running_loop().time(), more)
+        batch.changed.set()
+
+    def _drop_idle(self, holder: PeerId, window: ByteBudget) -> None:
+        if window.idle and self._windows.get(holder) is window:
+            del self._windows[holder]
+
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
@@ -381,7 +470,10 @@ class Chunks:
         return window.free_bytes if window is not None else WINDOW_BYTES
 
     def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
-        fetching = self._incoming.get(piece.digest)
+        fetching, batch = self._incoming.get(piece.digest), self._batched.get(piece.digest)
+        if batch is not None and sender == batch.holder and piece.digest == batch.entries[0][0]:
+            self._take_answer(batch, piece, body)
+            return
         index, offset = divmod(piece.start, PIECE_BYTES)
         if (
             fetching is None
@@ -413,66 +505,14 @@ class Chunks:
         """Return what is known of a holder's speed; what was used longest ago is forgotten."""
         pace = self._paces.pop(holder, None) or _Pace()
         self._paces[holder] = pace
-        if len(self._paces) > MAX_ASKERS:
+        if len(self._paces) > MAX_PACES:
             del self._paces[next(iter(self._paces))]
         return pace
 
-    def _enqueue(self, sender: PeerId, want: Want) -> None:
-        if want.start >= want.stop or want.start % PIECE_BYTES:
-            self.dropped["senseless want"] += 1
-            return
-        if want.digest not in self.store:
-            self._carrier.send(sender, Miss(want.digest))
-            return
-        queue = self._wants.get(sender)
-        if queue is None:
-            if len(self._wants) >= MAX_ASKERS:
-                self.dropped["too many askers"] += 1
-                return
-            queue = self._wants[sender] = collections.deque()
-            self._carrier.spawn(self._serve(sender, queue))
-        if _is_queued(queue, want):
-            return  # a repeated request: the bytes are on their way
-        if len(queue) < MAX_WANTS:
-            queue.append(want)
-        else:
-            self.dropped["too many wants"] += 1
 
-    async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
-        """Send what one peer asked for, in order, as fast as its link takes it.
-
-        The head of the queue is the request being served, shortened as pieces are sent."""
-        try:
-            while queue:
-                want = queue[0]
-                data = self.store.view(want.digest)
-                if data is None:
-                    self._carrier.send(asker, Miss(want.digest))
-                elif want.start < min(want.stop, len(data)) and await self._serve_piece(
-                    asker, want, data
-                ):
-                    start = want.start + _piece_bytes(want)
-                    queue[0] = msgspec.structs.replace(want, start=start)
-                    continue
-                queue.popleft()
-        finally:
-            del self._wants[asker]
-
-    async def _serve_piece(self, asker: PeerId, want: Want, data: memoryview) -> bool:
-        piece = Piece(want.digest, want.start, len(data))
-        stop = min(want.start + _piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
-        body = data[want.start : stop]
-        return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
-
-
-def _is_queued(queue: Iterable[Want], want: Want) -> bool:
-    same = [queued for queued in queue if queued.digest == want.digest]
-    return any(queued.start <= want.start and want.stop <= queued.stop for queued in same)
-
-
-def _piece_bytes(want: Want) -> int:
-    """Return the length of the pieces that answer a request: whole units."""
-    return max(PIECE_BYTES, min(want.piece, MAX_PIECE_BYTES) // PIECE_BYTES * PIECE_BYTES)
+def _room_of(batch: Batch) -> int:
+    """Return the part of a holder's window that a batch takes: no more wait there than it takes."""
+    return max(batch.size_bytes, WINDOW_BYTES // MAX_BATCHES)
 
 
 def _pieces(size: int) -> int:

@@ -14,6 +14,7 @@ MAX_MEMBERS = 64
 MAX_TRAIL = 512  # views that a peer keeps and may send
 MAX_VALUE_BYTES = 240 * 1024  # fits a close list of MAX_BUNDLES items; fits in a frame
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
+MAX_BATCH_CHUNKS = 1024  # asked for and sent together
 MAX_BODY_BYTES = 8 * 1024  # body of a call or its answer, without payloads
 MAX_PAYLOADS = 4  # per call, and per answer
 MAX_PAYLOAD_CHUNKS = 16
@@ -66,20 +67,25 @@ class _Vote(_InView, frozen=True):
 
 
 class Want(_Message, frozen=True, tag="want"):
-    """A request for bytes [start, stop) of a chunk, in pieces of at most `piece` bytes."""
+    """A request for bytes [start, stop) of a chunk, in pieces of at most `piece` bytes; or for a
+    whole small chunk together with further ones, whose digests `more` holds (swarm/batch.py)."""
 
     digest: Digest
     start: Size
     stop: Size
     piece: Size = 0
+    more: Annotated[bytes, msgspec.Meta(max_length=32 * (MAX_BATCH_CHUNKS - 1))] = b""
 
 
 class Piece(_Message, frozen=True, tag="piece"):
-    """Bytes [start, start + len(body)) of a chunk of `size` bytes, in the frame's body."""
+    """Bytes [start, start + len(body)) of a chunk of `size` bytes, in the frame's body. In
+    the answer to a batch, `more` holds the sizes of the further chunks, 4 bytes each (0: it is not
+    there), whose bytes follow."""
 
     digest: Digest
     start: Size
     size: Size
+    more: Annotated[bytes, msgspec.Meta(max_length=4 * (MAX_BATCH_CHUNKS - 1))] = b""
 
 
 class Miss(_Message, frozen=True, tag="miss"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.measure.threads import one_thread
-from farflock.swarm import chunks
+from farflock.swarm import batch, chunk_server, chunks
 from farflock.swarm.frame import message_kind, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -36,7 +36,7 @@ DEADLINE_S = 600.0
 MEET_TIMEOUT_S = 600.0
 MAX_CORE = 0.01  # the goal: of one core, for everything but content
 SCALE = SHARD_BYTES // SMALL_BYTES
-PIECES = SHARD_BYTES // chunks.PIECE_BYTES  # of the product, for each piece here
+PIECES = SHARD_BYTES // chunk_server.PIECE_BYTES  # of the product, for each piece here
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,21 @@ def metrics(name: str, cost: RoundCost, rate: float) -> Iterator[Metric]:
 @contextlib.contextmanager
 def small_shards() -> Iterator[None]:
     """Let fetches count a small shard as a whole one, which comes in one long piece here."""
-    scales = dict.fromkeys(("STALL_S", "GAP_S", "SERVE_TIMEOUT_S"), float(PIECES))
-    scales |= dict.fromkeys(("ASK_BYTES", "INBOUND_BYTES", "SHARE_BYTES"), 1 / SCALE)
+    scales = dict.fromkeys(("STALL_S", "GAP_S"), float(PIECES))
+    sizes = ("ASK_BYTES", "INBOUND_BYTES", "SHARE_BYTES")
+    scales |= dict.fromkeys(sizes, 1 / SCALE)
     scales["WINDOW_BYTES"] = 2 / SCALE  # of which room comes back by shards, not by pieces
-    kept = {name: getattr(chunks, name) for name in scales}
+    scaled = [(chunks, name, scale) for name, scale in scales.items()]
+    scaled.append((chunk_server, "SERVE_TIMEOUT_S", float(PIECES)))
+    scaled.append((batch, "SMALL_BYTES", 1 / SCALE))
+    kept = [(module, name, getattr(module, name)) for module, name, _ in scaled]
     try:
-        for name, scale in scales.items():
-            setattr(chunks, name, type(kept[name])(kept[name] * scale))
+        for (module, name, value), (_, _, scale) in zip(kept, scaled, strict=True):
+            setattr(module, name, type(value)(value * scale))
         yield
     finally:
-        for name, value in kept.items():
-            setattr(chunks, name, value)
+        for module, name, value in kept:
+            setattr(module, name, value)
 
 
 async def round_cost(members: int, shards: int, rate: float) -> RoundCost:

@@ -8,10 +8,13 @@ communication between replicas is missing.
 import math
 from collections.abc import Callable
 
+import torch
+
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN, Diverged, Line, Outcome, Point
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure
+from farflock.node.model.device import Device
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.task import LanguageModelTask
@@ -24,7 +27,8 @@ def run(job: Line, progress: Callable[[float], None]) -> Outcome:
     model = build(plan.model, plan.run_seed).to(job.device)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     batches = Share(texts()[0], job.seed, RUN, job.batch, job.seq, device=job.device)
-    training_task = LanguageModelTask(model, replica, batches, plan.schedule)
+    device = Device(torch.device(job.device), job.device)
+    training_task = LanguageModelTask(model, replica, batches, plan.schedule, device=device)
     loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
     curve: list[Point] = []
     for step in range(job.steps):

@@ -19,6 +19,7 @@ from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Sw
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure
 from farflock.node.assembly.node import ReplicaNode
+from farflock.node.model.device import Device
 from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options
 from farflock.node.simulate.segments import SegmentState
 from farflock.node.simulate.simulation import Simulation, World
@@ -59,6 +60,7 @@ class Measured(Simulation):
         assert isinstance(node.training_task, LanguageModelTask), (
             "this arm does not train a whole model"
         )
+        node.training_task.device = Device(torch.device(job.device), job.device)
         node.training_task.batches = Share(
             texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device
         )

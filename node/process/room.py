@@ -41,6 +41,12 @@ def require_room(machine: MachineOptions, manifest: Manifest, error: type[Farflo
                 "start it without torchrun",
             )
         return
+    if machine.ranks is not None and (computing.moments != "fp32" or computing.micro_batch):
+        raise Usage(
+            "--moments, --micro-batch",
+            "several processes are this peer, and compute with shards",
+            "leave these options out",
+        )
     beside = _exchanged(manifest)
     require_memory(plan, error, machine.outer, beside, computing, _home(machine))
     if computing.on_device and machine.ranks is None:

@@ -5,6 +5,7 @@ between them only waits.
 """
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,16 +15,11 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
+from farflock.compression.elementwise import weighted_mean
 from farflock.node.model.device import CPU
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim, EncodedExchange
-from farflock.node.train.shards import (
-    DecodedTensors,
-    Inputs,
-    Reducer,
-    ShardLayout,
-    weighted_mean,
-)
+from farflock.node.train.shards import DecodedTensors, Inputs, Reducer, ShardLayout
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -110,10 +106,10 @@ class _Coding:
 
         They are checked on the CPU, in several threads, and decoded at home when they are read."""
 
-        def check(index: int) -> None:
-            layout.require_valid(index, round_number, payloads[index])
+        def check(run: range) -> None:
+            layout.require_valid_run(run, round_number, payloads[run.start : run.stop])
 
-        spread(check, range(len(payloads)))
+        spread(check, layout.runs)
         return DecodedTensors(layout, round_number, payloads, self.shapes, self.home)
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
@@ -167,10 +163,10 @@ class ExchangeClient:
         """Encode an exchange's tensors, shard by shard."""
         layout, number = self._codings[exchange.key.stream].out, exchange.key.round
 
-        def encoded(index: int) -> bytes:
-            return layout.encode(index, number, exchange.tensors)
+        def encoded(run: range) -> list[bytes]:
+            return layout.encode_run(run, number, exchange.tensors)
 
-        payloads = self.spread(encoded, range(len(layout.shards)))
+        payloads = itertools.chain.from_iterable(self.spread(encoded, layout.runs))
         return EncodedExchange(exchange, tuple(payloads), claim)
 
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
@@ -309,6 +305,7 @@ class ExchangeClient:
             ),
             reduce=coding.reduce,
             check=coding.check,
+            reduce_run=reducer.reduce_run,
             cadence=Cadence(template.key.round, template.stride),
             stage=self.stage,
         )

@@ -2,9 +2,9 @@
 
 A shard is at most about 1 MiB encoded, less in a mean of a small model, so that its members can
 share the work evenly: a list of segments, each a flat range of one tensor, encoded separately. The
-layout is a pure function of names, shapes and codecs, so all peers compute the same
-one without communication. A shard's payload: for each segment its length (4 bytes, little endian)
-and the codec's bytes (docs/wire-format.md).
+layout is a pure function of names, shapes and codecs, so all peers compute the same one without
+communication. A shard's payload: for each segment its length (4 bytes, little endian) and the
+codec's bytes (docs/wire-format.md).
 """
 
 import bisect
@@ -18,11 +18,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from farflock.compression import joined
 from farflock.compression.codec import Codec, Context, CorruptPayload
-from farflock.compression.elementwise import add_scaled_, scaled_into
+from farflock.compression.elementwise import add_share, shares
 from farflock.compression.payload import largest
 from farflock.optimizers.method import TensorBlock
-from farflock.optimizers.parts.blocks import LazyTensors, read
+from farflock.optimizers.parts.blocks import LazyTensors, merged, read
 from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.protocol.exchange.bundles import MAX_MEAN_BUNDLES
 from farflock.swarm.protocol.exchange.streams import Reduction
@@ -57,6 +58,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 Shard = tuple[Segment, ...]
 Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload
+RunInputs = Sequence[tuple[str, float, Sequence[bytes]]]  # the same, payloads of several shards
 Values = list[Tensor]  # one flat tensor per segment
 
 
@@ -81,10 +83,12 @@ class ShardLayout:
 
         What comes back is a mean, of which each member reduces some shards: there are many."""
         codecs = (codec,) if back is None else (codec, back)
-        segments = [
-            (segment, max(each.max_bytes(segment.count) for each in codecs))
-            for segment in _segments(shapes, codec)
-        ]
+
+        @functools.cache  # most segments have the same length
+        def max_bytes_of(count: int) -> int:
+            return max(each.max_bytes(count) for each in codecs)
+
+        segments = [(segment, max_bytes_of(segment.count)) for segment in _segments(shapes, codec)]
         most = SHARD_BYTES
         if back is not None:
             share = sum(size for _, size in segments) // MANY_SHARDS
@@ -110,12 +114,22 @@ class ShardLayout:
                 places.append((index, part))
         return found
 
+    @functools.cached_property
+    def runs(self) -> list[range]:
+        """The shards in runs of small ones that are coded together (joined.py)."""
+        return joined.runs(self.counts)
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """The number of values in each shard."""
+        return [sum(segment.count for segment in shard) for shard in self.shards]
+
     @property
     def max_shard_bytes(self) -> int:
         """The size of the largest correct payload of any shard; longer ones are refused unread."""
+        max_bytes_of = functools.cache(self.codec.max_bytes)
         return max(
-            sum(_LENGTH.size + self.codec.max_bytes(part.count) for part in shard)
-            for shard in self.shards
+            sum(_LENGTH.size + max_bytes_of(part.count) for part in shard) for shard in self.shards
         )
 
     def max_bytes(self, codec: Codec) -> int:
@@ -130,6 +144,53 @@ class ShardLayout:
         shard = self.shards[index]
         values = (read(tensors, TensorBlock(part.tensor, part.start, part.stop)) for part in shard)
         return self.pack(index, round_number, values)
+
+    def encode_run(
+        self, run: range, round_number: int, tensors: Mapping[str, Tensor]
+    ) -> list[bytes]:
+        """Encode a run of shards as `encode` does each."""
+        if not self.joins(run):
+            return [self.encode(index, round_number, tensors) for index in run]
+        values, at = torch.empty(self.count(run), dtype=torch.float32), 0
+        segments = (segment for index in run for segment in self.shards[index])
+        for block in merged(TensorBlock(part.tensor, part.start, part.stop) for part in segments):
+            values[at : (at := at + block.stop - block.start)].copy_(read(tensors, block))
+        return self.pack_run(run, round_number, values)
+
+    def pack_run(self, run: range, round_number: int, values: Tensor) -> list[bytes]:
+        """Encode a run that `joins`, given its values one after the other."""
+        out = bytearray()
+        self.codec.encode(values, self._context(round_number, self.shards[run.start][0]), out)
+        return joined.dressed(self._sizes(run), bytes(out))
+
+    def decode_run(
+        self, run: range, round_number: int, payloads: Sequence[bytes], values: Tensor
+    ) -> bool:
+        """Decode a run that `joins` into a flat tensor; return False, with undefined values, if one
+        of the payloads is corrupt."""
+        raw = joined.bare(self._sizes(run), payloads)
+        if raw is None:
+            return False
+        try:
+            self.codec.decode(raw, self._context(round_number, self.shards[run.start][0]), values)
+        except CorruptPayload:
+            return False
+        return largest(values) <= MAX_ABS
+
+    def joins(self, run: range) -> bool:
+        """Return whether the segments of these neighbouring shards are coded together."""
+        many = len(run) > 1 or len(self.shards[run.start]) > 1
+        return (
+            bool(many and joined.value_bytes(self.codec)) and self.count(run) <= joined.RUN_VALUES
+        )
+
+    def count(self, run: range) -> int:
+        """Return the number of values in a run of shards."""
+        return sum(self.counts[run.start : run.stop])
+
+    def _sizes(self, run: range) -> joined.Sizes:
+        each = joined.value_bytes(self.codec)
+        return [[each * segment.count for segment in self.shards[index]] for index in run]
 
     def pack(self, index: int, round_number: int, values: Iterable[Tensor]) -> bytes:
         """Encode one shard, given one flat tensor per segment."""
@@ -196,6 +257,15 @@ class ShardLayout:
         for segment, raw in zip(shard, self.split(index, payload), strict=True):
             self.decode_segment(segment, round_number, raw, scratch[: segment.count])
 
+    def require_valid_run(self, run: range, round_number: int, payloads: Sequence[bytes]) -> None:
+        """Raise `CorruptPayload` unless a correct peer could have sent each of these payloads."""
+        if self.joins(run):
+            values = torch.empty(self.count(run), dtype=torch.float32)
+            if self.decode_run(run, round_number, payloads, values):
+                return
+        for index, payload in zip(run, payloads, strict=True):
+            self.require_valid(index, round_number, payload)
+
     def _context(self, round_number: int, segment: Segment) -> Context:
         return Context(self.run_seed, round_number, segment.tensor, segment.number, segment.columns)
 
@@ -240,6 +310,11 @@ class DecodedTensors(LazyTensors):
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
         starts, places = self._layout.places[name]
         number = bisect.bisect_right(starts, start) - 1
+        past = bisect.bisect_left(starts, stop, number + 1)
+        if past - number > 1:
+            joint = self._joined(places[number:past], start, stop)
+            if joint is not None:
+                return joint
         if self._segment(places[number]).stop >= stop:
             return self._part(places[number], start, stop)
         whole = torch.empty(stop - start, dtype=torch.float32, device=self._home)
@@ -253,6 +328,27 @@ class DecodedTensors(LazyTensors):
                 values.copy_(self._part(places[number], start, stop))
             rest, start, number = rest[len(values) :], start + len(values), number + 1
         return whole
+
+    def _joined(self, places: Sequence[tuple[int, int]], start: int, stop: int) -> Tensor | None:
+        """Return a range, decoded from small segments at once; None if they cannot be joined."""
+        layout, last = self._layout, self._last
+        each = joined.value_bytes(layout.codec)
+        segments = [layout.shards[index][part] for index, part in places]
+        if not each or segments[-1].stop - segments[0].start > 2 * joined.RUN_VALUES:
+            return None
+        raws = []
+        for (index, part), segment in zip(places, segments, strict=True):
+            if last.split[0] != index:
+                last.split = index, layout.split(index, self._payloads[index])
+            raws.append(last.split[1][part])
+            if len(raws[-1]) != each * segment.count:
+                return None
+        first = each * (start - segments[0].start)
+        raw = b"".join(raws)[first : first + each * (stop - start)]
+        values = torch.empty(stop - start, dtype=torch.float32, device=self._home)
+        whole = Segment(segments[0].tensor, start, stop)
+        layout.decode_segment(whole, self._round, memoryview(raw), values)
+        return values
 
     def _part(self, place: tuple[int, int], start: int, stop: int) -> Tensor:
         """Return what the segment at `place` (shard, part) holds of a range."""
@@ -285,34 +381,6 @@ def decode_all(
 ) -> dict[str, Tensor]:
     """Return whole tensors from the payloads of all shards."""
     return dict(DecodedTensors(layout, round_number, payloads, shapes))
-
-
-def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
-    """Return sum(w_i / W · x_i), added in the order given and with each float32 operation
-    rounded (portable arithmetic)."""
-    mean = [torch.empty_like(x) for x in inputs[0][1]]
-    by_share = shares(tuple(weight for weight, _ in inputs))
-    for number, (share, (_, values)) in enumerate(zip(by_share, inputs, strict=True)):
-        for x, into in zip(values, mean, strict=True):
-            add_share(into, x, share, first=number == 0)
-    return mean
-
-
-@functools.lru_cache(maxsize=16)  # all shards of a round have the same
-def shares(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Return each weight over their sum, as float32 values."""
-    total = torch.zeros((), dtype=torch.float32)
-    for weight in weights:
-        total = total + torch.tensor(weight, dtype=torch.float32)
-    return tuple(float(torch.tensor(weight, dtype=torch.float32) / total) for weight in weights)
-
-
-def add_share(mean: Tensor, x: Tensor, share: float, *, first: bool) -> None:
-    """Add a contribution's share to a mean, which the first one begins."""
-    if first:
-        scaled_into(x, share, mean)
-    else:
-        add_scaled_(mean, x, share)
 
 
 class _CorruptInput(Exception):
@@ -376,6 +444,37 @@ class Reducer:
                 return Reduction(payload, tuple(sorted(rejected)))
         return Reduction(None, tuple(peer for peer, _, _ in inputs))
 
+    def reduce_run(self, round_number: int, run: range, inputs: RunInputs) -> list[Reduction]:
+        """Reduce neighbouring shards, of which each input has the payloads, as `reduce` does
+        each."""
+        layout, back = self._layout, self._back
+        usable = sum(weight for _, weight, _ in inputs) >= MIN_WEIGHT
+        if usable and not self._compensate and layout.joins(run) and back.joins(run):
+            mean = self._joined_mean(round_number, run, sorted(inputs))
+            if mean is not None:
+                mean.clamp_(-MAX_MEAN, MAX_MEAN)
+                return [Reduction(data) for data in back.pack_run(run, round_number, mean)]
+        return [
+            self.reduce(
+                round_number,
+                index,
+                [(peer, weight, payloads[n]) for peer, weight, payloads in inputs],
+            )
+            for n, index in enumerate(run)
+        ]
+
+    def _joined_mean(self, round_number: int, run: range, inputs: RunInputs) -> Tensor | None:
+        """Return the weighted mean of a run that joins; None if a payload is corrupt."""
+        layout = self._layout
+        values = torch.empty(layout.count(run), dtype=torch.float32)
+        mean = torch.empty_like(values)
+        by_share = shares(tuple(weight for _, weight, _ in inputs))
+        for number, (share, (_, _, payloads)) in enumerate(zip(by_share, inputs, strict=True)):
+            if not layout.decode_run(run, round_number, payloads, values):
+                return None
+            add_share(mean, values, share, first=number == 0)
+        return mean
+
     def _mean(self, round_number: int, index: int, inputs: Inputs) -> Values:
         """Return the weighted mean, segment by segment: of the inputs, only one segment each is
         decoded at a time. Raise `_CorruptInput` for the first input that cannot be decoded."""
@@ -398,7 +497,8 @@ class Reducer:
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
         """Note that a round is over: `decided` are its shards' payloads, None if it failed."""
         with self._lock:
-            for index, payload in enumerate(decided or ()):
+            compensated = self._residuals or self._undecided
+            for index, payload in enumerate(decided or ()) if compensated else ():
                 mine = self._undecided.get((round_number, index))
                 if mine is None or mine.payload != payload:
                     self._residuals.pop(index, None)

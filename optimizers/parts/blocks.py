@@ -7,7 +7,7 @@ no bit: what is computed of it depends on each place alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,19 @@ def blocks(
 def block_length(x: Tensor) -> int:
     """Return how long the blocks of a tensor are where it is."""
     return BLOCK_VALUES if x.is_cpu else DEVICE_BLOCK
+
+
+def merged(parts: Iterable[TensorBlock]) -> Iterator[TensorBlock]:
+    """Yield what these blocks cover, those that follow each other in one tensor as one block."""
+    name, start, stop = "", 0, 0
+    for part in parts:
+        if part.name != name or part.start != stop:
+            if stop > start:
+                yield TensorBlock(name, start, stop)
+            name, start = part.name, part.start
+        stop = part.stop
+    if stop > start:
+        yield TensorBlock(name, start, stop)
 
 
 def read(tensors: Tensors, block: TensorBlock) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 SCRIPT = """
 import hashlib, json, torch
 from farflock.compression.catalog import codec
-from farflock.node.train.shards import Reducer
-from farflock.node.train.shards import ShardLayout, weighted_mean
+from farflock.compression.elementwise import weighted_mean
+from farflock.node.train.shards import Reducer, ShardLayout
 from farflock.optimizers.parts.feedback import message
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 

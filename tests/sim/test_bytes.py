@@ -24,7 +24,7 @@ from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.decoupled import CHECK
 from farflock.optimizers.method import RandomGroups
 from farflock.optimizers.trial_options import disasters_of
-from farflock.swarm.chunks import PIECE_BYTES
+from farflock.swarm.chunk_server import PIECE_BYTES
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
 from farflock.swarm.peer.peer import Peer, RunTerms

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm import frame as frames
+from farflock.swarm.batch import BATCH_BYTES
 from farflock.swarm.chunk_store import digest_of, is_intact
 from farflock.swarm.frame import Frame, ProtocolViolation, message_kind, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
+    MAX_BATCH_CHUNKS,
     MAX_BODY_BYTES,
     MAX_BUNDLES,
     MAX_CHANGES,
@@ -84,8 +86,8 @@ OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B)
 CALL = Call(3, b"forward", (((A, MAX_CHUNK_BYTES), (B, 5)),))
 
 SPECIMENS: tuple[Message, ...] = (
-    Want(A, 65536, 131072, 262144),
-    Piece(A, 65536, 131072),
+    Want(A, 65536, 131072, 262144, B),
+    Piece(A, 65536, 131072, bytes(4)),
     Miss(B),
     OFFER,
     Reduced(KEY, A, 3, B, 1000, bytes([5, 0, 0, 0, 0, 0, 0, 0])),
@@ -189,6 +191,7 @@ def filled(kind, chance):
         "first": chance.randrange(2**62),
         "known": chance.randrange(2**62),
         "changes": chance.randbytes(12 * many),
+        "more": chance.randbytes(4 * many),
         "floor": 9
         if kind is BranchSign
         else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
@@ -361,6 +364,8 @@ OVER_THE_LIMIT = {
     "long digest": limited(Miss(A), digest=A + b"x"),
     "negative start": limited(Want(A, 0, 1), start=-1),
     "chunk too large": limited(Piece(A, 0, 1), size=MAX_CHUNK_BYTES + 1),
+    "batch too large": limited(Want(A, 0, 1), more=bytes(32 * MAX_BATCH_CHUNKS)),
+    "answer to a batch too large": limited(Piece(A, 0, 1), more=bytes(4 * MAX_BATCH_CHUNKS)),
     "bundle too high": limited(SPECIMENS[4], bundle=MAX_BUNDLES),
     "mask too short": limited(SPECIMENS[4], mask=bytes(7)),
     "changes too long": limited(SPECIMENS[5], changes=bytes(12 * MAX_CHANGES + 1)),
@@ -491,6 +496,14 @@ def _inline():
     """The most payloads inside a message that the product sends, as announced and as bytes."""
     each = MAX_INLINE_BYTES // MAX_PAYLOADS
     return (((A, MAX_CHUNK_BYTES),),) * MAX_PAYLOADS, (bytes(each),) * MAX_PAYLOADS
+
+
+def test_the_largest_batch_and_its_answer_fit_a_frame():
+    others = MAX_BATCH_CHUNKS - 1
+    want = Want(A, 0, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES, bytes(32 * others))
+    piece = Piece(A, 0, MAX_CHUNK_BYTES, bytes(4 * others))
+    assert unpack(pack(Frame(2**64 - 1, want))).message == want
+    assert unpack(pack(Frame(2**64 - 1, piece, bytes(BATCH_BYTES)))).message == piece
 
 
 def test_unpacking_takes_no_copy_of_the_body():

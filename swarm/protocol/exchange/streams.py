@@ -1,5 +1,6 @@
 """A stream as the swarm sees it: its shards, two callbacks of the node, a round's outcome."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,8 @@ class Reduction:
 
 # (round, shard, inputs)
 ReduceShard = Callable[[int, int, Sequence[tuple[PeerId, float, bytes]]], Reduction]
+# (round, shards, inputs with the payloads of all of them), one result for each shard
+ReduceRun = Callable[[int, range, Sequence[tuple[PeerId, float, Sequence[bytes]]]], list[Reduction]]
 CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
 
 
@@ -60,6 +63,7 @@ class Stream:
     cadence: Cadence = Cadence()
     stage: int | None = None
     wants: Literal["all", "last", "none"] = "all"
+    reduce_run: ReduceRun | None = None  # does what `reduce` does for several small shards at once
 
     def __post_init__(self) -> None:
         terms, first, stride = self.terms, self.cadence.first, self.cadence.stride
@@ -87,6 +91,18 @@ class Stream:
     def is_paired(self) -> bool:
         """True if its exchanges are between two peers each (swarm/peer/pairing.py)."""
         return self.terms.group == 2
+
+    def reduced(
+        self, round_number: int, run: range, inputs: Sequence[tuple[PeerId, float, Sequence[bytes]]]
+    ) -> list[Reduction]:
+        """Reduce neighbouring shards, of which each input has the payloads."""
+        if self.reduce_run is not None and len(run) > 1:
+            return self.reduce_run(round_number, run, inputs)
+        by_shard = (
+            [(peer, weight, payloads[place]) for peer, weight, payloads in inputs]
+            for place in range(len(run))
+        )
+        return list(map(functools.partial(self.reduce, round_number), run, by_shard))
 
     def wanted(self, close: CloseList) -> list[RoundItem]:
         """Return the items of a round that this peer fetches without contributing to it."""

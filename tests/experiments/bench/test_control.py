@@ -4,7 +4,7 @@ import pytest
 
 from farflock.experiments.bench import control
 from farflock.experiments.measure.metric import NotMeasured
-from farflock.swarm import chunks
+from farflock.swarm import batch, chunk_server, chunks
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.messages import Key, Piece
 from farflock.swarm.protocol.exchange.streams import RoundOutcome
@@ -38,12 +38,15 @@ def test_a_small_shard_takes_the_line_as_long_as_a_whole_one():
 
 
 def test_fetches_are_as_before_afterwards():
-    names = ("STALL_S", "GAP_S", "SERVE_TIMEOUT_S", "WINDOW_BYTES", "ASK_BYTES", "INBOUND_BYTES")
-    before = [getattr(chunks, name) for name in names]
+    names = ("STALL_S", "GAP_S", "WINDOW_BYTES", "ASK_BYTES", "INBOUND_BYTES")
+    timeout_s, before = chunk_server.SERVE_TIMEOUT_S, [getattr(chunks, name) for name in names]
     with control.small_shards():
         assert chunks.WINDOW_BYTES == 6 * control.SMALL_BYTES
         assert pytest.approx(before[1] * 16) == chunks.GAP_S
+        assert pytest.approx(timeout_s * 16) == chunk_server.SERVE_TIMEOUT_S
+        assert batch.SMALL_BYTES < control.SMALL_BYTES, "none comes in a batch, as no whole one"
     assert [getattr(chunks, name) for name in names] == before
+    assert timeout_s == chunk_server.SERVE_TIMEOUT_S
 
 
 def test_a_round_that_not_all_completed_is_no_measurement():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from farflock.compression.elementwise import weighted_mean
 from farflock.node.model.replica import PlainReplica
-from farflock.node.train.shards import weighted_mean
 from farflock.optimizers.method import Progress, Result
 
 

@@ -6,8 +6,8 @@ import asyncio
 import pytest
 from worlds.waiting import now
 
+from farflock.swarm.chunk_server import PIECE_BYTES
 from farflock.swarm.chunk_store import Store, digest_of
-from farflock.swarm.chunks import PIECE_BYTES
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Ping, Want

@@ -8,7 +8,7 @@ import pytest
 from worlds.switchboard import LINK, RTT_S, STALE_S, Echo, backwards, data_of, in_a_world
 from worlds.waiting import now
 
-from farflock.swarm.chunks import PIECE_BYTES
+from farflock.swarm.chunk_server import PIECE_BYTES
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import (

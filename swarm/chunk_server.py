@@ -1,0 +1,123 @@
+"""Serves chunks: what each asker wants waits in a queue of its own, and leaves in pieces."""
+
+import collections
+from collections.abc import Coroutine, Iterable
+from typing import Protocol
+
+import msgspec
+
+from farflock.swarm.batch import BATCH_BYTES, answer, is_sensible
+from farflock.swarm.chunk_store import Store
+from farflock.swarm.links import Liveness, PeerId
+from farflock.swarm.messages import Message, Miss, Piece, Want
+
+PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
+MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
+SERVE_TIMEOUT_S = 5.0
+MAX_WANTS = 64  # requests waiting to be served, per asker
+MAX_BATCHES = 8  # of them, for batches: these requests are long
+MAX_ASKERS = 256
+
+
+class ChunkCarrier(Protocol):
+    """The interface that chunks need: a peer's links, as in `PeerContext`, and its task group."""
+
+    def send(self, peer: PeerId, message: Message, /) -> bool:
+        """Send a message, best effort; return False if it was refused."""
+        ...
+
+    async def send_piece(
+        self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /
+    ) -> bool:
+        """Send a piece with its bytes; return False if no room became free in time."""
+        ...
+
+    def life(self, peer: PeerId, /) -> Liveness:
+        """Return the peer's apparent liveness."""
+        ...
+
+    def spawn(self, work: Coroutine[None, None, None], /) -> object:
+        """Start a task owned by the peer."""
+        ...
+
+
+class ChunkServer:
+    """Serves the chunks of a store over links."""
+
+    def __init__(
+        self, store: Store, carrier: ChunkCarrier, dropped: collections.Counter[str]
+    ) -> None:
+        self._store, self._carrier, self._dropped = store, carrier, dropped
+        self._wants: dict[PeerId, collections.deque[Want]] = {}
+
+    @property
+    def wants(self) -> dict[PeerId, int]:
+        """The numbers of requests that wait to be served, by asker."""
+        return {asker: len(queue) for asker, queue in self._wants.items()}
+
+    def receive(self, sender: PeerId, want: Want) -> None:
+        """Queue a request, or drop and count it."""
+        if want.start >= want.stop or want.start % PIECE_BYTES or not is_sensible(want):
+            self._dropped["senseless want"] += 1
+            return
+        if want.digest not in self._store:
+            self._carrier.send(sender, Miss(want.digest))
+            return
+        queue = self._wants.get(sender)
+        if queue is None:
+            if len(self._wants) >= MAX_ASKERS:
+                self._dropped["too many askers"] += 1
+                return
+            queue = self._wants[sender] = collections.deque()
+            self._carrier.spawn(self._serve(sender, queue))
+        if _is_queued(queue, want):
+            return  # a repeated request: the bytes are on their way
+        batches = sum(bool(queued.more) for queued in queue) if want.more else 0
+        if len(queue) < MAX_WANTS and batches < MAX_BATCHES:
+            queue.append(want)
+        else:
+            self._dropped["too many wants"] += 1
+
+    async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
+        """Send what one peer asked for, in order, as fast as its link takes it.
+
+        The head of the queue is the request being served, shortened as pieces are sent."""
+        try:
+            while queue:
+                want = queue[0]
+                data = self._store.view(want.digest)
+                if data is None:
+                    self._carrier.send(asker, Miss(want.digest))
+                elif want.start < min(want.stop, len(data)) and await self._serve_piece(
+                    asker, want, data
+                ):
+                    start = want.stop if want.more else want.start + _piece_bytes(want)
+                    queue[0] = msgspec.structs.replace(want, start=start)
+                    continue
+                queue.popleft()
+        finally:
+            del self._wants[asker]
+
+    async def _serve_piece(self, asker: PeerId, want: Want, data: memoryview) -> bool:
+        if want.more and len(data) <= BATCH_BYTES:
+            return await self._carrier.send_piece(
+                asker, *answer(self._store, want, data), SERVE_TIMEOUT_S
+            )
+        piece = Piece(want.digest, want.start, len(data))
+        stop = min(want.start + _piece_bytes(want), max(want.stop, want.start + PIECE_BYTES))
+        body = data[want.start : stop]
+        return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+
+
+def _is_queued(queue: Iterable[Want], want: Want) -> bool:
+    same = [
+        queued
+        for queued in queue
+        if queued.digest == want.digest and want.more in (b"", queued.more)
+    ]
+    return any(queued.start <= want.start and want.stop <= queued.stop for queued in same)
+
+
+def _piece_bytes(want: Want) -> int:
+    """Return the length of the pieces that answer a request: whole units."""
+    return max(PIECE_BYTES, min(want.piece, MAX_PIECE_BYTES) // PIECE_BYTES * PIECE_BYTES)
