@@ -6,6 +6,11 @@ L layers, a width of D and sequences of S (Chowdhery et al., PaLM, arXiv:2204.02
 causal attention does half of the second term, which is counted in full, as there). The rate is that
 of products of large square matrices in the same process and precision, not a data sheet's.
 
+`gpu.exchange.METHOD.SIZE` is how long the computing of one member's round lasts (due, state hash,
+encode, digests, reduce, decode, apply; no transport), with model and state on the device, next to a
+copy of the parameters within the device. `gpu.memory.METHOD.SIZE` is what such a round takes of the
+device's memory at most, beside model and state, next to the parameters' bytes.
+
 `gpu.overlap` is the tokens per second of two peers on one device that train with Streaming DiLoCo
 over loopback, next to those of the same loops without any exchange.
 
@@ -23,9 +28,20 @@ import torch
 from farflock.compression import catalog
 from farflock.experiments.bench import overlap
 from farflock.experiments.bench.codec import SEED, WIDTH
-from farflock.experiments.bench.workers.device_training import Size, synchronize
+from farflock.experiments.bench.round import METHODS, ROUND_TIMEOUT_S, WITH_MOMENTS, size_name
+from farflock.experiments.bench.round import WORKER as ROUND_WORKER
+from farflock.experiments.bench.workers.device_training import Size
 from farflock.experiments.bench.workers.netns import Host
-from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians, turns
+from farflock.experiments.bench.workers.round_member import Settings
+from farflock.experiments.measure.metric import (
+    Metric,
+    NotMeasured,
+    Options,
+    load,
+    medians,
+    seconds,
+    turns,
+)
 from farflock.experiments.measure.process import lines_of
 from farflock.node.model.device import Device, choose
 from farflock.node.model.llama import PRESETS, ModelConfig
@@ -37,7 +53,10 @@ GPT_124M = ModelConfig(
     vocab_size=50_304, dim=768, layers=12, heads=12, kv_heads=12, ffn_dim=2048, context=1024
 )
 OVERLAP = overlap.Size(GPT_124M, batch=8, seq=1024, steps=50, fragments=3, overlap=5)
+EXCHANGED = (100_000_000, 1_000_000_000, 3_000_000_000)  # parameters
+QUICK_EXCHANGED = (1_000_000,)
 CODEC_VALUES = 256 * SEGMENT_VALUES  # 256 MiB of float32
+WHATS = ("exchange", "memory")
 GOAL = 0.97  # of a bare loop's share
 
 
@@ -49,7 +68,8 @@ def training_size(device: str, turns: int, *, quick: bool) -> Size:
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `gpu.mfu`, `gpu.overlap` and `gpu.codec.NAME` for each codec.
+    """Yield `gpu.mfu`, `gpu.exchange.METHOD.SIZE` and `gpu.memory.METHOD.SIZE` for each method and
+    size, `gpu.overlap`, and `gpu.codec.NAME` for each codec.
 
     Raise `NotMeasured` where torch finds no device beside the CPU."""
     device = choose(options.device)
@@ -58,6 +78,7 @@ def run(options: Options) -> Iterator[Metric]:
     if options.wants("gpu.mfu"):
         size = training_size(str(device.place), options.repeats, quick=options.quick)
         yield mfu(size, lines_of("training on the device", WORKER, size, TRAINING_TIMEOUT_S))
+    yield from _exchanges(options, device)
     if options.wants("gpu.overlap"):
         yield _overlap(options, device)
     values = SEGMENT_VALUES if options.quick else CODEC_VALUES
@@ -89,6 +110,56 @@ def mfu(size: Size, lines: Sequence[Mapping[str, Any]]) -> Metric:
     return Metric("gpu.mfu", value, yardstick, ratio, len(turns), load(), "of the products", note)
 
 
+def _exchanges(options: Options, device: Device) -> Iterator[Metric]:
+    for parameters in QUICK_EXCHANGED if options.quick else EXCHANGED:
+        for name in METHODS:
+            metrics = [f"gpu.{what}.{name}.{size_name(parameters)}" for what in WHATS]
+            if not any(map(options.wants, metrics)) or options.method not in (None, name):
+                continue
+            terms = {**METHODS[name], "period": 1}, parameters, options.repeats + 1
+            settings = Settings(name, *terms, name in WITH_MOMENTS, device=str(device.place))
+            rounds = lines_of(f"the member of {name}", ROUND_WORKER, settings, ROUND_TIMEOUT_S)
+            yield exchange_time(metrics[0], rounds[1:], copy_s(device, parameters))
+            yield exchange_memory(metrics[1], rounds[1:])
+
+
+def copy_s(device: Device, values: int) -> float:
+    """Return the seconds in which the device copies so many float32 values."""
+    count = min(values, CODEC_VALUES)
+    source, target = (torch.zeros(count, device=device.place) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+        device.wait()
+
+    copy()
+    return statistics.median(seconds(copy) for _ in range(5)) * values / count
+
+
+def exchange_time(metric: str, rounds: Sequence[Mapping[str, Any]], copied_s: float) -> Metric:
+    """Return the metric of how long a member's rounds lasted."""
+    lasted = [sum(one["lasted"].values()) for one in rounds]
+    phases = ", ".join(
+        f"{phase} {statistics.median(one['lasted'][phase] for one in rounds) * 1000:.1f} ms"
+        for phase in rounds[0]["lasted"]
+    )
+    value = statistics.median(lasted)
+    ratio = round(value / copied_s, 2)
+    return Metric(metric, value, copied_s, ratio, len(rounds), load(), note=phases)
+
+
+def exchange_memory(metric: str, rounds: Sequence[Mapping[str, Any]]) -> Metric:
+    """Return the metric of a round's memory on the device."""
+    value, weights = (
+        float(statistics.median(one[what] for one in rounds) * scale)
+        for what, scale in (("device_bytes", 1), ("parameters", 4))
+    )
+    host = statistics.median(one["extra_bytes"] for one in rounds)
+    note = f"and {host / 1e6:,.0f} MB of the host's memory, payloads included"
+    ratio = round(value / weights, 4)
+    return Metric(metric, value, weights, ratio, len(rounds), load(), "bytes", note)
+
+
 def _overlap(options: Options, device: Device) -> Metric:
     size = overlap.QUICK if options.quick else OVERLAP
     places = [Host()] * overlap.PEERS
@@ -107,11 +178,11 @@ def codec_speed(name: str, count: int, device: Device, repeats: int) -> Metric:
         for index, shard in enumerate(layout.shards):
             payload = layout.encode(index, 0, {"x": values})
             layout.decode_into(index, 0, payload, [out[part.start : part.stop] for part in shard])
-        synchronize(device)
+        device.wait()
 
     def copy() -> None:
         copied.copy_(values)
-        synchronize(device)
+        device.wait()
 
     value, yardstick, ratio = medians(turns(repeats, exchange, copy))
     note = f"{device}; {count / 1e6:.4g}M values"

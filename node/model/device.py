@@ -48,6 +48,20 @@ class Device:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)
 
+    def wait(self) -> None:
+        """Wait until its work is done."""
+        torch.get_device_module(self.place).synchronize()
+
+    def begin_peak(self) -> int:
+        """Forget the most bytes that tensors took, and return those that they take now."""
+        module = torch.get_device_module(self.place)
+        module.reset_peak_memory_stats()
+        return int(module.memory_allocated())
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that tensors took since `begin_peak`."""
+        return int(torch.get_device_module(self.place).max_memory_allocated())
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Let matrix products run in `precision` while the block runs."""
         if self.precision == "fp32":

@@ -118,7 +118,6 @@ SIZED_LATE = (
     "eye.m",
     "randperm",
     "randperm.generator",
-    "abs",
     "linalg_lstsq",
 )
 
@@ -157,6 +156,20 @@ class Module:
     def empty_cache(self) -> None:
         """Free what tensors that ended held."""
         CARD.sweep()
+
+    def memory_allocated(self) -> int:
+        """Return the bytes of tensors that there are."""
+        CARD.sweep()
+        return CARD.used_bytes
+
+    def max_memory_allocated(self) -> int:
+        """Return the most bytes that there were."""
+        return CARD.peak_bytes
+
+    def reset_peak_memory_stats(self) -> None:
+        """Begin to measure the most bytes anew."""
+        CARD.sweep()
+        CARD.peak_bytes = CARD.used_bytes
 
     def get_device_name(self, device: object = None) -> str:
         """Return a name as a vendor gives one."""

@@ -57,15 +57,10 @@ def product_flops(device: Device, width: int) -> float:
     def products() -> None:
         for _ in range(PRODUCTS):
             torch.mm(one, other)
-        synchronize(device)
+        device.wait()
 
     products()
     return 2 * width**3 * PRODUCTS / statistics.median(seconds(products) for _ in range(3))
-
-
-def synchronize(device: Device) -> None:
-    """Wait for the device's work."""
-    torch.get_device_module(device.place).synchronize()
 
 
 async def measured(

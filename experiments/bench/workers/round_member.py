@@ -1,5 +1,5 @@
 """One member of a round of two, without a network: what it computes, phase by phase, and the memory
-that this takes.
+that this takes, on the CPU or on a device.
 
 `python -m farflock.experiments.bench.workers.round_member SETTINGS` prints one JSON line for each
 round. The other member's payloads are this one's own, in memory of their own. The other half of a
@@ -19,7 +19,8 @@ from torch import nn
 
 from farflock.compression.catalog import codec
 from farflock.experiments.bench.workers.memory_peer import Peak
-from farflock.node.model.replica import PlainReplica
+from farflock.node.model.device import Device, choose
+from farflock.node.model.replica import OnDevice, PlainReplica
 from farflock.node.train.driver import Apply, Driver, EncodedExchange
 from farflock.node.train.exchange_client import ExchangeClient, layout_of
 from farflock.node.train.shards import Reducer
@@ -50,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     rounds: int
     moments: bool  # True for a method that reads the inner optimizer's
     codec_threads: int = 1  # above 1: of every second round
+    device: str = "cpu"  # that has the model and the method's state
 
 
 def matrices(parameters: int) -> dict[str, tuple[int, ...]]:
@@ -64,8 +66,10 @@ def matrices(parameters: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class Clock:
-    """The processor time of each phase of a round, and what it lasted, in seconds."""
+    """The processor time of each phase of a round, and what it lasted, in seconds. On a device
+    (None: the CPU) a phase lasts until the device's work is done."""
 
+    device: Device | None = None
     phases: dict[str, float] = field(default_factory=dict)
     lasted: dict[str, float] = field(default_factory=dict)
 
@@ -73,6 +77,8 @@ class Clock:
         """Do a piece of work as part of a phase."""
         begin_s, begun_s = time.process_time(), time.perf_counter()
         result = work()
+        if self.device is not None:
+            self.device.wait()
         spent_s, lasted_s = time.process_time() - begin_s, time.perf_counter() - begun_s
         self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
         self.lasted[phase] = self.lasted.get(phase, 0.0) + lasted_s
@@ -120,20 +126,25 @@ class Member:
 
     def __init__(self, settings: Settings) -> None:
         self._chance = torch.Generator().manual_seed(1)
+        device = choose(settings.device)
+        self.device = None if device.place.type == "cpu" else device
         module = nn.Module()
         for name, shape in matrices(settings.parameters).items():
-            module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+            zeros = torch.zeros(shape, device=device.place)
+            module.register_parameter(name, nn.Parameter(zeros))
         self.count = sum(x.numel() for x in module.parameters())
         inner = (torch.optim.AdamW if settings.moments else torch.optim.SGD)(
             module.parameters(), lr=RATE
         )
         self.replica = PlainReplica(module, inner, None)
+        if self.device is not None:
+            self.replica.storage = OnDevice(device.place).allocate
         for what in ("param", *(("exp_avg", "exp_avg_sq") if settings.moments else ())):
             self._fill(what)
         self._peer = Alone()
         made = method(settings.method, **settings.options)
         self.driver = Driver(made, self.replica)
-        self.client = ExchangeClient(self._peer, RUN_SEED)
+        self.client = ExchangeClient(self._peer, RUN_SEED, home=self.replica.home)
         (template,) = self.driver.streams
         self.client.open(template)
         self.spread = spread_over(settings.codec_threads)
@@ -150,13 +161,13 @@ class Member:
 
         def change(block: object, x: torch.Tensor) -> tuple[torch.Tensor]:
             drawn = DELTA * torch.randn(x.shape, generator=self._chance)
-            return (x + (drawn.square() if squares else drawn),)
+            return (x + (drawn.square() if squares else drawn).to(x.device),)
 
         self.replica.update(self.replica.names, (what,), change)
 
     def round(self) -> dict[str, object]:
         """Make one round; return the seconds of its phases, and bytes."""
-        clock, driver, replica = Clock(), self.driver, self.replica
+        clock, driver, replica = Clock(self.device), self.driver, self.replica
         self.steps += 1
         # in turns, so that both see the same load on the machine
         self.client.spread = in_turn if self.steps % 2 else self.spread
@@ -164,6 +175,7 @@ class Member:
         self._add("param")
         self.peak.forget()
         before = self.peak.now_bytes()
+        on_device = 0 if self.device is None else self.device.begin_peak()
         (exchange,) = clock.timed("due", lambda: driver.after_step(Progress(self.steps)))
         clock.timed("hash", lambda: driver.hashed(exchange, driver.claim(exchange)))
         claim = driver.claim(exchange)  # whose hash is known now
@@ -182,6 +194,7 @@ class Member:
             "lasted": clock.lasted,
             "spread": self.client.spread is not in_turn,
             "extra_bytes": self.peak.highest_bytes() - before,
+            "device_bytes": 0 if self.device is None else self.device.peak_bytes() - on_device,
             "payload_bytes": carried,
             "parameters": self.count,
         }

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from farflock.experiments.bench import gpu
+from farflock.experiments.bench.round import METHODS
 from farflock.experiments.bench.workers.device_training import measured, product_flops
+from farflock.experiments.bench.workers.round_member import Member, Settings
 from farflock.experiments.measure.metric import NotMeasured
 from farflock.node.model.device import Device, choose
 from farflock.node.model.llama import PRESETS
@@ -48,3 +50,26 @@ def test_node_and_bare_loop_take_the_same_steps_on_the_device(accelerator):
 def test_products_are_timed_where_the_device_trains(accelerator):
     assert product_flops(choose(accelerator.type), 16) > 0
     assert product_flops(Device(), 16) > 0
+
+
+@pytest.mark.parametrize("name", ["diloco", pytest.param("sparseloco", marks=pytest.mark.ci_more)])
+def test_a_member_makes_rounds_on_the_device_and_both_metrics_are_of_these(accelerator, name):
+    options = {**METHODS[name], "period": 1}
+    member = Member(Settings(name, options, 10_000, 2, False, device=accelerator.type))
+    state = member.driver.method.eval_params(member.replica)
+    assert all(x.device.type == accelerator.type for x in state.values())
+    rounds = [member.round(), member.round()]
+    time = gpu.exchange_time("gpu.exchange", rounds, gpu.copy_s(choose(accelerator.type), 10_000))
+    assert 0 < time.value < 60
+    assert time.ratio > 0
+    assert "encode" in time.note
+    memory = gpu.exchange_memory("gpu.memory", rounds)
+    assert memory.value > 0
+    assert memory.yardstick == 4 * member.count
+
+
+@pytest.mark.parametrize("name", ["int8", "topk2:64/4096"])
+def test_a_codec_is_timed_from_the_device_and_back(accelerator, name):
+    line = gpu.codec_speed(name, 20_000, choose(accelerator.type), 1)
+    assert line.metric == f"gpu.codec.{name}"
+    assert 0 < line.yardstick < line.value
