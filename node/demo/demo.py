@@ -137,6 +137,7 @@ class Demo:
     steps: int = 0
     contributors: int = 2
     codec_threads: int = 1  # of each process
+    device: str = "auto"  # of each process
     children: list[Child] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -303,6 +304,8 @@ class Demo:
             "1",
             "--codec-threads",
             str(self.codec_threads),
+            "--device",
+            self.device,
         ]
         with open(folder / "log.txt", "wb") as log:
             process = subprocess.Popen(

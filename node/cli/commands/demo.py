@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from farflock.node.cli.commands.options import MAX_CODEC_THREADS
+from farflock.node.cli.commands.options import MAX_CODEC_THREADS, device_option
 from farflock.node.cli.output import Output
 from farflock.node.errors import Terminated, Usage
 
@@ -52,6 +52,7 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     show_default=True,
     help="CPU threads of each process that encode what is sent and check what comes back.",
 )
+@device_option
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -69,6 +70,7 @@ def command(
     method: str,
     pipeline: bool,
     codec_threads: int,
+    device: str,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -83,7 +85,7 @@ def command(
     Ctrl-C ends all processes after they have saved, and exits with 130; press Ctrl-C again to quit
     immediately."""
     if pipeline:
-        _pipeline(Output(as_json), steps, folder)
+        _pipeline(Output(as_json), steps, folder, device)
         return
     from farflock.node.cli.live import live
     from farflock.node.demo.demo import Demo
@@ -101,7 +103,9 @@ def command(
         contributors = _contributors(described.plan())
         with (
             live("farflock demo") as show,
-            Demo(place, file, peers, show, steps, contributors, codec_threads).running() as demo,
+            Demo(
+                place, file, peers, show, steps, contributors, codec_threads, device
+            ).running() as demo,
         ):
             demo.run()
         from farflock.node.demo.report import report
@@ -128,7 +132,7 @@ def _contributors(plan: "RunPlan") -> int:
     return 1 if plan.options.get("enough") else 2  # `async` closes a round with one arrival
 
 
-def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
+def _pipeline(out: Output, steps: int, folder: Path | None, device: str) -> None:
     from farflock.node.cli.live import live
     from farflock.node.demo.pipeline import SERVERS, STAGES, PipelineDemo, pipeline_manifest, report
 
@@ -142,7 +146,9 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
         )
         with (
             live("farflock demo") as show,
-            PipelineDemo(place, file, processes, show, steps, contributors=0).running() as demo,
+            PipelineDemo(
+                place, file, processes, show, steps, contributors=0, device=device
+            ).running() as demo,
         ):
             demo.run()
         with out.progress("comparing") as progress:
