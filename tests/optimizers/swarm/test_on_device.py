@@ -3,7 +3,7 @@ the CPU, in a swarm of its own and beside peers on the CPU."""
 
 import pytest
 import torch
-from worlds.card import CARD, is_on_card
+from worlds.card import CARD
 
 from farflock.node.model.replica import OnDevice, PlainReplica
 from farflock.node.simulate.method_check import NodeRig
@@ -75,10 +75,10 @@ def everything_of(swarm):
 
 
 @each_method()
-def test_a_swarm_on_cards_has_the_bits_of_one_on_cpus(name, more, card):
+def test_a_swarm_on_cards_has_the_bits_of_one_on_cpus(name, more, accelerator):
     there, here = (
         everything_of(check.played(subject(name, more, rig), 3, "everything"))
-        for rig in (RigOfCards(card), NodeRig())
+        for rig in (RigOfCards(accelerator), NodeRig())
     )
     assert there.keys() == here.keys()
     assert all(same(there[peer], here[peer]) for peer in here)
@@ -103,10 +103,10 @@ def dividing(card):
 
 
 @each_method()
-def test_a_card_and_a_cpu_agree_in_each_round(name, more, card):
+def test_a_card_and_a_cpu_agree_in_each_round(name, more, accelerator):
     """The loopback compares what both hold at the beginning of each round of an exact method."""
-    swarm = check.played(subject(name, more, RigOfCards(card, every=2)), 2, "everything")
-    homes = {is_on_card(x) for peer in swarm.peers.values() for x in peer.theta().values()}
+    swarm = check.played(subject(name, more, RigOfCards(accelerator, every=2)), 2, "everything")
+    homes = {x.device.type != "cpu" for peer in swarm.peers.values() for x in peer.theta().values()}
     assert homes == {True, False}
     for peer in swarm.peers.values():
         state = peer.outer()
@@ -114,22 +114,22 @@ def test_a_card_and_a_cpu_agree_in_each_round(name, more, card):
 
 
 @each_method(())
-def test_a_peer_on_a_card_stops_and_goes_on(name, more, card):
-    check.check_stopping_once(subject(name, more, RigOfCards(card)), 25)
+def test_a_peer_on_a_card_stops_and_goes_on(name, more, accelerator):
+    check.check_stopping_once(subject(name, more, RigOfCards(accelerator)), 25)
 
 
 @each_method(())
-def test_a_snapshot_goes_from_a_card_to_a_cpu_and_back(name, more, card):
-    made = subject(name, more, RigOfCards(card, every=2))
+def test_a_snapshot_goes_from_a_card_to_a_cpu_and_back(name, more, accelerator):
+    made = subject(name, more, RigOfCards(accelerator, every=2))
     check.check_joiner(made, 13)
 
 
 @each_method()
-def test_a_round_computes_where_the_state_is(name, more, card):
-    swarm = subject(name, more, RigOfCards(card)).swarm("ab")
+def test_a_round_computes_where_the_state_is(name, more, accelerator):
+    swarm = subject(name, more, RigOfCards(accelerator)).swarm("ab")
     swarm.steps(misfortunes.TICKS)
     peer = swarm.peers["a"]
     shapes = set(peer.replica.shapes.values())
     like_parameters = {what: x for what, x in peer.outer().items() if tuple(x.shape) in shapes}
     assert like_parameters
-    assert all(is_on_card(x) for x in like_parameters.values()), like_parameters.keys()
+    assert all(x.device.type != "cpu" for x in like_parameters.values()), like_parameters.keys()
