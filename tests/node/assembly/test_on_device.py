@@ -154,12 +154,39 @@ def test_a_checkpoint_goes_on_wherever_it_was_written(bench, text, single, tmp_p
     assert resumed.last_loss == pytest.approx(alone(made).last_loss, rel=1e-3)
 
 
-def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
-    node = alone(bench(text, "local", total=TOKENS), device=choose())
+def copies_of_a_step(node):
+    """Take a step; return the bytes that went to the card, and those that came back."""
     CARD.reset_counters()
     node.loop.train_one(Progress(node.step, node.step, node.tokens))
-    assert CARD.to_card_bytes == 2 * 2 * 32 * 8  # of inputs and of targets, int64
-    assert CARD.from_card_bytes == 4  # the loss
+    return CARD.to_card_bytes, CARD.from_card_bytes
+
+
+STEP_COPIES = 2 * 2 * 32 * 8, 4  # inputs and targets, int64; the loss
+
+
+def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
+    node = alone(bench(text, "local", total=TOKENS), device=choose())
+    assert copies_of_a_step(node) == STEP_COPIES
+
+
+@pytest.mark.parametrize(
+    "detour", [lambda x: x.cpu().to(x.device), lambda x: x + float(x.detach().sum()) * 0]
+)
+def test_a_detour_over_the_cpu_would_be_found(bench, text, card, detour):
+    node = alone(bench(text, "local", total=64), device=choose())
+    layer = node.model.blocks()[0]
+    compute = layer.forward
+    layer.forward = lambda x, *angles: compute(detour(x), *angles)
+    assert copies_of_a_step(node) != STEP_COPIES
+
+
+def test_a_mixture_of_devices_would_be_found(bench, text, card):
+    node = alone(bench(text, "local", total=64), device=choose())
+    layer = node.model.blocks()[0]
+    compute = layer.forward
+    layer.forward = lambda x, *angles: compute(x + torch.zeros(x.shape), *angles)
+    with pytest.raises(RuntimeError, match="on the same device"):
+        copies_of_a_step(node)
 
 
 def test_a_round_copies_the_weights_twice_and_never_all_at_once(bench, text, single, card):
