@@ -40,7 +40,7 @@ from farflock.compression.activation import (
     restored,
 )
 from farflock.compression.codec import Buffer, Codec, CorruptPayload, require_finite, require_length
-from farflock.compression.half import Half
+from farflock.compression.floats import Half
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.payload import append

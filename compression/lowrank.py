@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
-from farflock.compression.half import Half
+from farflock.compression.floats import Half
 from farflock.compression.payload import append, values_at, within
 
 LARGEST = 2.0**100  # magnitudes are clamped to it, so that sums of products stay finite

@@ -50,7 +50,7 @@ from farflock.compression.codec import (
     require_length,
 )
 from farflock.compression.exact_product import SLICES, product
-from farflock.compression.half import Half
+from farflock.compression.floats import Half
 from farflock.compression.payload import append, values_at
 
 OVERLAP_EPOCHS = 2  # for this long receivers hold the old basis after a change

@@ -164,7 +164,9 @@ class PlainReplica:
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
         """Return float32 copies at home; gradients and moments that do not exist are zeros."""
         return {
-            name: self._slots.peek(name, what).to(self.home, torch.float32, copy=True)
+            name: self._slots.peek(name, what).to(
+                self.home, torch.float32, copy=True, memory_format=torch.contiguous_format
+            )
             for name in names
         }
 

@@ -14,8 +14,8 @@ from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import (
-    Computing,
     Exchanged,
+    StepChoices,
     kept_outer,
     refusal,
     require_device_memory,
@@ -87,9 +87,9 @@ def _home(machine: MachineOptions) -> Device | None:
     return machine.device if machine.ranks is None else None
 
 
-def _computing(machine: MachineOptions) -> Computing:
+def _computing(machine: MachineOptions) -> StepChoices:
     options, on_device = machine.step_options, machine.device.place.type != "cpu"
-    return Computing(options.micro_batch, on_device, options.moments, options.checkpoints)
+    return StepChoices(options.micro_batch, on_device, options.moments, options.checkpoints)
 
 
 def _exchanged(manifest: Manifest) -> Exchanged:

@@ -52,7 +52,7 @@ class Exchanged(NamedTuple):
     kept_bytes: int = 0
 
 
-class Computing(NamedTuple):
+class StepChoices(NamedTuple):
     """The machine's choices on which memory depends: sequences computed at once (None: a batch),
     whether a device computes them, the type of AdamW's moments, and whether layers are computed
     again for their gradients."""
@@ -63,10 +63,10 @@ class Computing(NamedTuple):
     checkpoints: bool = False
 
 
-WHOLE_BATCH = Computing()
+WHOLE_BATCH = StepChoices()
 
 
-def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: Computing = WHOLE_BATCH) -> int:
+def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = WHOLE_BATCH) -> int:
     """Return an estimate of the host's bytes that training this run's model takes at most.
 
     The program's own memory comes on top. Weights, gradients, moments, the method's state, the
@@ -89,7 +89,7 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: Computing = WHO
     return held + _activation_bytes(plan, computing, plan.model.layers)
 
 
-def needed_device_bytes(plan: RunPlan, computing: Computing = WHOLE_BATCH) -> int:
+def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> int:
     """Return an estimate of a device's bytes that training this run's model takes at most.
 
     Weights, gradients, and moments; a method that lets gradients of several steps add up has them
@@ -120,7 +120,7 @@ def moment_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
     return int(MOMENT_BYTES[moments] * plan.model.parameters() * MOMENTS[plan.inner.name])
 
 
-def _activation_bytes(plan: RunPlan, computing: Computing, layers: float) -> int:
+def _activation_bytes(plan: RunPlan, computing: StepChoices, layers: float) -> int:
     model, at_once = plan.model, min(computing.micro_batch or plan.batch, plan.batch)
     layer = layer_values(model, plan.seq)
     kept = model.layers * model.dim + layer if computing.checkpoints else int(layers * layer)
@@ -137,7 +137,7 @@ def kept_outer(
     outer: OuterPlace,
     plan: RunPlan,
     exchanged: Exchanged,
-    computing: Computing = WHOLE_BATCH,
+    computing: StepChoices = WHOLE_BATCH,
     device: Device | None = None,
 ) -> Literal["device", "host", "disk"]:
     """Return where to keep the outer state: where that is chosen, or else on the device if that has
@@ -159,7 +159,7 @@ def require_memory(
     error: type[FarflockError],
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
-    computing: Computing = WHOLE_BATCH,
+    computing: StepChoices = WHOLE_BATCH,
     device: Device | None = None,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
@@ -192,7 +192,7 @@ def require_device_memory(
     device: Device,
     error: type[FarflockError],
     exchanged: Exchanged,
-    computing: Computing,
+    computing: StepChoices,
 ) -> None:
     """Raise `error` if this run's weights, gradients and moments alone do not fit the device, so
     that no step has to be tried."""
@@ -201,7 +201,7 @@ def require_device_memory(
 
 
 def refusal(
-    plan: RunPlan, device: Device, exchanged: Exchanged, computing: Computing
+    plan: RunPlan, device: Device, exchanged: Exchanged, computing: StepChoices
 ) -> tuple[str, str, str]:
     """Return the words for a model that the device has no room for, with the numbers of the device
     and of the host."""

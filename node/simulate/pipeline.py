@@ -44,7 +44,7 @@ class PeerRole:
     trains: bool = False
     forward_s: float = 0.05
     codec: str | None = None
-    device: Device = field(default_factory=Device)
+    device: Device | None = None  # None: the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class PipelineSimulation:
         def report(kind: str, fields: dict[str, object]) -> None:
             self.tale.events.append((_now(), number, kind, fields))
 
-        device = self._world.parts[number].device
+        device = self._world.parts[number].device or Device()
         return NodeServices(inline, run_pass, inline, report, device=device)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:

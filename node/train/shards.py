@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farflock.compression import joined
+from farflock.compression import floats
 from farflock.compression.codec import Codec, Context, CorruptPayload
 from farflock.compression.elementwise import add_share, shares
 from farflock.compression.payload import largest
@@ -116,8 +116,8 @@ class ShardLayout:
 
     @functools.cached_property
     def runs(self) -> list[range]:
-        """The shards in runs of small ones that are coded together (joined.py)."""
-        return joined.runs(self.counts)
+        """The shards in runs of small ones that are coded together (compression/floats.py)."""
+        return floats.runs(self.counts)
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -161,14 +161,14 @@ class ShardLayout:
         """Encode a run that `joins`, given its values one after the other."""
         out = bytearray()
         self.codec.encode(values, self._context(round_number, self.shards[run.start][0]), out)
-        return joined.dressed(self._sizes(run), bytes(out))
+        return floats.dressed(self._sizes(run), bytes(out))
 
     def decode_run(
         self, run: range, round_number: int, payloads: Sequence[bytes], values: Tensor
     ) -> bool:
         """Decode a run that `joins` into a flat tensor; return False, with undefined values, if one
         of the payloads is corrupt."""
-        raw = joined.bare(self._sizes(run), payloads)
+        raw = floats.bare(self._sizes(run), payloads)
         if raw is None:
             return False
         try:
@@ -181,15 +181,15 @@ class ShardLayout:
         """Return whether the segments of these neighbouring shards are coded together."""
         many = len(run) > 1 or len(self.shards[run.start]) > 1
         return (
-            bool(many and joined.value_bytes(self.codec)) and self.count(run) <= joined.RUN_VALUES
+            bool(many and floats.value_bytes(self.codec)) and self.count(run) <= floats.RUN_VALUES
         )
 
     def count(self, run: range) -> int:
         """Return the number of values in a run of shards."""
         return sum(self.counts[run.start : run.stop])
 
-    def _sizes(self, run: range) -> joined.Sizes:
-        each = joined.value_bytes(self.codec)
+    def _sizes(self, run: range) -> floats.Sizes:
+        each = floats.value_bytes(self.codec)
         return [[each * segment.count for segment in self.shards[index]] for index in run]
 
     def pack(self, index: int, round_number: int, values: Iterable[Tensor]) -> bytes:
@@ -332,9 +332,9 @@ class DecodedTensors(LazyTensors):
     def _joined(self, places: Sequence[tuple[int, int]], start: int, stop: int) -> Tensor | None:
         """Return a range, decoded from small segments at once; None if they cannot be joined."""
         layout, last = self._layout, self._last
-        each = joined.value_bytes(layout.codec)
+        each = floats.value_bytes(layout.codec)
         segments = [layout.shards[index][part] for index, part in places]
-        if not each or segments[-1].stop - segments[0].start > 2 * joined.RUN_VALUES:
+        if not each or segments[-1].stop - segments[0].start > 2 * floats.RUN_VALUES:
             return None
         raws = []
         for (index, part), segment in zip(places, segments, strict=True):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.ecsq import Ecsq
+from farflock.compression.floats import Half, Raw
 from farflock.compression.fp4 import Fp4
-from farflock.compression.half import Half, Raw
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.lowrank import LowRank

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from farflock.compression.codec import Context, CorruptPayload
-from farflock.compression.half import Raw
+from farflock.compression.floats import Raw
 
 pytestmark = pytest.mark.usefixtures("version")
 

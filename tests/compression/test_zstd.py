@@ -10,7 +10,7 @@ import zstandard
 from worlds.codecs import decoded, encoded
 
 from farflock.compression.codec import CorruptPayload
-from farflock.compression.half import Half, Raw
+from farflock.compression.floats import Half, Raw
 from farflock.compression.int8 import Int8
 from farflock.compression.zstd import Zstd
 

@@ -136,7 +136,7 @@ def test_the_codecs_of_a_method_count_by_option_and_by_default(swarm):
     sparse = swarm(method="sparseloco", options={"period": 2})
     assert "farflock.compression.topk" in version.codecs_of(sparse.method, sparse.options)
     packed = version.codecs_of("diloco", {"codec": "bf16+zstd"})
-    assert {"farflock.compression.zstd", "farflock.compression.half"} <= set(packed)
+    assert {"farflock.compression.zstd", "farflock.compression.floats"} <= set(packed)
 
 
 def test_the_version_of_torch_counts(line, monkeypatch):

@@ -19,7 +19,7 @@ from farflock.node.model.device import Device, choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.generate import generate
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.run.memory import Computing, needed_device_bytes
+from farflock.node.run.memory import StepChoices, needed_device_bytes
 from farflock.node.state import checkpoint
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
@@ -240,7 +240,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     del whole
     single.release()
     CARD.reset_counters()
-    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(made.plan, Computing(2))
+    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(made.plan, StepChoices(2))
     found = alone(made, 6 * 256, single)
     assert found.loop.training_task.parts.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes

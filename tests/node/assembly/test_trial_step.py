@@ -7,7 +7,7 @@ from farflock.node.assembly.trial_step import fitting
 from farflock.node.model.device import Device
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import Computing, min_device_bytes, needed_device_bytes
+from farflock.node.run.memory import StepChoices, min_device_bytes, needed_device_bytes
 
 PLAIN = StepOptions()
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
@@ -48,13 +48,14 @@ def test_what_is_reckoned_is_what_a_step_takes(card_of, method, shape, optimizer
     assert min_device_bytes(run) <= taken <= needed_device_bytes(run) <= 1.4 * taken
 
 
+@pytest.mark.ci_more
 def test_what_does_not_fit_is_halved_until_it_does_and_leaves_nothing(card_of):
     run, there, before = plan(), card_of(), CARD.used_bytes
-    CARD.capacity_bytes = before + needed_device_bytes(run, Computing(1))
+    CARD.capacity_bytes = before + needed_device_bytes(run, StepChoices(1))
     assert fitting(run, there, PLAIN) in (1, 2)
     there.release()
     assert CARD.used_bytes == before
-    CARD.capacity_bytes = before + needed_device_bytes(run, Computing(2))
+    CARD.capacity_bytes = before + needed_device_bytes(run, StepChoices(2))
     assert fitting(run, there, PLAIN) == 2
     assert fitting(run, there, StepOptions(micro_batch=1)) == 1
 

@@ -200,7 +200,16 @@ def test_a_swarm_has_one_to_sixty_four_peers(peers):
         farflock.local_swarm(peers)
 
 
-@pytest.mark.parametrize("name", ["diloco", "sparseloco", "lean", "streaming", "noloco", "ddp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diloco",
+        *(
+            pytest.param(name, marks=pytest.mark.ci_more)
+            for name in ("sparseloco", "lean", "streaming", "noloco", "ddp")
+        ),
+    ],
+)
 def test_torch_s_default_type_is_the_program_s_own_affair(name):
     """Some programs set it for good once their model is loaded."""
     options = {"ddp": {}, "streaming": {"period": 4, "fragments": 2}}.get(name, {"period": 2})

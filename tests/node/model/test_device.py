@@ -94,14 +94,11 @@ def test_the_cpus_memory_is_the_machines():
     assert choose("cpu").memory()[1] == psutil.virtual_memory().total
 
 
-def test_outer_state_needs_a_device_that_computes_in_float64(card, monkeypatch):
+def test_outer_state_needs_a_device_that_computes_in_float64(card):
     require_outer(choose("auto"))
     with pytest.raises(Usage, match="--outer device: this node trains on the CPU"):
         require_outer(choose("cpu"))
-
-    def refuse(*shape, dtype, device):
-        raise TypeError("no float64 here")
-
-    monkeypatch.setattr(torch, "ones", refuse)
-    with pytest.raises(Usage, match="Double Card has no float64"):
-        require_outer(choose("auto"))
+    with pytest.raises(Usage, match="Apple's GPU has no float64"):
+        require_outer(Device(torch.device("mps"), "Apple's GPU", "fp16"))
+    with pytest.raises(Usage, match="several processes are this peer"):
+        require_outer(choose("auto"), alone=False)

@@ -13,13 +13,14 @@ from worlds.waiting import until
 from farflock.node.assembly.checkpoints import last_of
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.device import Device, choose
+from farflock.node.model.replica import in_memory
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found, join
-from farflock.node.process.room import fitted, outer_place, require_room
+from farflock.node.process.room import fitted, require_room, storage_of
 from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import Computing, min_device_bytes, needed_device_bytes
+from farflock.node.run.memory import StepChoices, min_device_bytes, needed_device_bytes
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.task import NoRoom
 
@@ -51,6 +52,7 @@ def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, 
     require_room(there, run, Failure)
 
 
+@pytest.mark.ci_more
 def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
     there, run = machine(choose()), manifest()
     there.device.release()
@@ -62,7 +64,7 @@ def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
         asyncio.run(fitted(there, run, RefusedByRun))
     numbers = re.findall(r"([\d,]+) MB", str(refused.value))
     assert numbers[:2] == [
-        f"{size / 1e6:,.0f}" for size in (needed_device_bytes(run.plan(), Computing(1)), free)
+        f"{size / 1e6:,.0f}" for size in (needed_device_bytes(run.plan(), StepChoices(1)), free)
     ]
     assert len(numbers) == 4
     assert "train on the CPU (--device cpu)" in str(refused.value)
@@ -72,7 +74,7 @@ def test_a_device_gets_the_part_of_a_batch_that_fits(card, machine):
     there, run = machine(choose()), manifest()
     assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch == 4
     there.device.release()
-    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(run.plan(), Computing(1))
+    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(run.plan(), StepChoices(1))
     assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch in (1, 2)
 
 
@@ -87,7 +89,8 @@ def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, m
     free = SimpleNamespace(available=2_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     require_room(machine(choose()), run, Failure)
-    assert outer_place(machine(choose()), run) == "host"
+    assert storage_of(machine(choose()), run)((1,)).device.type == "card"
+    assert storage_of(machine(choose(), outer="host"), run) is in_memory
     with pytest.raises(Failure, match="compute fewer sequences at once \\(--micro-batch 1\\)"):
         require_room(machine(Device()), run, Failure)
     require_room(machine(Device(), step_options=StepOptions(micro_batch=1)), run, Failure)

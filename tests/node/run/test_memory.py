@@ -11,8 +11,8 @@ from farflock.node.model.device import Device
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
     WHOLE_BATCH,
-    Computing,
     Exchanged,
+    StepChoices,
     kept_outer,
     needed_bytes,
     needed_device_bytes,
@@ -69,7 +69,7 @@ def test_what_is_kept_beside_the_model_is_counted():
 def test_small_moments_are_counted_beside_what_a_checkpoint_makes_of_them():
     plan, weights = manifest(), manifest().model.parameters()
     fp32, bf16, int8 = (
-        needed_bytes(plan, Exchanged(), Computing(moments=kind))
+        needed_bytes(plan, Exchanged(), StepChoices(moments=kind))
         for kind in ("fp32", "bf16", "int8")
     )
     assert bf16 - fp32 == 2 * 2 * weights
@@ -110,15 +110,15 @@ def test_the_largest_model_that_a_manifest_can_name_is_answered_at_once():
 
 def test_fewer_sequences_at_once_take_less_here_and_on_a_device():
     run = manifest(batch=8, seq=64)
-    here = [needed_bytes(run, Exchanged(), Computing(size)) for size in (1, 4, 8, None, 100)]
-    there = [needed_device_bytes(run, Computing(size)) for size in (1, 4, 8, None, 100)]
+    here = [needed_bytes(run, Exchanged(), StepChoices(size)) for size in (1, 4, 8, None, 100)]
+    there = [needed_device_bytes(run, StepChoices(size)) for size in (1, 4, 8, None, 100)]
     for each in (here, there):
         assert each[0] < each[1] < each[2] == each[3] == each[4]
 
 
 def test_beside_a_device_the_host_holds_no_activations():
     one, two = (
-        needed_bytes(manifest(batch=batch, seq=64), Exchanged(), Computing(on_device=True))
+        needed_bytes(manifest(batch=batch, seq=64), Exchanged(), StepChoices(on_device=True))
         for batch in (8, 16)
     )
     assert one == two < needed_bytes(manifest(batch=8, seq=64), Exchanged())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.compression import joined
+from farflock.compression import floats
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.node.train import shards
@@ -23,7 +23,7 @@ def cut(request, monkeypatch):
     """A layout of small shards: one segment each, a few, or many."""
     monkeypatch.setattr(shards, "SEGMENT_VALUES", 8)
     monkeypatch.setattr(shards, "SHARD_BYTES", request.param)
-    monkeypatch.setattr(joined, "RUN_VALUES", 30)
+    monkeypatch.setattr(floats, "RUN_VALUES", 30)
     return lambda name, back=None: ShardLayout.of(SHAPES, codec(name), 1, back and codec(back))
 
 
@@ -42,13 +42,13 @@ def reducer(layout, back):
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=50))
 def test_runs_cover_all_shards_once_and_are_as_long_as_may_be(counts):
-    runs = joined.runs(counts)
+    runs = floats.runs(counts)
     assert list(itertools.chain(*runs)) == list(range(len(counts)))
     values = [sum(counts[run.start : run.stop]) for run in runs]
     for run, count in zip(runs, values, strict=True):
-        assert count <= joined.RUN_VALUES or counts[run.start] > joined.RUN_VALUES
+        assert count <= floats.RUN_VALUES or counts[run.start] > floats.RUN_VALUES
     for run, count in zip(runs[1:], values, strict=False):
-        assert count + counts[run.start] > joined.RUN_VALUES
+        assert count + counts[run.start] > floats.RUN_VALUES
 
 
 @each_codec
@@ -65,7 +65,7 @@ def test_small_shards_of_floats_are_joined_and_others_are_not(cut):
 
 
 def test_long_shards_are_coded_segment_by_segment():
-    layout = ShardLayout.of({"x": (joined.RUN_VALUES,), "y": (2,)}, codec("fp16"))
+    layout = ShardLayout.of({"x": (floats.RUN_VALUES,), "y": (2,)}, codec("fp16"))
     assert len(layout.shards[0]) == 2
     assert not any(map(layout.joins, layout.runs))
 

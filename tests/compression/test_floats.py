@@ -7,7 +7,7 @@ import torch
 from worlds.codecs import round_trip
 
 from farflock.compression.codec import Context, CorruptPayload
-from farflock.compression.half import Half
+from farflock.compression.floats import Half
 
 pytestmark = pytest.mark.usefixtures("version")
 
