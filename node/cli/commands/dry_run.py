@@ -73,7 +73,8 @@ class Line:
 
 
 def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
-    """Return the sizes of a run for `--json`; raise `Usage` if a stream cannot travel at all."""
+    """Return the sizes of a run for `--json`, sums over a round of each stream among them; raise
+    `Usage` if a stream cannot travel at all."""
     from farflock.node.run.memory import needed_bytes, needed_device_bytes, needed_stage_bytes
     from farflock.node.train.run_size import exchanged, stream_sizes
 
@@ -84,13 +85,17 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
         if pipeline is None
         else [needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages))]
     )
+    facts = [_stream_facts(stream, line) for stream in streams]
     return {
         "parameters": plan.model.parameters(),
+        "shards": sum(each["shards"] for each in facts),
+        "bytes_per_round": sum(each["round_bytes"] for each in facts),
+        "seconds_per_round": sum(each["round_s"] for each in facts),
         "memory_bytes": max(memory),
         "memory_host": max(memory),
         "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
         **asdict(line),
-        "streams": [_stream_facts(stream, line) for stream in streams],
+        "streams": facts,
     }
 
 

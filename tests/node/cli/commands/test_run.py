@@ -74,7 +74,11 @@ def test_the_dry_run_of_a_large_llama_says_how_large_it_is(
     # weights, gradients and two moments
     assert facts["memory_host"] > 16 * parameters
     assert facts["memory_device"] > 16 * parameters
-    assert [stream["values"] for stream in facts["streams"]] == [parameters]
+    (stream,) = facts["streams"]
+    assert stream["values"] == parameters
+    assert facts["shards"] == stream["shards"]
+    assert facts["bytes_per_round"] == stream["round_bytes"]
+    assert facts["seconds_per_round"] == stream["round_s"]
 
 
 @pytest.mark.parametrize(
