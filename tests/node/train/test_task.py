@@ -277,7 +277,7 @@ def test_a_model_that_fits_a_gigabyte_at_two_sequences_has_the_loss_of_eight(tex
     )
     batches = Batches(text, 3, "peer", 8, 1024)
     there, here = (
-        task_of(plan, copy.deepcopy(model).to(device.place), batches, device)
+        task_of(plan, copy.deepcopy(model).to(device.place), batches, device, StepOptions())
         for device in (single, Device())
     )
     found = passes(there)
