@@ -151,10 +151,10 @@ class ShardLayout:
         """Encode a run of shards as `encode` does each."""
         if not self.joins(run):
             return [self.encode(index, round_number, tensors) for index in run]
-        values, at = torch.empty(self.count(run), dtype=torch.float32), 0
         segments = (segment for index in run for segment in self.shards[index])
-        for block in merged(TensorBlock(part.tensor, part.start, part.stop) for part in segments):
-            values[at : (at := at + block.stop - block.start)].copy_(read(tensors, block))
+        parts = (TensorBlock(part.tensor, part.start, part.stop) for part in segments)
+        # Clones, because what is read is valid until the next read only.
+        values = torch.cat([read(tensors, block).clone() for block in merged(parts)])
         return self.pack_run(run, round_number, values)
 
     def pack_run(self, run: range, round_number: int, values: Tensor) -> list[bytes]:
