@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parent / "shared_worker.py"
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
 
 
 def free_port():
@@ -55,6 +55,11 @@ def pair(nursery, tmp_path):
 
 def test_two_processes_train_as_one_does(pair):
     assert pair("all_is_well") == ["", ""]
+
+
+@pytest.mark.ci_more
+def test_they_do_so_with_ddp_and_in_bf16(pair):
+    assert pair("so_it_is_on_other_terms") == ["", ""]
 
 
 def test_a_follower_that_fails_ends_the_peer_which_says_why(pair):

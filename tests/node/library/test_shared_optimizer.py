@@ -12,9 +12,9 @@ import pytest
 import torch
 
 WORKER = Path(__file__).parent / "shared_worker.py"
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
