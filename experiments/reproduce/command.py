@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output, one_line
 from farflock.node.errors import Failure, FarflockError, Usage
 
 if TYPE_CHECKING:
-    from farflock.experiments.reproduce.recipe import Recipe
     from farflock.experiments.reproduce.shelf import Shelf
+    from farflock.experiments.reproduce.study import Study
 
 TIERS = ("ci", "cpu", "gpu")
 LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
@@ -40,8 +41,9 @@ LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 @click.option(
     "--workers",
     type=click.IntRange(1, 256),
-    help="Parallel processes (default: one per core; in tier ci, one).",
+    help="Parallel processes (default: one per core; in tier ci or on a GPU, one).",
 )
+@device_option(None, " (default: the CPU, and in tier gpu the best GPU)")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -62,6 +64,7 @@ def command(
     tier: str,
     only_list: bool,
     workers: int | None,
+    device: str | None,
     folder: Path | None,
     record: Path | None,
     dry_run: bool,
@@ -70,8 +73,8 @@ def command(
     """Re-run experiments from papers and compare the results; without NAME, list the recipes.
 
     Tier ci takes seconds and only checks that a recipe runs, cpu takes up to ten minutes per
-    recipe, and gpu needs one large GPU. All runs are kept: after Ctrl-C the same command resumes
-    where it stopped.
+    recipe, and gpu is sized for one large GPU. All runs are kept: after Ctrl-C the same command
+    resumes where it stopped.
     """
     from farflock.experiments.reproduce import recipe
     from farflock.experiments.reproduce.shelf import Shelf
@@ -86,18 +89,16 @@ def command(
         if record:
             _record(record, shelf)
         return
-    # A run of tier ci ends before a worker process would have started.
-    workers = workers or (1 if tier == "ci" else os.cpu_count() or 1)
     loaded = [recipe.load(name) for name in chosen]
     if dry_run:
         for one in loaded:
-            _describe(out, one, tier)
+            _describe(out, one, tier, device)
         return
-    _require_device(tier, loaded)
+    places = [_device_of(device, one, tier) for one in loaded]  # all, before anything runs
     failed = []
-    for one in loaded:
+    for one, place in zip(loaded, places, strict=True):
         try:
-            _reproduce(out, shelf, one, tier, workers)
+            _reproduce(out, shelf, one, tier, place, workers)
         except FarflockError as error:
             if not everything:
                 raise
@@ -147,13 +148,15 @@ def _verdicts(by_tier: dict[str, Any]) -> str:
     return ", ".join(f"{tier}: {word or 'ran'}" for tier, word in by_tier.items()) or "never run"
 
 
-def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Recipe: a heavy import
+def _describe(out: Output, one: Any, tier: str, device: str | None) -> None:  # noqa: ANN401 - a Recipe: a heavy import
     from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.recipe import explanation
     from farflock.experiments.reproduce.study import Study
 
     described = (
-        one.described(tier) if isinstance(one, Computation) else Study(one, tier).described()
+        one.described(tier)
+        if isinstance(one, Computation)
+        else Study(one, tier, device).described()
     )
     digest = hashlib.sha256(one_line(described).encode()).hexdigest()
     out.result(
@@ -162,35 +165,49 @@ def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Rec
     )
 
 
-def _require_device(tier: str, loaded: list[Any]) -> None:
-    """Raise `Usage` before anything runs if the tier needs a GPU and there is none."""
-    import torch
+def _device_of(wanted: str | None, one: Any, tier: str) -> str:  # noqa: ANN401 - a Recipe
+    """Return the name of the device of a recipe's models: the wanted one, or what the tier asks
+    for. Raise `Usage` if this machine has none."""
+    needs_gpu = one.needs_gpu(tier)
+    if wanted is None and not needs_gpu:
+        return "cpu"
+    from farflock.node.model.device import choose
 
-    for one in loaded:
-        if one.needs_gpu(tier) and not torch.cuda.is_available():
-            remedy = "run it on a machine with a CUDA GPU, or use --tier cpu"
-            raise Usage(
-                f"{one.name}, tier {tier}",
-                "it needs a CUDA device, but torch finds none here",
-                remedy,
-            )
+    place = choose(wanted or "auto").place
+    if wanted is None and place.type == "cpu":
+        raise Usage(
+            f"{one.name}, tier {tier}",
+            "it is sized for a GPU, and torch finds none here",
+            "use --tier cpu, or --device cpu, which may take days",
+        )
+    return str(place)
 
 
-def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -> None:  # noqa: ANN401 - a Recipe
+def _reproduce(
+    out: Output,
+    shelf: "Shelf",
+    one: Any,  # noqa: ANN401 - a Recipe
+    tier: str,
+    device: str,
+    workers: int | None,
+) -> None:
     """Run a recipe; write its table, plot and JSON; print the result."""
     import torch
 
     from farflock.experiments.reproduce import report
     from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.shelf import write
+    from farflock.experiments.reproduce.study import Study
 
     torch.set_num_threads(1)
+    # A run of tier ci ends before a worker process would have started, and a GPU's memory is one.
+    workers = workers or (1 if tier == "ci" or device != "cpu" else os.cpu_count() or 1)
     with out.progress(f"{one.name} ({tier})") as progress:
         if isinstance(one, Computation):
             found = one.table(tier, shelf, progress)
             told = report.computed(one, tier, found, one.judged(found))
         else:
-            told = _trained(shelf, one, tier, workers, progress)
+            told = _trained(shelf, Study(one, tier, device), workers, progress)
     place = shelf.place(one.name, tier)
     write(place / "table.md", report.markdown(told).encode())
     write(place / "result.json", one_line(told).encode())
@@ -207,19 +224,18 @@ def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -
 
 
 def _trained(
-    shelf: "Shelf", one: "Recipe", tier: str, workers: int, progress: Callable[[float], None]
+    shelf: "Shelf", study: "Study", workers: int, progress: Callable[[float], None]
 ) -> dict[str, Any]:
     """Run the arms of a recipe that trains, and plot them."""
     from farflock.experiments.reproduce import report
     from farflock.experiments.reproduce.labels import figure_labels
     from farflock.experiments.reproduce.plot import draw
-    from farflock.experiments.reproduce.study import Study
 
-    study = Study(one, tier)
     results = study.run(shelf, workers, progress)
     told = report.facts(study, results, study.judged(results))
-    plot = shelf.place(one.name, tier) / "loss.png"
-    title = f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}"
+    name, tier = study.recipe.name, study.tier
+    plot = shelf.place(name, tier) / "loss.png"
+    title = f"{name} ({tier}): {told['verdict'] or 'no verdict'}"
     draw(results, title, plot, figure_labels(study, results))
     return {**told, "plot": str(plot)}
 

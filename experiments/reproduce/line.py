@@ -8,28 +8,25 @@ communication between replicas is missing.
 import math
 from collections.abc import Callable
 
-import torch
-
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN, Diverged, Line, Outcome, Point
 from farflock.experiments.reproduce.share import Share
-from farflock.experiments.reproduce.text import measure
-from farflock.node.model.device import Device
+from farflock.experiments.reproduce.text import comparable, measure
+from farflock.node.assembly.node import task_of
 from farflock.node.model.llama import build
-from farflock.node.model.replica import PlainReplica
-from farflock.node.train.task import LanguageModelTask
+from farflock.node.model.step_options import StepOptions
 from farflock.optimizers.method import Progress
 
 
 def run(job: Line, progress: Callable[[float], None]) -> Outcome:
     """Train the baseline; raise `Diverged` when its loss is no longer finite."""
     plan = job.plan("local", {}, job.batch)
-    model = build(plan.model, plan.run_seed).to(job.device)
-    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    batches = Share(texts()[0], job.seed, RUN, job.batch, job.seq, device=job.device)
-    device = Device(torch.device(job.device), job.device)
-    training_task = LanguageModelTask(model, replica, batches, plan.schedule, device=device)
-    loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
+    device = comparable(job.device)
+    model = build(plan.model, plan.run_seed).to(device.place)
+    batches = Share(texts()[0], job.seed, RUN, job.batch, job.seq)
+    training_task = task_of(plan, model, batches, device, StepOptions(compile="off"))
+    replica = training_task.replica
+    loss_of = measure(job.model, job.seed, job.seq, job.held_out, device.place)
     curve: list[Point] = []
     for step in range(job.steps):
         tokens = step * training_task.tokens_per_step

@@ -100,7 +100,7 @@ class Sizes(Entry, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 10
     held_out: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 128
     step_s: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 0.5
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "gpu"] = "cpu"  # gpu: the best device that a machine has
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
@@ -126,7 +126,7 @@ class Recipe(Claim, frozen=True, kw_only=True):
 
     def needs_gpu(self, tier: str) -> bool:
         """Return whether this tier needs a GPU; raise `Usage` as `sizes` does."""
-        return self.sizes(tier).device == "cuda"
+        return self.sizes(tier).device == "gpu"
 
     def expanded(self) -> dict[str, Arm]:
         """Return the arms that run; a sweep gives one per value, named NAME@VALUE."""

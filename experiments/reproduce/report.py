@@ -265,10 +265,11 @@ def _scale(study: Study, results: Sequence[Result]) -> str:
         (outcome.parameters for result in results for outcome in result.outcomes), default=0
     )
     tokens = sizes.steps * sizes.batch * sizes.seq
+    place = "" if study.device == "cpu" else f", on {study.device}"
     return (
         f"{parameters:,} parameters, {sizes.peers} peers unless stated otherwise, "
         f"{sizes.steps} steps of {sizes.batch} x {sizes.seq} tokens ({tokens:,} in all), "
-        f"{len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
+        f"{len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s{place}"
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from farflock.node.model.data import Batches
 
@@ -19,12 +18,6 @@ class Share(Batches):
 
     part: int = 0
     parts: int = 1
-    device: str = "cpu"
-
-    def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
-        """Return inputs and next tokens for this step, both int64 (batch_size, seq)."""
-        x, y = Batches.batch(self, step, round)
-        return x.to(self.device), y.to(self.device)
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
         """Return the first positions of this part's sequences."""

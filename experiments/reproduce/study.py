@@ -66,11 +66,12 @@ class Result:
 
 
 class Study:
-    """One recipe at the sizes of one tier."""
+    """One recipe at the sizes of one tier, on a device of this name (None: the tier's)."""
 
-    def __init__(self, recipe: Recipe, tier: str) -> None:
+    def __init__(self, recipe: Recipe, tier: str, device: str | None = None) -> None:
         self.recipe, self.tier = recipe, tier
         self.sizes = recipe.sizes(tier)
+        self.device = device or self.sizes.device
         if lacking := missing(recipe):
             raise Usage(
                 f"{recipe.name} cannot run",
@@ -150,7 +151,7 @@ class Study:
                 alpha=options["alpha"],
                 gamma=options["gamma"],
             )
-        return job_of(sizes, name, arm, seed, setting)
+        return job_of(sizes, name, arm, seed, setting, self.device)
 
     def _grid(self, name: str) -> list[Setting]:
         arm = self.arms[name]
@@ -240,7 +241,14 @@ class Study:
                     )
 
 
-def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
+def job_of(
+    sizes: Sizes,
+    name: str,
+    arm: Arm | None,
+    seed: int,
+    setting: Setting,
+    device: str = "cpu",
+) -> Line | Swarm:
     """Return the job for one run of an arm, or of the baseline `name` if `arm` is None."""
     common = {field: getattr(sizes, field) for field in _COMMON} | {
         "seed": seed,
@@ -249,6 +257,7 @@ def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting
         "model": sizes.shape,
         "corpus": texts()[2],
         "optimizer": arm.optimizer if arm else "adamw",
+        "device": device,
     }
     if arm is None:
         return Line(
@@ -303,5 +312,4 @@ _COMMON = (
     "clip",
     "points",
     "held_out",
-    "device",
 )

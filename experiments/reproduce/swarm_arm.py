@@ -17,9 +17,8 @@ import torch
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Swarm
 from farflock.experiments.reproduce.share import Share
-from farflock.experiments.reproduce.text import measure
+from farflock.experiments.reproduce.text import comparable, measure
 from farflock.node.assembly.node import ReplicaNode
-from farflock.node.model.device import Device
 from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options
 from farflock.node.simulate.segments import SegmentState
 from farflock.node.simulate.simulation import Simulation, World
@@ -47,23 +46,21 @@ class Measured(Simulation):
         world = World(job.peers, job.total_tokens, FAST, job.step_s, spread=0.0)
         self.job, self.rounds, self.curve = job, _Rounds(), list[Point]()
         until = job.total_tokens if job.speeds else FAR * job.total_tokens
-        super().__init__(plan, world, texts()[0], progress, SegmentState(), {}, until)
-        self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
+        device = comparable(job.device)
+        super().__init__(plan, world, texts()[0], progress, SegmentState(), {}, until, device)
+        self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, device.place)
         self._began: tuple[float, float] | None = None  # virtual seconds and bytes at the start
         self._looks = 0
         self.nodes: dict[int, ReplicaNode] = {}
 
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         node, job = super()._assemble(index, peer), self.job
-        node.model.to(job.device)
         part = job.batch // job.peers
         assert isinstance(node.training_task, LanguageModelTask), (
             "this arm does not train a whole model"
         )
-        node.training_task.device = Device(torch.device(job.device), job.device)
-        node.training_task.batches = Share(
-            texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device
-        )
+        terms = job.seed, RUN, part, job.seq, index, job.peers
+        node.training_task.batches = Share(texts()[0], *terms)
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)
         node.loop.pause = self._look

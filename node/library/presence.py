@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,10 +22,14 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
-from farflock.optimizers.method import Progress, Replica
+from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
+
+if TYPE_CHECKING:
+    from farflock.node.model.replica import PlainReplica
+    from farflock.node.model.replica_fsdp import FsdpReplica
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
@@ -67,7 +71,7 @@ class JoinRequest:
     """An optimizer's request to an entry point: the terms it named, its model, and its reports."""
 
     wished: TomlTable
-    replica: Replica
+    replica: "PlainReplica | FsdpReplica"
     training_task: ExternalStep
     report: Report
 
@@ -97,7 +101,7 @@ class OptimizerNode:
     ) -> "OptimizerNode":
         """Assemble the method, driver, exchange client, state sync and loop over this peer."""
         driver = Driver(terms.build(), join_request.replica)
-        client = ExchangeClient(peer, terms.run.seed)
+        client = ExchangeClient(peer, terms.run.seed, home=join_request.replica.home)
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(
             driver,

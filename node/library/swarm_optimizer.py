@@ -19,8 +19,9 @@ from torch import nn
 
 from farflock.node.errors import Usage
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
+from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.ranks import LEADER
-from farflock.node.model.replica import PlainReplica
+from farflock.node.model.replica import OnDevice, PlainReplica, Storage, in_memory
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.state.outer_files import OuterFiles
@@ -74,7 +75,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
     `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
     the identity; without it, the identity is temporary. `outer="disk"` keeps the method's state in
-    memory-mapped files of the folder, for models whose state does not fit into memory.
+    memory-mapped files of the folder, for models whose state does not fit into memory;
+    `outer="device"` keeps it, and encodes and computes with it, on the device of the model.
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
@@ -105,7 +107,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dht_port: int = 0,
         client_mode: bool = False,
         folder: Path | None = None,
-        outer: Literal["host", "disk"] = "host",
+        outer: Literal["host", "disk", "device"] = "host",
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
         self._inner = inner_optimizer(model, inner, lr)
@@ -114,8 +116,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
         self._replica = self._replica_of(model)
-        if outer == "disk":
-            self._replica.storage = _files(folder).allocate
+        self._replica.storage = _storage(outer, model, folder)
         if not isinstance(invite, str):  # a joining peer learns the run's terms later
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
@@ -302,7 +303,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     async def _eval_params(self) -> dict[str, torch.Tensor]:
         loop = self._here.loop
-        return dict(await loop.compute(lambda: loop.driver.method.eval_params(loop.driver.replica)))
+        found = await loop.compute(lambda: loop.driver.method.eval_params(loop.driver.replica))
+        return {name: x.cpu() for name, x in found.items()}
 
     async def _remember(self) -> dict[str, Any]:
         loop = self._here.loop
@@ -361,8 +363,7 @@ class _News:
 
 def _class_here(cls: type[Any]) -> type[Any]:
     """Return the class for this rank of a process group."""
-    grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if cls is SwarmOptimizer and grouped:
+    if cls is SwarmOptimizer and _is_grouped():
         from farflock.node.library import shared_optimizer as shared  # late: it loads FSDP
 
         leads = dist.get_rank() == LEADER
@@ -370,10 +371,31 @@ def _class_here(cls: type[Any]) -> type[Any]:
     return cls
 
 
-def _files(folder: Path | None) -> OuterFiles:
+def _is_grouped() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _storage(outer: str, model: nn.Module, folder: Path | None) -> Storage:
+    """Return where the method's state is kept; raise `Usage` if it cannot be there."""
+    if outer == "device":
+        return OnDevice(_device_of(model)).allocate
+    if outer == "host":
+        return in_memory
     if folder is None:  # a system's temporary files may be in its memory
         raise Usage('outer="disk"', "no folder is named", "give `folder`, on a disk with room")
-    return OuterFiles(RunFolder(folder).outer)
+    return OuterFiles(RunFolder(folder).outer).allocate
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters; raise `Usage` if the method's state cannot be
+    there."""
+    place, *others = {entry.device for entry in model.parameters()}
+    why = lacks_for_outer(Device(place, str(place)), alone=not _is_grouped())
+    if others:
+        why = "the model's parameters are on several devices"
+    if why:
+        raise Usage('outer="device"', why, 'leave outer out, or choose "disk"')
+    return place
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:

@@ -118,17 +118,21 @@ def choose(wanted: str = "auto", local_rank: int | None = None) -> Device:
 
 
 def require_outer(device: Device, *, alone: bool = True) -> None:
-    """Raise `Usage` unless this device can keep a method's state and compute with it; of several
-    processes of one peer, none holds the whole model."""
-    why = ""
-    if device.place.type == "cpu":
-        why = "this node trains on the CPU, whose memory is the host's"
-    elif not device.has_float64:
-        why = f"{device.name} has no float64, in which some methods and codecs compute"
-    elif not alone:
-        why = "several processes are this peer, and its first keeps the state on the host"
-    if why:
+    """Raise `Usage` unless this device can keep a method's state and compute with it."""
+    if why := lacks_for_outer(device, alone=alone):
         raise Usage("--outer device", why, "choose --outer host, or auto")
+
+
+def lacks_for_outer(device: Device, *, alone: bool) -> str:
+    """Return why this device cannot keep a method's state and compute with it, or ""; of several
+    processes of one peer, none holds the whole model."""
+    if device.place.type == "cpu":
+        return "this peer trains on the CPU, whose memory is the host's"
+    if not device.has_float64:
+        return f"{device.name} has no float64, in which some methods and codecs compute"
+    if not alone:
+        return "several processes are this peer, and its first keeps the state on the host"
+    return ""
 
 
 def _ranked(place: torch.device, local_rank: int | None) -> torch.device:

@@ -1,9 +1,9 @@
 """A whole run on a simulated network: real nodes, real steps, virtual time, one seed.
 
-The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers at seeded
-moments; each killed peer begins a new life a while later. A long run may be cut into legs: at the
-end of a leg all peers stop and are saved (node/simulate/segments.py), and the next leg continues
-from there on a new simulated network.
+The same seed gives the same bytes: the same rounds, losses and states, if models train on the same
+kind of device. Churn kills peers at seeded moments; each killed peer begins a new life a while
+later. A long run may be cut into legs: at the end of a leg all peers stop and are saved
+(node/simulate/segments.py), and the next leg continues from there on a new simulated network.
 """
 
 import asyncio
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_state
+from farflock.node.model.device import Device
 from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
+from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
@@ -91,7 +93,9 @@ class Simulation:
         story: SegmentState,
         saved: Mapping[int, Checkpoint],
         until: int,
+        device: Device | None = None,
     ) -> None:
+        self._device = device or Device()
         self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
         self._story, self._saved, self._until = story, saved, until
         self._random = random.Random(f"{plan.run_seed}/simulation")
@@ -183,8 +187,16 @@ class Simulation:
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
-        plan, tokens = self._plan, self._tokens
-        node = replica_node(plan, peer, tokens, compute=inline, train=train, report=report)
+        node = replica_node(
+            self._plan,
+            peer,
+            self._tokens,
+            compute=inline,
+            train=train,
+            report=report,
+            device=self._device,
+            step_options=StepOptions(compile="off"),
+        )
         return node
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
@@ -273,19 +285,22 @@ def simulate(
     tokens: TokenIds,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
+    device: Device | None = None,
 ) -> SimulationResult:
-    """Run a simulation to its end.
+    """Run a simulation to its end, with all models on `device` (None: the CPU).
 
     With a `folder` each leg is saved there, and saved legs are not run again; the outcome is bit
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
     shelf: SegmentStore | None = None
     if folder:
         data_hash = hashlib.sha256(tokens.tobytes()).hexdigest()
-        shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}")
+        where = f"/{device.name}" if device is not None and device.place.type != "cpu" else ""
+        shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}{where}")
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:
-        return await Simulation(plan, world, tokens, progress, story, saved, until).run()
+        run = Simulation(plan, world, tokens, progress, story, saved, until, device)
+        return await run.run()
 
     leg_tokens = world.leg_tokens or world.total_tokens
     states = {
@@ -300,13 +315,20 @@ def simulate(
     return outcome(world, story, states)
 
 
-def held_out(plan: RunPlan, states: Collection[State], x: Tensor, y: Tensor) -> LossEstimate:
+def held_out(
+    plan: RunPlan,
+    states: Collection[State],
+    x: Tensor,
+    y: Tensor,
+    device: Device | None = None,
+) -> LossEstimate:
     """Return the mean held-out loss of all peers' models; the standard error is over sequences."""
+    place = (device or Device()).place
     different = {state_hash(state): state for state in states}
     weights = collections.Counter(state_hash(state) for state in states)
     means = torch.zeros(len(x), dtype=torch.float64)
     for digest, state in different.items():
-        model = build(plan.model, plan.run_seed)
+        model = build(plan.model, plan.run_seed).to(place)
         replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
         kept = method(plan.method, **plan.options)
         kept.restore(replica, state, "adopt")

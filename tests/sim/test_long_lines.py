@@ -34,7 +34,12 @@ def audit(seed, asynchronous, limit_s=400.0):
 
 
 @pytest.mark.parametrize(
-    ("seed", "asynchronous"), [(0, None), (3, Asynchronous(STALENESS + 1))], ids=["waits", "late"]
+    ("seed", "asynchronous"),
+    [
+        (0, None),
+        pytest.param(3, Asynchronous(STALENESS + 1), marks=pytest.mark.ci_more),
+    ],
+    ids=["waits", "late"],
 )
 def test_all_are_let_in_and_train_and_each_gradient_counts_once(seed, asynchronous):
     """Members that propose a view every two, three or four seconds would overtake each other for

@@ -111,7 +111,11 @@ def test_when_the_older_release_is_gone_the_preferred_codec_comes_back():
 
 
 @pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
+    "seed",
+    [
+        pytest.param(1, marks=pytest.mark.ci_more),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8)),
+    ],
 )
 def test_while_peers_of_two_releases_come_and_go_nothing_is_lost_or_doubled(seed):
     one = codecs(old={1, 2 + STAGES}, steps=18, seed=seed, servers=3, churn_s=5.0)

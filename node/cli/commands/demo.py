@@ -52,7 +52,7 @@ METHOD = "best-100"  # of DDP's gain it keeps most, at the fewest bytes (docs/qu
     show_default=True,
     help="CPU threads of each process that encode what is sent and check what comes back.",
 )
-@device_option
+@device_option()
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),

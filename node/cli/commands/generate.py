@@ -39,7 +39,7 @@ from farflock.node.cli.output import Output
     show_default=True,
     help="The same seed gives the same text.",
 )
-@device_option
+@device_option()
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
     folder: Path,

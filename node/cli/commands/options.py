@@ -46,13 +46,20 @@ def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int 
     return int(text)
 
 
-device_option = click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    metavar="DEVICE",
-    help="Device that computes: cpu, cuda, cuda:N, mps, xpu, or the best of this machine (auto).",
-)
+def device_option(
+    default: str | None = "auto", note: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option that names a device; `note` ends its help."""
+    named = "Device that computes: cpu, cuda, cuda:N, mps, xpu, or the best of this machine (auto)"
+    return click.option(
+        "--device",
+        default=default,
+        show_default=default is not None,
+        metavar="DEVICE",
+        help=f"{named}{note}.",
+    )
+
+
 STEP_OPTIONS = (
     click.option(
         "--checkpointing",
@@ -147,7 +154,7 @@ _MACHINE = (
         help="In a run whose model is split into stages: trainer, replica (all stages),"
         " stage (the one with the fewest servers), stage:N, or auto.",
     ),
-    device_option,
+    device_option(),
     *STEP_OPTIONS,
     click.option(
         "--micro-batch",

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
+    from farflock.node.model.device import Device
     from farflock.node.run.manifest import Manifest
     from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
@@ -128,6 +130,7 @@ EVALUATED = 128  # held-out sequences
     type=click.IntRange(1),
     help="With --chaos: parallel processes (default: one per core).",
 )
+@device_option("cpu", "; the same seed gives the same state hash on the same kind of device")
 @click.option("--dry-run", is_flag=True, help="Print what would run and its hash; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
@@ -149,6 +152,7 @@ def command(
     first_seed: int,
     name: str | None,
     workers: int | None,
+    device: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -164,10 +168,11 @@ def command(
     """
     out = Output(as_json)
     _require_folder(folder, leg_tokens)
-    _require_one_kind(chaos, bool(manifest or assignments), name)
+    _require_one_kind(chaos, bool(manifest or assignments), name, device)
     if chaos:
         _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
         return
+    from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
     from farflock.node.simulate.simulation import World
@@ -175,13 +180,14 @@ def command(
     from farflock.swarm.sim.directory import DirectoryFaults
 
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    place = choose(device)
     link = _link(rate, latency, loss)
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
         staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
-            sim_pipeline.simulate(out, described, staged)
+            sim_pipeline.simulate(out, described, staged, place)
         return
     _require_no_replicas(replicas)
     plan = described.plan()
@@ -198,7 +204,7 @@ def command(
         leg_tokens=leg_tokens,
     )
     if not _dry(out, described, world, dry_run):
-        _simulate(out, described, world, folder)
+        _simulate(out, described, world, folder, place)
 
 
 def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
@@ -208,10 +214,12 @@ def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
         )
 
 
-def _require_one_kind(chaos: bool, described: bool, method: str | None) -> None:
+def _require_one_kind(chaos: bool, described: bool, method: str | None, device: str) -> None:
     """Refuse options for disasters together with options for a single run."""
     if chaos and described:
         raise click.UsageError("--chaos makes its own manifests; leave out the manifest and --set")
+    if chaos and device != "cpu":
+        raise click.UsageError(f"--chaos runs on the CPU; leave out --device {device[:64]}")
     if method and not chaos:
         raise click.UsageError("--method is for --chaos; for one run, write --set method.name=NAME")
 
@@ -245,7 +253,9 @@ def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry
     return dry_run
 
 
-def _simulate(out: Output, described: "Manifest", world: "World", folder: Path | None) -> None:
+def _simulate(
+    out: Output, described: "Manifest", world: "World", folder: Path | None, device: "Device"
+) -> None:
     """Run the simulation and measure the result on the held-out text."""
     import torch
 
@@ -261,9 +271,9 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
     )
     plan = described.plan()
     with out.progress("simulating") as progress:
-        result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder)
+        result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder, device)
     x, y = evaluation(tokenizer.encode(corpus.held_out), plan.seq, EVALUATED)
-    measured = held_out(plan, result.states.values(), x, y)
+    measured = held_out(plan, result.states.values(), x, y, device)
     facts = {
         "state_hash": result.state_hash,
         "rounds": result.rounds,

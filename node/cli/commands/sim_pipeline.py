@@ -4,6 +4,7 @@ The peers are full replicas, if any are asked for, then servers of all stages in
 """
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from farflock.node.model.device import Device
     from farflock.node.model.tokenizer import TokenIds
     from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
@@ -70,8 +72,9 @@ def world_of(
     )
 
 
-def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None:
-    """Run the simulation and measure the result on the held-out text."""
+def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device: "Device") -> None:
+    """Run the simulation, with all stages on one device, and measure the result on the held-out
+    text."""
     import torch
 
     from farflock.node.model.corpus import load_corpus
@@ -86,10 +89,12 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     )
     pipeline = described.pipeline_plan()
     assert pipeline is not None, "the manifest has no [pipeline]"
+    parts = tuple(replace(part, device=device) for part in world.parts)
+    placed = replace(world, parts=parts)
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
         simulation = PipelineSimulation(
-            described.plan(), pipeline, world, tokenizer.encode(corpus.train)
+            described.plan(), pipeline, placed, tokenizer.encode(corpus.train)
         )
         return await simulation.run(), simulation.nodes
 
@@ -98,7 +103,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     losses = [float(str(fields["loss"])) for fields in tale.fields("loss")]
     tenth = max(len(losses) // 10, 1)
     facts: dict[str, Any] = {
-        **_measured(described, nodes, tokenizer.encode(corpus.held_out)),
+        **_measured(described, nodes, tokenizer.encode(corpus.held_out), device),
         "rounds": len(
             {(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}
         ),
@@ -114,7 +119,10 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 
 
 def _measured(
-    described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: "TokenIds"
+    described: "Manifest",
+    nodes: "dict[int, PipelineNode]",
+    held_out: "TokenIds",
+    device: "Device",
 ) -> dict[str, Any]:
     """Return the hash and the held-out loss of the model, assembled from the server of each
     stage that is furthest ahead."""
@@ -132,7 +140,7 @@ def _measured(
         before = furthest.get(serving.index)
         if before is None or serving.state_sync.applied_round > before.state_sync.applied_round:
             furthest[serving.index] = serving
-    model, digest = build(plan.model, plan.run_seed), hashlib.sha256()
+    model, digest = build(plan.model, plan.run_seed).to(device.place), hashlib.sha256()
     state: dict[str, torch.Tensor] = {}
     for _, serving in sorted(furthest.items()):
         driver = serving.loop.driver

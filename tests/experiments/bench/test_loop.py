@@ -20,6 +20,7 @@ def tokens():
     return ByteTokenizer().encode(load_corpus(SHIPPED).train[:50_000])
 
 
+@pytest.mark.ci_more
 def test_the_ratio_and_the_time_outside_of_the_training_thread(quick):
     ratio, outside = loop.run(quick())
     assert (ratio.metric, outside.metric) == ("loop", "loop.outside")

@@ -53,6 +53,7 @@ def test_a_step_of_the_averagers_that_did_not_average_all_is_not_timed(members):
 
 
 @pytest.mark.net
+@pytest.mark.ci_more
 def test_on_loopback_two_processes_sync_and_the_yardsticks_are_other_systems():
     metric, *others, cpu = measure(Size(60_000), 2, Options(repeats=2))
     assert (metric.metric, metric.n, metric.unit) == ("sync.2", 2, "s")

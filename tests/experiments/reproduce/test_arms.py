@@ -44,7 +44,9 @@ def test_a_line_has_its_points_its_tokens_and_its_perplexity(line):
 
 
 def test_a_line_that_diverges_says_so(line, monkeypatch):
-    monkeypatch.setattr(lines.LanguageModelTask, "forward_backward", lambda *given: math.nan)
+    monkeypatch.setattr(
+        "farflock.node.train.task.LanguageModelTask.forward_backward", lambda *given: math.nan
+    )
     with pytest.raises(Diverged, match="at step 0"):
         line_of(line())
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds.card import CARD
 
 from farflock.experiments.reproduce import pages, recipe
 from farflock.experiments.reproduce.job import Outcome
@@ -88,11 +89,36 @@ def test_what_cannot_be_is_refused_with_a_remedy(farflock, tmp_path, arguments, 
 
 
 def test_a_gpu_tier_without_a_gpu_is_refused_before_anything_runs(farflock, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     code, _, err = farflock("reproduce", "interval", "--tier", "gpu", "--folder", tmp_path)
     assert code == 2
-    assert "needs a CUDA device" in err
+    assert "torch finds none here" in err
     assert "--tier cpu" in err
+    code, _, err = farflock("reproduce", "interval", "--device", "cuda", "--folder", tmp_path)
+    assert code == 2
+    assert "finds only a CPU here" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci_more
+def test_a_recipe_trains_on_the_device_that_was_chosen(
+    farflock, tmp_path, monkeypatch, recipe_text, card
+):
+    monkeypatch.setattr(recipe, "load", lambda name: recipe.read(name, recipe_text))
+    monkeypatch.setattr(recipe, "names", lambda: ["mine"])
+    arguments = ("reproduce", "mine", "--tier", "ci", "--json", "--folder", tmp_path)
+    told = []
+    for device in ((), ("--device", "auto")):
+        CARD.reset_counters()
+        code, out, _ = farflock(*arguments, *device)
+        assert code == 0
+        told.append(lines(out)[-1])
+        used = CARD.to_card_bytes
+        assert bool(used) == bool(device)
+    assert told[1]["scale"].endswith(f", on {card}")
+    # the double rounds as the CPU does, with products in float32
+    by_device = [[arm["mean"]["loss"] for arm in one["arms"]] for one in told]
+    assert by_device[0] == pytest.approx(by_device[1], rel=1e-6)
 
 
 def test_all_goes_on_after_a_recipe_that_fails_and_says_so_in_the_end(

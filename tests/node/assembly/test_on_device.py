@@ -130,7 +130,10 @@ def together(bench, *devices):
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("on_card", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "on_card",
+    [(0,), *(pytest.param(on_card, marks=pytest.mark.ci_more) for on_card in ((1,), (0, 1)))],
+)
 def test_a_peer_on_the_card_and_one_on_the_cpu_end_with_one_state(bench, text, single, on_card):
     made = bench(text, peers=2, total=4 * TOKENS, period=5, codec="int8")
     devices = [single if number in on_card else None for number in range(2)]

@@ -6,6 +6,7 @@ from torch import nn
 from worlds.card import CARD
 
 import farflock
+from farflock.node.errors import Usage
 
 STEPS = 8
 
@@ -28,19 +29,22 @@ def trained(optimizer, model, rank):
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "on_card"),
+    ("method", "options", "on_card", "outer"),
     [
-        ("diloco", {"period": 4}, (0,)),
-        pytest.param("diloco", {"period": 4}, (0, 1), marks=pytest.mark.ci_more),
-        pytest.param("ddp", {}, (0,), marks=pytest.mark.ci_more),
-        pytest.param("ddp", {}, (0, 1), marks=pytest.mark.ci_more),
+        ("diloco", {"period": 4}, (0,), "device"),
+        pytest.param("diloco", {"period": 4}, (0, 1), "host", marks=pytest.mark.ci_more),
+        pytest.param("ddp", {}, (0,), "host", marks=pytest.mark.ci_more),
+        pytest.param("ddp", {}, (0, 1), "device", marks=pytest.mark.ci_more),
     ],
 )
-def test_ranks_on_the_card_end_with_the_state_of_the_others(accelerator, method, options, on_card):
+def test_ranks_on_the_card_end_with_the_state_of_the_others(
+    accelerator, method, options, on_card, outer
+):
     models = [net().to(accelerator) if rank in on_card else net() for rank in range(2)]
 
     def work(rank, optimize):
-        optimizer = optimize(models[rank], inner="sgd", lr=0.1)
+        kept = outer if rank in on_card else "host"
+        optimizer = optimize(models[rank], inner="sgd", lr=0.1, outer=kept)
         optimizer.wait_for_members(2)
         trained(optimizer, models[rank], rank)
         return optimizer.eval_params()
@@ -53,3 +57,8 @@ def test_ranks_on_the_card_end_with_the_state_of_the_others(accelerator, method,
         assert all(x.device.type == accelerator.type for x in models[rank].parameters())
     if CARD.plugged:  # which counts
         assert 0 < CARD.largest_from_card_bytes <= 4 * 3 * 16
+
+
+def test_an_outer_state_on_the_device_needs_one_of_the_model():
+    with pytest.raises(Usage, match='outer="device": this peer trains on the CPU'):
+        farflock.SwarmOptimizer(net(), outer="device")

@@ -96,7 +96,7 @@ def test_the_cpus_memory_is_the_machines():
 
 def test_outer_state_needs_a_device_that_computes_in_float64(card):
     require_outer(choose("auto"))
-    with pytest.raises(Usage, match="--outer device: this node trains on the CPU"):
+    with pytest.raises(Usage, match="--outer device: this peer trains on the CPU"):
         require_outer(choose("cpu"))
     with pytest.raises(Usage, match="Apple's GPU has no float64"):
         require_outer(Device(torch.device("mps"), "Apple's GPU", "fp16"))

@@ -4,6 +4,7 @@ import collections
 import json
 
 import pytest
+from worlds.card import CARD
 
 from farflock.node.simulate import chaos, simulation
 from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, SeedReport
@@ -74,6 +75,17 @@ def test_the_held_out_loss_comes_with_its_error(farflock):
     found = facts(farflock, *SHORT)
     assert 3 < found["held_out_loss"] < 7
     assert 0 < found["held_out_standard_error"] < 0.5
+
+
+def test_models_are_on_the_device_that_was_chosen(farflock, card):
+    here = facts(farflock, *SHORT)
+    assert CARD.to_card_bytes == 0
+    there = facts(farflock, *SHORT, "--device", "auto")
+    assert CARD.to_card_bytes > 0
+    # bf16 rounds otherwise, and nothing else differs
+    assert there["held_out_loss"] == pytest.approx(here["held_out_loss"], rel=2e-2)
+    assert there["state_hash"] != here["state_hash"]
+    assert there["bytes"] == pytest.approx(here["bytes"], rel=1e-2)
 
 
 # Disasters.
@@ -190,10 +202,13 @@ def test_a_dry_run_of_disasters_runs_none(farflock, reports):
     assert reports["asked"] == []
 
 
-def test_disasters_take_no_manifest(farflock, manifest):
+def test_disasters_take_no_manifest_and_no_device(farflock, manifest):
     code, _, err = farflock("sim", manifest, "--chaos")
     assert code == 2
     assert "leave out the manifest" in err
+    code, _, err = farflock("sim", "--chaos", "--device", "cuda")
+    assert code == 2
+    assert "leave out --device cuda" in err
 
 
 @pytest.mark.parametrize(

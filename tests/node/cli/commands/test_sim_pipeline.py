@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from worlds.card import CARD
 
 MANIFEST = """
 [run]
@@ -52,6 +53,16 @@ def test_it_trains_and_the_same_seed_gives_the_same_state(farflock, manifest):
     assert first["microbatches"] >= 36
     assert first["losses"][-1] < first["losses"][0]
     assert first["kills"] == 0
+
+
+def test_stages_are_on_the_device_that_was_chosen(farflock, manifest, card):
+    path = manifest(256)
+    here = facts(farflock, path, "--peers", "3", "--step", "0.1")
+    assert CARD.to_card_bytes == 0
+    there = facts(farflock, path, "--peers", "3", "--step", "0.1", "--device", "auto")
+    assert CARD.to_card_bytes > 0
+    assert there["held_out_loss"] == pytest.approx(here["held_out_loss"], rel=2e-2)
+    assert there["state_hash"] != here["state_hash"]
 
 
 def test_a_dry_run_shows_the_role_of_each_process(farflock, manifest):

@@ -65,7 +65,7 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.ci_more)])
 def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(lost, kept):
     async def die_out(one, sim):
         while not sim.settled or not any(end == lost and number >= 2 for _, end, number, _ in kept):  # noqa: ASYNC110
@@ -123,6 +123,7 @@ def test_without_copies_nothing_is_kept_and_a_lost_end_begins_with_initial_weigh
     assert "no peer has an exact copy of its embedding" in begun[0]["why"]
 
 
+@pytest.mark.ci_more
 def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
     async def die_out(one, sim):
         while not sim.settled or len(one.named[1]) < 3:  # noqa: ASYNC110
