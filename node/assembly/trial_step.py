@@ -22,19 +22,30 @@ from farflock.optimizers.method import Progress
 STEPS = 2  # the inner optimizer has its moments only from the first step on
 
 
-def fitting(plan: RunPlan, device: Device, options: StepOptions) -> int | None:
-    """Return how many sequences of a batch the device computes at once: those of the options, or a
-    half of them, and so on, until there is room; None if there is none even for one. Nothing stays
-    on the device. Layers are not compiled for it."""
-    device.release()
-    found = _tried(plan, device, replace(options, compile="off"))
-    device.release()  # not in `_tried`: an error there holds the frames of its pass
-    return found
+def fitting(
+    plan: RunPlan, device: Device, options: StepOptions, beside_bytes: int = 0
+) -> StepOptions | None:
+    """Return the options with how many sequences of a batch the device computes at once, beside so
+    many bytes of other tensors: those of the options, or a half of them, and so on, until there is
+    room. If there is none even for one, layers are computed again for their gradients, unless the
+    options say otherwise; None if that does not help. Nothing stays on the device. Layers are not
+    compiled for it."""
+    again = [replace(options, checkpointing="on")] if options.checkpointing == "auto" else []
+    for chosen in (options, *again):
+        device.release()
+        found = _tried(plan, device, replace(chosen, compile="off"), beside_bytes)
+        device.release()  # not in `_tried`: an error there holds the frames of its pass
+        if found is not None:
+            return replace(chosen, micro_batch=found)
+    return None
 
 
-def _tried(plan: RunPlan, device: Device, options: StepOptions) -> int | None:
+def _tried(plan: RunPlan, device: Device, options: StepOptions, beside_bytes: int) -> int | None:
     try:
-        return _stepped(plan, device, options)
+        beside = torch.empty(beside_bytes, dtype=torch.uint8, device=device.place)
+        found = _stepped(plan, device, options)
+        del beside
+        return found
     except NoRoom:
         return None
     except RuntimeError as error:

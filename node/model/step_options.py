@@ -28,7 +28,8 @@ class StepOptions:
 
     @property
     def checkpoints(self) -> bool:
-        """True if layers are computed again; auto: no."""
+        """True if layers are computed again; auto: no, unless a trial has shown that they must
+        be."""
         return self.checkpointing == "on"
 
     def compiles_on(self, device: Device) -> bool:

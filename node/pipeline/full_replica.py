@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from farflock.node.pipeline.passes.graphs import within_memory
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, backward_through
 from farflock.node.pipeline.server.passes import are_finite
 from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
@@ -121,8 +122,10 @@ class FullTrainer:
     ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]]:
         """Compute a microbatch forward and backward; return its gradients by stage, its loss and
         the round of each stage's weights. Runs on the compute thread."""
-        staged, loss = backward_through(
-            [server.stage for server in servers], *self.source.batch(microbatch)
+        stages, batch = [server.stage for server in servers], self.source.batch(microbatch)
+        staged, loss = within_memory(
+            [server.passes.graphs for server in servers],
+            lambda _: backward_through(stages, *batch),
         )
         return staged, loss, [server.applied for server in servers]
 

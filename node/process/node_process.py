@@ -41,7 +41,7 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
-from farflock.node.process.room import fitted, require_room, storage_of
+from farflock.node.process.room import fitted, storage_of, with_room
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
@@ -120,7 +120,8 @@ class NodeProcess:
             batch = self.manifest.train.batch
             at_once = self.machine.step_options.micro_batch or batch
             some = "" if at_once >= batch else f", {at_once} of a batch's {batch} sequences at once"
-            return f"this node trains on {device}{some}"
+            again = ", with layers computed again" if self.machine.step_options.checkpoints else ""
+            return f"this node trains on {device}{some}{again}"
         device = used_by_stages(device)
         if len(part.servings) > 1:
             return f"this node trains on {device}"
@@ -288,7 +289,7 @@ async def found(
     """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
     A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
-    require_room(machine, manifest, Failure)
+    machine = with_room(machine, manifest, Failure)
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
@@ -392,7 +393,7 @@ async def _join(
     ]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        require_room(machine, manifest, RefusedByRun)
+        machine = with_room(machine, manifest, RefusedByRun)
         require_corpus(manifest)
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
@@ -573,7 +574,7 @@ def _node(
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
             report=report,
-            storage=storage_of(machine, manifest),
+            storage=storage_of(machine),
             spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
             spread=spread_over(machine.codec_threads),
             device=machine.device,

@@ -7,6 +7,7 @@ A pipeline is for models that fit no single machine; each of its stages has to f
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
 import psutil
 
 from farflock.compression.activation import ActivationContext
@@ -16,6 +17,7 @@ from farflock.node.errors import FarflockError
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.loss import MAX_LOGITS
+from farflock.node.model.step_options import activation_bytes
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.terms import PipelinePlan, RunPlan
@@ -54,13 +56,14 @@ class Exchanged(NamedTuple):
 
 class StepChoices(NamedTuple):
     """The machine's choices on which memory depends: sequences computed at once (None: a batch),
-    whether a device computes them, the type of AdamW's moments, and whether layers are computed
-    again for their gradients."""
+    whether a device computes them, the type of AdamW's moments, whether layers are computed again
+    for their gradients, and whether a device's products are in two bytes."""
 
     micro_batch: int | None = None
     on_device: bool = False
     moments: MomentType = "fp32"
     checkpoints: bool = False
+    is_lower: bool = True
 
 
 WHOLE_BATCH = StepChoices()
@@ -86,7 +89,10 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = W
     if computing.moments != "fp32":
         moments += moment_bytes(plan, computing.moments)
     held = 2 * weights + moments + state + payloads + written // SAVED_SHARE
-    return held + _activation_bytes(plan, computing, plan.model.layers)
+    layer = layer_values(plan.model, plan.seq)
+    kept = plan.model.layers * (plan.model.dim if computing.checkpoints else layer)
+    a_token = VALUE_BYTES * (kept + (layer if computing.checkpoints else 0))
+    return held + _passes_bytes(plan, computing, a_token)
 
 
 def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> int:
@@ -95,12 +101,17 @@ def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> 
     Weights, gradients, and moments; a method that lets gradients of several steps add up has them
     twice during a step. Beside these either the passes (activations of the sequences that are
     computed at once, half a layer's more while gradients are computed, and weights in lower
-    precision), or the inner step, which computes with copies."""
+    precision), or the inner step, which computes with copies. Where a device has no fused
+    attention, its probabilities come on top."""
     model, weights = plan.model, VALUE_BYTES * plan.model.parameters()
     kinds = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 2
     angles = 2 * VALUE_BYTES * model.context * model.head_dim
     tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
-    passes = _activation_bytes(plan, computing, model.layers + 0.5) + weights // 2
+    kept, one = (
+        activation_bytes(shape, computing.is_lower, computing.checkpoints)
+        for shape in (model, msgspec.structs.replace(model, layers=1))
+    )
+    passes = _passes_bytes(plan, computing, kept + one // 2) + weights // 2
     moments = moment_bytes(plan, computing.moments)
     return kinds * weights + moments + angles + tokens + max(passes, weights)
 
@@ -120,12 +131,11 @@ def moment_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
     return int(MOMENT_BYTES[moments] * plan.model.parameters() * MOMENTS[plan.inner.name])
 
 
-def _activation_bytes(plan: RunPlan, computing: StepChoices, layers: float) -> int:
-    model, at_once = plan.model, min(computing.micro_batch or plan.batch, plan.batch)
-    layer = layer_values(model, plan.seq)
-    kept = model.layers * model.dim + layer if computing.checkpoints else int(layers * layer)
-    logits = min(model.vocab_size * at_once * plan.seq, MAX_LOGITS)
-    return VALUE_BYTES * (at_once * plan.seq * kept + 3 * logits)
+def _passes_bytes(plan: RunPlan, computing: StepChoices, a_token: int) -> int:
+    """Return what passes take that keep so many bytes a token, with their logits."""
+    tokens = min(computing.micro_batch or plan.batch, plan.batch) * plan.seq
+    logits = min(plan.model.vocab_size * tokens, MAX_LOGITS)
+    return tokens * a_token + 3 * VALUE_BYTES * logits
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
@@ -146,8 +156,7 @@ def kept_outer(
     if outer != "auto":
         return outer
     if device is not None and device.place.type != "cpu" and device.has_float64:
-        state = exchanged.state_bytes + exchanged.pending_bytes
-        needed = needed_device_bytes(plan, computing) + int(DEVICE_SHARE * state)
+        needed = needed_device_bytes(plan, computing) + state_on_device(exchanged)
         if needed <= device.memory()[0]:
             return "device"
     needed = needed_bytes(plan, exchanged, computing)
@@ -160,14 +169,13 @@ def require_memory(
     outer: OuterPlace = "host",
     exchanged: Exchanged | None = None,
     computing: StepChoices = WHOLE_BATCH,
-    device: Device | None = None,
 ) -> None:
     """Raise `error`, with the numbers, if the run takes more memory than this machine has free; the
     method's state can be on the disk or the device."""
     exchanged = exchanged or Exchanged()
     state, pending = exchanged.state_bytes, exchanged.pending_bytes
     elsewhere = {"host": 0, "disk": state, "device": state + pending}[
-        kept_outer(outer, plan, exchanged, computing, device)
+        kept_outer(outer, plan, exchanged, computing)
     ]
     needed, free = needed_bytes(plan, exchanged, computing) - elsewhere, _free_bytes()
     if needed > free:
@@ -193,21 +201,31 @@ def require_device_memory(
     error: type[FarflockError],
     exchanged: Exchanged,
     computing: StepChoices,
+    beside_bytes: int = 0,
 ) -> None:
-    """Raise `error` if this run's weights, gradients and moments alone do not fit the device, so
-    that no step has to be tried."""
-    if min_device_bytes(plan, computing.moments) > device.memory()[0]:
-        raise error(*refusal(plan, device, exchanged, computing))
+    """Raise `error` if this run's weights, gradients and moments alone, and what is there beside
+    them, do not fit the device, so that no step has to be tried."""
+    if min_device_bytes(plan, computing.moments) + beside_bytes > device.memory()[0]:
+        raise error(*refusal(plan, device, exchanged, computing, beside_bytes))
+
+
+def state_on_device(exchanged: Exchanged) -> int:
+    """Return the bytes of a device that a method's state takes, with blocks and copies of it."""
+    return int(DEVICE_SHARE * (exchanged.state_bytes + exchanged.pending_bytes))
 
 
 def refusal(
-    plan: RunPlan, device: Device, exchanged: Exchanged, computing: StepChoices
+    plan: RunPlan,
+    device: Device,
+    exchanged: Exchanged,
+    computing: StepChoices,
+    beside_bytes: int = 0,
 ) -> tuple[str, str, str]:
-    """Return the words for a model that the device has no room for, with the numbers of the device
-    and of the host."""
+    """Return the words for a model that the device has no room for beside the method's state, with
+    the numbers of the device and of the host."""
     least = computing._replace(micro_batch=1)
     numbers = (
-        needed_device_bytes(plan, least),
+        needed_device_bytes(plan, least) + beside_bytes,
         device.memory()[0],
         needed_bytes(plan, exchanged, least),
         _free_bytes(),
@@ -221,6 +239,8 @@ def refusal(
     fits_host = needed_bytes(plan, exchanged, least._replace(on_device=False)) <= _free_bytes()
     here = "train on the CPU (--device cpu), " if fits_host else ""
     again = "" if computing.checkpoints else "keep fewer activations (--checkpointing on), "
+    if beside_bytes:
+        again += "keep the method's state in the host's memory (--outer host), "
     remedy = f"{again}close programs that use the device, or use a larger one"
     return f"the run's model is too large for {device.name}", why, f"{here}{remedy}"
 

@@ -91,6 +91,14 @@ class Card:
 
 
 CARD = Card()
+
+
+def probabilities_bytes(plan: Any, sequences: int) -> int:
+    """Return what attention keeps of a step's passes on the card, where it is not fused."""
+    model = plan.model
+    return 4 * 3 * model.layers * model.heads * sequences * plan.seq**2
+
+
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -67,7 +67,8 @@ STEP_OPTIONS = (
         default="auto",
         show_default=True,
         help="Keep only what enters each layer, and compute the layer again for its gradients: a"
-        " third slower, in much less memory (auto: off).",
+        " third slower, in much less memory (auto: where an accelerator has no room for one"
+        " sequence without it).",
     ),
     click.option(
         "--compile",

@@ -4,14 +4,21 @@ A graph serves only the same input, bit for bit, at weights that nothing has cha
 gradients are those that the server would compute without it, whatever trainers ask for: on a CPU
 bit for bit, on other devices as far as they compute alike twice."""
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from farflock.node.model.device import is_out_of_memory
 from farflock.node.pipeline.passes.stage import Graph, Stage
+from farflock.node.train.task import NoRoom
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 MAX_GRAPH_BYTES = 512 * 1024 * 1024  # of one server; beyond it, backward passes compute again
 
 
@@ -65,10 +72,42 @@ class KeptGraphs:
         self.used += 1
         return graph
 
+    def shrink(self) -> None:
+        """Drop all graphs, and keep half as many from now on."""
+        self.max_bytes = self.size_bytes // 2
+        self._graphs.clear()
+
     def _now(self, version: Hashable) -> Hashable:
         """Return what changes with the weights: torch counts the writes to each tensor in place,
         and a swapped tensor has another storage."""
         return version, tuple((x._version, _storage(x)) for x in self.stage.model.parameters())
+
+
+def within_memory(kept: Sequence[KeptGraphs], work: Callable[[bool], T]) -> T:
+    """Do `work(False)`. Where the device has no room, drop graphs, give back what torch keeps, and
+    do `work(True)`, which is to take little. Raise `NoRoom` if that does not help."""
+    try:
+        return work(False)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    # Here, not above: the error holds the frames of the pass, and these its tensors.
+    dropped = sum(map(len, kept))
+    log.warning("a device ran out of memory in a pass: %d kept graphs are dropped", dropped)
+    for graphs in kept:
+        graphs.shrink()
+    kept[0].stage.release()
+    try:
+        return work(True)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NoRoom(
+            "the device has no room for one microbatch of a stage",
+            f"{error}; before that: {reason}",
+            "close programs that use it, or serve on another device (--device cpu)",
+        ) from error
 
 
 def measured(stage: Stage, x: Tensor) -> tuple[Tensor, int]:

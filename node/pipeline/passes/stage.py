@@ -87,6 +87,10 @@ class Stage:
         """The free bytes of the device's own memory; None on a CPU."""
         return None if self._device.place.type == "cpu" else self._device.memory()[0]
 
+    def release(self) -> None:
+        """Give back the memory of the device that torch keeps for later tensors."""
+        self._device.release()
+
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Return activations (B, L, D), or the last stage's logits (B, L, V), from tokens (B, L) or

@@ -15,7 +15,7 @@ from torch import Tensor
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace_versions import Superseded
-from farflock.node.pipeline.passes.graphs import KeptGraphs
+from farflock.node.pipeline.passes.graphs import KeptGraphs, within_memory
 from farflock.node.pipeline.passes.requests import (
     Backward,
     Confirm,
@@ -31,7 +31,7 @@ from farflock.node.pipeline.passes.requests import (
     Stale,
     Version,
 )
-from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
+from farflock.node.pipeline.passes.stage import BackwardOutput, MicrobatchGradient, Stage
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 from farflock.node.pipeline.server.weight_versions import MissingVersion, WeightVersions
 from farflock.swarm.links import PeerId
@@ -167,13 +167,21 @@ class StagePasses:
     def _outputs(
         self, inputs: Sequence[tuple[GradientKey, Tensor]], version: Version | None
     ) -> list[Tensor]:
-        """Compute one output for each input: alone where its graph is kept, the rest together."""
-        kept = [self.graphs.forward(key, x, version) for key, x in inputs]
-        rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
-        batch = self.ends.edges.batch
-        together = self.stage.forward(torch.cat(rest)).cpu() if rest else None
-        computed = iter(() if together is None else torch.split(together, batch))
-        return [next(computed) if y is None else y.cpu() for y in kept]
+        """Compute one output for each input: alone where its graph is kept, the rest together if
+        there is room."""
+
+        def computed(alone: bool) -> list[Tensor]:
+            kept = [self.graphs.forward(key, x, version) for key, x in inputs]
+            rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
+            groups = [[x] for x in rest] if alone else [rest] if rest else []
+            outputs = (
+                output
+                for group in groups
+                for output in torch.split(self.stage.forward(torch.cat(group)).cpu(), len(group[0]))
+            )
+            return [next(outputs) if y is None else y.cpu() for y in kept]
+
+        return within_memory([self.graphs], computed)
 
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
         """Compute a backward pass at the weights that it names; return its result and their
@@ -195,8 +203,12 @@ class StagePasses:
         tokens_BL, x = read
         try:
             outside = self._outside(asked, request, tokens_BL)
-            graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
-            back = self.stage.gradients(graph, outside)
+
+            def computed(_: bool) -> BackwardOutput:
+                graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
+                return self.stage.gradients(graph, outside)
+
+            back = within_memory([self.graphs], computed)
             payloads: tuple[bytes, ...] = ()
             if back.input_gradient is not None:
                 given = back.input_gradient.cpu(), request, tokens_BL, x, self._came(asked)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from worlds.card import CARD, OutOfMemory
+from worlds.card import CARD, OutOfMemory, probabilities_bytes
 from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
@@ -243,7 +243,8 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     del whole
     single.release()
     CARD.reset_counters()
-    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(made.plan, StepChoices(2))
+    room = needed_device_bytes(made.plan, StepChoices(2, on_device=True, is_lower=False))
+    CARD.capacity_bytes = CARD.used_bytes + room + probabilities_bytes(made.plan, 2)
     found = alone(made, 6 * 256, single)
     assert found.loop.training_task.parts.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes

@@ -3,27 +3,34 @@
 import asyncio
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from worlds.card import CARD
+from worlds.card import CARD, probabilities_bytes
 from worlds.waiting import until
 
 from farflock.node.assembly.checkpoints import last_of
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.device import Device, choose
-from farflock.node.model.replica import in_memory
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found, join
-from farflock.node.process.room import fitted, require_room, storage_of
+from farflock.node.process.room import fitted, storage_of, with_room
 from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve
-from farflock.node.run.memory import StepChoices, min_device_bytes, needed_device_bytes
+from farflock.node.run.memory import (
+    StepChoices,
+    min_device_bytes,
+    needed_device_bytes,
+    state_on_device,
+)
 from farflock.node.state.paths import RunFolder
+from farflock.node.train.run_size import exchanged
 from farflock.node.train.task import NoRoom
 
+LEAST = StepChoices(1, on_device=True)
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
 
 
@@ -46,10 +53,10 @@ def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, 
     CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) - 1
     before = CARD.peak_bytes
     with pytest.raises(Failure, match="the run's model is too large for Double Card"):
-        require_room(there, run, Failure)
+        with_room(there, run, Failure)
     assert CARD.peak_bytes == before
     CARD.capacity_bytes += 1
-    require_room(there, run, Failure)
+    with_room(there, run, Failure)
 
 
 @pytest.mark.ci_more
@@ -59,12 +66,12 @@ def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
     CARD.reset_counters()
     CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
     free = there.device.memory()[0]
-    require_room(there, run, RefusedByRun)
+    with_room(there, run, RefusedByRun)
     with pytest.raises(RefusedByRun) as refused:
         asyncio.run(fitted(there, run, RefusedByRun))
     numbers = re.findall(r"([\d,]+) MB", str(refused.value))
     assert numbers[:2] == [
-        f"{size / 1e6:,.0f}" for size in (needed_device_bytes(run.plan(), StepChoices(1)), free)
+        f"{size / 1e6:,.0f}" for size in (needed_device_bytes(run.plan(), LEAST), free)
     ]
     assert len(numbers) == 4
     assert "train on the CPU (--device cpu)" in str(refused.value)
@@ -72,10 +79,26 @@ def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
 
 def test_a_device_gets_the_part_of_a_batch_that_fits(card, machine):
     there, run = machine(choose()), manifest()
-    assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch == 4
+    assert asyncio.run(fitted(there, run, Failure)).step_options == StepOptions(micro_batch=4)
     there.device.release()
-    CARD.capacity_bytes = CARD.used_bytes + needed_device_bytes(run.plan(), StepChoices(1))
+    room = needed_device_bytes(run.plan(), LEAST) + probabilities_bytes(run.plan(), 1)
+    CARD.capacity_bytes = CARD.used_bytes + room
     assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch in (1, 2)
+
+
+def test_a_state_that_is_to_be_on_the_device_needs_room_there_too(card, machine):
+    run = resolve({"model": SHAPE, "method": {"name": "diloco"}, "train": {"batch": 4, "seq": 32}})
+    there, plan = machine(choose(), outer="device"), run.plan()
+    there.device.release()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(plan) + 4 * plan.model.parameters()
+    with pytest.raises(Failure, match="\\(--outer host\\)"):
+        with_room(there, run, Failure)
+    with_room(replace(there, outer="host"), run, Failure)
+    # Where weights, moments and state alone fit, the steps that are tried do not.
+    room = min_device_bytes(plan) + state_on_device(exchanged(plan, 2))
+    CARD.capacity_bytes = CARD.used_bytes + room
+    with pytest.raises(Failure, match="\\(--outer host\\)"):
+        asyncio.run(fitted(with_room(there, run, Failure), run, Failure))
 
 
 def test_a_cpu_is_not_tried(machine):
@@ -88,12 +111,12 @@ def test_the_host_needs_no_room_for_activations_beside_a_device(card, machine, m
     run = manifest(batch=512)
     free = SimpleNamespace(available=2_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    require_room(machine(choose()), run, Failure)
-    assert storage_of(machine(choose()), run)((1,)).device.type == "card"
-    assert storage_of(machine(choose(), outer="host"), run) is in_memory
+    for outer, place in (("auto", "card"), ("device", "card"), ("host", "cpu")):
+        there = with_room(machine(choose(), outer=outer), run, Failure)
+        assert storage_of(there)((1,)).device.type == place
     with pytest.raises(Failure, match="compute fewer sequences at once \\(--micro-batch 1\\)"):
-        require_room(machine(Device()), run, Failure)
-    require_room(machine(Device(), step_options=StepOptions(micro_batch=1)), run, Failure)
+        with_room(machine(Device()), run, Failure)
+    with_room(machine(Device(), step_options=StepOptions(micro_batch=1)), run, Failure)
 
 
 @pytest.mark.ci_more

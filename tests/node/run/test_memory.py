@@ -134,10 +134,10 @@ def test_auto_keeps_outer_state_on_a_device_with_room_for_it(card, monkeypatch):
     assert kept_outer("auto", run, held, WHOLE_BATCH, Device()) == "host"
 
 
-def test_what_is_kept_on_a_device_takes_no_memory_of_the_host(card, monkeypatch):
-    run, device, held = manifest(), Device(card, "Double Card", "fp32"), Exchanged(10**8, 10**7)
+def test_what_is_kept_on_a_device_takes_no_memory_of_the_host(monkeypatch):
+    run, held = manifest(), Exchanged(10**8, 10**7)
     free = needed_bytes(run, held) - 10**8 - 10**7
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    require_memory(run, Failure, "device", held, WHOLE_BATCH, device)
+    require_memory(run, Failure, "device", held)
     with pytest.raises(Failure, match="--outer disk"):
-        require_memory(run, Failure, "host", held, WHOLE_BATCH, device)
+        require_memory(run, Failure, "host", held)

@@ -10,9 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.contrib.stash import Stash
-from farflock.node.pipeline.passes.graphs import KeptGraphs, measured
+from farflock.node.pipeline.passes.graphs import KeptGraphs, measured, within_memory
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.run.split import even
+from farflock.node.train.task import NoRoom
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=4, tied=False, vocab_size=50)
 SPANS = even(CONFIG, 3)
@@ -184,3 +185,17 @@ def test_measuring_leaves_no_graph_behind(monkeypatch):
     assert size
     assert storages
     assert all(each.expired() for each in storages)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError, RuntimeError])
+def test_a_device_without_room_for_one_pass_is_named_and_other_errors_are_themselves(error):
+    kept, tried = KeptGraphs(stage_of(1)), []
+
+    def fail(least):
+        tried.append(least)
+        raise error("why")
+
+    out_of_memory = error is torch.OutOfMemoryError
+    with pytest.raises(NoRoom if out_of_memory else error, match="why"):
+        within_memory([kept], fail)
+    assert tried == ([False, True] if out_of_memory else [False])

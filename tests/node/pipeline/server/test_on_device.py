@@ -3,6 +3,7 @@
 The accelerator is worlds/card.py."""
 
 import asyncio
+import logging
 
 import pytest
 import torch
@@ -149,3 +150,26 @@ def test_forward_passes_that_wait_are_one_call_of_the_model(single):
             torch.testing.assert_close(values(payload), alone)
 
     asked(at_once, device=single, together=4)
+
+
+async def forwarded(bench, room=None):
+    """Return the outputs of some microbatches and the gradients of one. Before the last one the
+    device has so much room left (None: enough)."""
+    outputs = [await bench.ask(*bench.forward(number)) for number in range(1, 6)]
+    if room is not None:
+        bench.stage.release()
+        CARD.capacity_bytes = CARD.used_bytes + room
+    outputs += [await bench.ask(*bench.forward(6)), await bench.put_aside(2)]
+    return [values(one) for _, payloads in outputs for one in payloads], bench.server.passes.graphs
+
+
+def test_a_pass_that_runs_out_of_memory_drops_kept_graphs_and_is_computed_again(single, caplog):
+    caplog.set_level(logging.WARNING)
+    wanted, graphs = asked(forwarded, device=single)
+    each = graphs.size_bytes // len(graphs)
+    assert (len(graphs), graphs.used) == (4, 1)
+    found, graphs = asked(lambda bench: forwarded(bench, each // 2), device=single)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert graphs.max_bytes == 2 * each
+    assert (len(graphs), graphs.used) == (1, 0), "the last one, whose pass was taken again"
+    assert "ran out of memory in a pass: 4 kept graphs are dropped" in caplog.text
