@@ -2,7 +2,8 @@
 
 The method, its outer state and all links live on rank 0, the *leader* (node/model/ranks.py); the
 other ranks hold shards and follow. State moves block by block between the leader and the ranks that
-hold it, so no rank ever has a full tensor that nobody asked for. Between two forward passes a
+hold it, so no rank ever has a full tensor that nobody asked for; what a checkpoint or a joiner asks
+for is collected in `spool`, which can be on the disk. Between two forward passes a
 follower calls `follow()` until it returns False.
 """
 
@@ -19,7 +20,7 @@ from farflock.node.model.device import CPU
 from farflock.node.model.ranks import LEADER, Order, Ranks
 from farflock.node.model.replica import Slots, Storage, blend, float_block, in_memory, require_place
 from farflock.optimizers.method import BlockChange, TensorBlock, Tensors, What
-from farflock.optimizers.parts.blocks import blocks
+from farflock.optimizers.parts.blocks import BLOCK_VALUES, blocks
 
 
 class FsdpReplica:
@@ -52,6 +53,7 @@ class FsdpReplica:
         self._places = {name: place for place, name in enumerate(self.names)}
         self.lr: float | None = None
         self.storage: Storage = in_memory
+        self.spool: Storage = in_memory  # of large tensors that are collected from the ranks
         self.home = CPU  # of the method's state, and of all that methods read
 
     @property
@@ -85,19 +87,26 @@ class FsdpReplica:
             return {name: self._whole(name, what) for name in names}
 
     def block(self, name: str, what: What, start: int, stop: int) -> Tensor:
-        """Return a range of float32 values on the leader's CPU; only the leader calls this."""
+        """Return a range of float32 values on the leader's CPU, more than a block of them in
+        `spool`; only the leader calls this."""
         stored = self._slots.peek(name, what)
         if not isinstance(stored, DTensor):  # the leader has all of it
             return float_block(stored.reshape(-1)[start:stop], CPU)
         with self.ranks.call(self._order("block", (name,), what, start, stop)):
-            return self._collected(stored, start, stop)
+            if stop - start <= BLOCK_VALUES:
+                return self._collected(stored, start, stop)
+            return self._put_together(stored, start, stop, self.spool)
 
     def _whole(self, name: str, what: What) -> Tensor:
         stored = self._slots.find(name, what)
-        whole = torch.empty(stored.shape, dtype=torch.float32)
-        for _, start, stop in blocks(name, stored.shape):
-            whole.view(-1)[start:stop] = self._collected(stored, start, stop)
-        return whole
+        return self._put_together(stored, 0, stored.numel(), in_memory).view(stored.shape)
+
+    def _put_together(self, stored: Tensor, start: int, stop: int, storage: Storage) -> Tensor:
+        """Return a range in this storage, collected block by block."""
+        values = storage((stop - start,))
+        for _, first, last in blocks("", (stop,), start=start):
+            values[first - start : last - start] = self._collected(stored, first, last)
+        return values
 
     def _collected(self, stored: Tensor, start: int, stop: int) -> Tensor:
         """Return a range on the leader, from the ranks that hold it."""
@@ -214,7 +223,9 @@ class FsdpReplica:
                     for _, start, stop in blocks(name, stored.shape):
                         self._give(stored, start, stop)
             case "block":
-                self._give(self._slots.find(names[0], order.what), order.start, order.stop)
+                stored = self._slots.find(names[0], order.what)
+                for _, start, stop in blocks("", (order.stop,), start=order.start):
+                    self._give(stored, start, stop)
             case "write":
                 for name in names:
                     target = self._slots.ensure(name, order.what)

@@ -18,7 +18,7 @@ from functools import partial
 
 from farflock.node.pipeline.passes.graphs import within_memory
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, backward_through
-from farflock.node.pipeline.server.passes import are_finite
+from farflock.node.pipeline.server.passes import finite
 from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger
 from farflock.node.pipeline.trainer.commits import CommitTracker
@@ -115,7 +115,7 @@ class FullTrainer:
         """Return what `compute` does, or None if a gradient is not finite."""
         found = self.compute(servers, microbatch)
         gradients = (x for part in found[0] for x in part.gradients.values())
-        return found if are_finite(gradients) else None
+        return found if bool(finite(gradients)) else None
 
     def compute(
         self, servers: Sequence[StageServer], microbatch: Microbatch

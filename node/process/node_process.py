@@ -553,7 +553,7 @@ def _node(
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
-    files = Worker("files")
+    files, copies = Worker("files"), OuterFiles(machine.folder.snapshots).allocate
     report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
@@ -567,6 +567,7 @@ def _node(
             how = options.checkpoints, options.compile == "on"
             assignment = Assignment(manifest.canonical(), peer.me, *how)
             shared = lead(ranks, assignment, tokens, machine.device)
+            shared.replica.spool = copies
         part = replica = replica_node(
             plan,
             peer,
@@ -575,7 +576,7 @@ def _node(
             train=Worker("train"),
             report=report,
             storage=storage_of(machine),
-            spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
+            spool=Spool(files, copies),
             spread=spread_over(machine.codec_threads),
             device=machine.device,
             step_options=machine.step_options,

@@ -59,6 +59,7 @@ PATH = [
     "node/pipeline/server/pending.py",
     "node/pipeline/server/weight_versions.py",
     "node/pipeline/passes/graphs.py",
+    "node/pipeline/passes/coming.py",
     "node/pipeline/server/accounts.py",
 ]
 

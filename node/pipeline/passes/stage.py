@@ -29,6 +29,8 @@ from farflock.node.model.llama import Llama
 
 Gradients = dict[str, Tensor]
 
+RUNS_AHEAD = ("cuda", "xpu")
+
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
@@ -41,13 +43,13 @@ class MicrobatchGradient:
 
 @dataclass(frozen=True, slots=True)
 class BackwardOutput:
-    """A backward pass's results: the gradient of the stage's input (B, L, D), None at the first
-    stage; the gradient of its weights; and at the last stage the loss, in nats summed over
-    tokens."""
+    """A backward pass's results, on the device: the gradient of the stage's input (B, L, D), None
+    at the first stage; the gradient of its weights; and at the last stage the loss, in nats summed
+    over tokens."""
 
     input_gradient: Tensor | None
     staged: MicrobatchGradient
-    loss_sum: float | None = None
+    loss_sum: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ class Stage:
     def free_bytes(self) -> int | None:
         """The free bytes of the device's own memory; None on a CPU."""
         return None if self._device.place.type == "cpu" else self._device.memory()[0]
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the device computes on after it was asked, so that this machine can do something
+        else before it reads the results."""
+        return self._device.place.type in RUNS_AHEAD
 
     def release(self) -> None:
         """Give back the memory of the device that torch keeps for later tensors."""
@@ -130,11 +138,14 @@ class Stage:
         return BackwardOutput(
             input_gradient=None if self.is_first else found[0],
             staged=MicrobatchGradient(gradients, x.shape[0] * x.shape[1]),
-            loss_sum=float(result.detach()) if self.is_last else None,
+            loss_sum=result.detach() if self.is_last else None,
         )
 
     def there(self, x: Tensor) -> Tensor:
-        """Return a tensor on the device."""
+        """Return a tensor on the device. One of the CPU is copied from pinned memory where the
+        device runs ahead, so that nothing waits for the copy."""
+        if self.runs_ahead and x.is_cpu:
+            x = x.pin_memory()
         return x.to(self._device.place, non_blocking=True)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:

@@ -8,6 +8,7 @@ Shapes: B sequences, L positions, D model width."""
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace_versions import Superseded
+from farflock.node.pipeline.passes.coming import Coming, coming
 from farflock.node.pipeline.passes.graphs import KeptGraphs, within_memory
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -31,7 +33,7 @@ from farflock.node.pipeline.passes.requests import (
     Stale,
     Version,
 )
-from farflock.node.pipeline.passes.stage import BackwardOutput, MicrobatchGradient, Stage
+from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 from farflock.node.pipeline.server.weight_versions import MissingVersion, WeightVersions
 from farflock.swarm.links import PeerId
@@ -59,11 +61,25 @@ class BackwardResult:
     loss_sum: float | None
 
 
+class _Backwards(NamedTuple):
+    """A backward pass that a device computes: its gradient stays there, the rest comes."""
+
+    staged: MicrobatchGradient
+    input_gradient: Coming | None
+    loss_sum: Coming | None
+    is_finite: Coming | None
+
+
+ForwardReplies = tuple[list[bytes | Unread | Stale], Version | None]
+BackwardReply = tuple[BackwardResult | Unread | Gone, Version | None]
+
+
 class StagePasses:
     """The passes of stage `index` at one server. From a forward pass to the backward pass, `graphs`
     keeps what saves computing it again.
 
-    Only the compute thread calls `forward` and `backward`. A microbatch may arrive at most
+    Only the compute thread calls `forward`, `backward`, what begins them and what that returns. A
+    pass that was begun has the weights of that moment. A microbatch may arrive at most
     `staleness` rounds behind the stage; `applied()` is the last round in the weights."""
 
     def __init__(
@@ -135,67 +151,95 @@ class StagePasses:
 
     # computing
 
-    def forward(
-        self, asked: Sequence[PassRequest]
-    ) -> tuple[list[bytes | Unread | Stale], Version | None]:
+    def forward(self, asked: Sequence[PassRequest]) -> ForwardReplies:
         """Compute forward passes together; return payloads or refusals, and the version."""
-        with self.versions.using(None) as version:
-            return self._forward_all(asked, version), version
+        return self.begin_forward(asked)()
 
-    def _forward_all(
-        self, asked: Sequence[PassRequest], version: Version | None
+    def begin_forward(self, asked: Sequence[PassRequest]) -> Callable[[], ForwardReplies]:
+        """Let the device compute forward passes together; return what waits for it, and then does
+        what `forward` does. One with an unreadable input is refused alone."""
+        with self.versions.using(None) as version:
+            read = [self._read_or_stale(each) for each in asked]
+            inputs = [
+                (_key(each), entry[1])
+                for each, entry in zip(asked, read, strict=True)
+                if isinstance(entry, tuple)
+            ]
+            outputs = self._outputs(inputs, version)
+        return lambda: (self._replies(asked, read, outputs), version)
+
+    def _replies(
+        self,
+        asked: Sequence[PassRequest],
+        read: Sequence[tuple[Tensor, Tensor] | Unread | Stale],
+        outputs: Iterable[Coming],
     ) -> list[bytes | Unread | Stale]:
-        """Run the forward passes of all requests; one with an unreadable input is refused alone."""
-        read = [self._read_or_stale(each) for each in asked]
-        inputs = [
-            (_key(each), entry[1])
-            for each, entry in zip(asked, read, strict=True)
-            if isinstance(entry, tuple)
-        ]
-        outputs = iter(self._outputs(inputs, version))
+        """Return the payload of each output, or why there is none."""
+        made = iter(outputs)
         replies: list[bytes | Unread | Stale] = []
         for each, entry in zip(asked, read, strict=True):
             if not isinstance(entry, tuple):
                 replies.append(entry)
                 continue
             try:
-                replies.append(self._output(each, next(outputs), entry[0]))
+                replies.append(self._output(each, next(made).wait(), entry[0]))
             except UnencodableTensor as error:
                 replies.append(Refused(str(error)[:200], None if self.stage.is_first else "input"))
         return replies
 
     def _outputs(
         self, inputs: Sequence[tuple[GradientKey, Tensor]], version: Version | None
-    ) -> list[Tensor]:
+    ) -> list[Coming]:
         """Compute one output for each input: alone where its graph is kept, the rest together if
         there is room."""
 
-        def computed(alone: bool) -> list[Tensor]:
+        def computed(alone: bool) -> list[Coming]:
             kept = [self.graphs.forward(key, x, version) for key, x in inputs]
             rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
             groups = [[x] for x in rest] if alone else [rest] if rest else []
             outputs = (
                 output
                 for group in groups
-                for output in torch.split(self.stage.forward(torch.cat(group)).cpu(), len(group[0]))
+                for output in self._coming(self.stage.forward(torch.cat(group))).split(
+                    len(group[0])
+                )
             )
-            return [next(outputs) if y is None else y.cpu() for y in kept]
+            return [next(outputs) if y is None else self._coming(y) for y in kept]
 
         return within_memory([self.graphs], computed)
 
-    def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
+    def backward(self, asked: PassRequest) -> BackwardReply:
         """Compute a backward pass at the weights that it names; return its result and their
         version."""
+        return self.begin_backward(asked)()
+
+    def begin_backward(self, asked: PassRequest) -> Callable[[], BackwardReply]:
+        """Let the device compute a backward pass; return what waits for it, and then does what
+        `backward` does."""
         assert isinstance(asked.request, Backward)
+        refused = None
         try:
             with self.versions.using(asked.request.version) as version:
-                return self._backward_one(asked, version), version
+                begun = self._begin_backward(asked, version)
         except MissingVersion as reason:  # dropped while the request waited
-            return Gone(self._applied(), reason.lack == "late"), None
+            refused = Gone(self._applied(), reason.lack == "late")
         except Superseded:  # no peer may use this version any longer
-            return Gone(self._applied(), late=True), None
+            refused = Gone(self._applied(), late=True)
+        if refused is not None:
+            return lambda: (refused, None)
 
-    def _backward_one(self, asked: PassRequest, version: Version | None) -> BackwardResult | Unread:
+        def ended() -> BackwardReply:
+            try:
+                return self._ended(asked, *begun) if isinstance(begun, tuple) else begun, version
+            except Superseded:
+                return Gone(self._applied(), late=True), None
+
+        return ended
+
+    def _begin_backward(
+        self, asked: PassRequest, version: Version | None
+    ) -> tuple[tuple[Tensor, Tensor], _Backwards] | Unread:
+        """Return what was read and is being computed, or why nothing is."""
         request, read = asked.request, self.read(asked)
         assert isinstance(request, Backward)
         if not isinstance(read, tuple):
@@ -203,24 +247,44 @@ class StagePasses:
         tokens_BL, x = read
         try:
             outside = self._outside(asked, request, tokens_BL)
+        except Superseded:
+            raise
+        except (CorruptPayload, Incompatible) as error:
+            return self._spoilt(str(error))
 
-            def computed(_: bool) -> BackwardOutput:
-                graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
-                return self.stage.gradients(graph, outside)
+        def computed(_: bool) -> _Backwards:
+            graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
+            back = self.stage.gradients(graph, outside)
+            numbers = (back.input_gradient, back.loss_sum, finite(back.staged.gradients.values()))
+            return _Backwards(
+                back.staged, *(None if x is None else self._coming(x) for x in numbers)
+            )
 
-            back = within_memory([self.graphs], computed)
-            payloads: tuple[bytes, ...] = ()
+        return read, within_memory([self.graphs], computed)
+
+    def _ended(
+        self, asked: PassRequest, read: tuple[Tensor, Tensor], back: _Backwards
+    ) -> BackwardResult | Unread:
+        """Wait for a backward pass; may raise `Superseded`."""
+        payloads: tuple[bytes, ...] = ()
+        assert isinstance(asked.request, Backward)
+        try:
             if back.input_gradient is not None:
-                given = back.input_gradient.cpu(), request, tokens_BL, x, self._came(asked)
+                given = back.input_gradient.wait(), asked.request, *read, self._came(asked)
                 payloads = (self.ends.edges.input_gradient(*given),)
         except Superseded:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
-        if not are_finite(back.staged.gradients.values()):
+        assert back.is_finite is not None
+        if not bool(back.is_finite.wait()):
             # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")
-        return BackwardResult(back.staged, payloads, back.loss_sum)
+        loss_sum = None if back.loss_sum is None else float(back.loss_sum.wait())
+        return BackwardResult(back.staged, payloads, loss_sum)
+
+    def _coming(self, x: Tensor) -> Coming:
+        return coming(x, ahead=self.stage.runs_ahead)
 
     def _output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
         assert isinstance(asked.request, Forward)
@@ -277,8 +341,8 @@ def _key(asked: PassRequest) -> GradientKey:
     return asked.caller, asked.request.number
 
 
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if all values are finite: the least and the greatest of a tensor are NaN if any is.
-    A device is waited for once."""
+def finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether all values are finite, on their device: the least and the greatest of a tensor
+    are NaN if any is."""
     ends = [end for x in tensors for end in torch.aminmax(x)]
-    return bool(torch.stack(ends).isfinite().all())
+    return torch.stack(ends).isfinite().all()

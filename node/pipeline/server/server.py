@@ -13,7 +13,8 @@ import asyncio
 import collections
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -37,7 +38,13 @@ from farflock.node.pipeline.passes.requests import (
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
-from farflock.node.pipeline.server.passes import BackwardResult, PassRequest, StagePasses
+from farflock.node.pipeline.server.passes import (
+    BackwardReply,
+    BackwardResult,
+    ForwardReplies,
+    PassRequest,
+    StagePasses,
+)
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
 from farflock.node.pipeline.server.queue import StageQueue
 from farflock.node.pipeline.server.weight_versions import WeightVersions
@@ -47,7 +54,10 @@ from farflock.swarm.paths.round_robin import Ema
 from farflock.swarm.peer.call_server import CallReply
 from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
+PassInput = TypeVar("PassInput")
+Found = TypeVar("Found")
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
+Rest = Callable[[], Awaitable[None]]
 BACKWARD_COST = 3.0  # in forward passes: one is redone, and two gradients cost one each
 EXPIRE_EVERY_S = 1.0  # between two checks of the leases, which last much longer
 FIRST_RATE = 1.0  # microbatches per second, before any pass is timed
@@ -112,6 +122,7 @@ class StageServer:
         )
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
+        self._rest: Rest | None = None  # of passes that were begun
         self._line: collections.deque[asyncio.Future[bool]] = collections.deque()
         self._pass_s = Ema()
         self._served: collections.Counter[str] = collections.Counter()
@@ -232,7 +243,7 @@ class StageServer:
             self.pending.expire(self._now())
             self._call_up()
             jobs = self._queue.take()
-            if jobs:
+            if jobs or self._rest is not None:
                 await self._do(jobs)
                 continue
             self._waiting.clear()
@@ -243,18 +254,44 @@ class StageServer:
                 self._turn_away()
 
     async def _do(self, jobs: list[_Job]) -> None:
-        started_s = self._now()
+        """Compute passes and answer them. Where the device runs ahead, begin these passes, and then
+        answer those begun before: while it computes, payloads are read and written here."""
+        before, self._rest = self._rest, await self._begin(jobs) if jobs else None
+        if before is not None:
+            await before()
+
+    async def _begin(self, jobs: list[_Job]) -> Rest | None:
+        """Begin passes; return what answers them, or None if they are answered already."""
+        passes, started_s = self.passes, self._now()
         if jobs[0].is_backward:
             (job,) = jobs
-            await self._do_backward(job, started_s)
-        else:
-            await self._do_forward(jobs, started_s)
+            back = partial(self._answer_backward, job, started_s)
+            return await self._run(
+                passes.backward, passes.begin_backward, job.asked, BACKWARD_COST, back
+            )
+        asked, answer = [job.asked for job in jobs], partial(self._answer_forward, jobs, started_s)
+        return await self._run(passes.forward, passes.begin_forward, asked, len(jobs), answer)
 
-    async def _do_forward(self, jobs: list[_Job], started_s: float) -> None:
-        asked = [job.asked for job in jobs]
-        outputs, version = await self.computing.run_pass(
-            lambda: self.passes.forward(asked), len(jobs)
-        )
+    async def _run(
+        self,
+        whole: Callable[[PassInput], Found],
+        begin: Callable[[PassInput], Callable[[], Found]],
+        asked: PassInput,
+        cost: float,
+        answer: Callable[[Found], None],
+    ) -> Rest | None:
+        if not self.stage.runs_ahead:
+            answer(await self.computing.run_pass(lambda: whole(asked), cost))
+            return None
+        wait = await self.computing.run_pass(lambda: begin(asked), cost)
+
+        async def rest() -> None:
+            answer(await self.computing.compute(wait))
+
+        return rest
+
+    def _answer_forward(self, jobs: list[_Job], started_s: float, found: ForwardReplies) -> None:
+        outputs, version = found
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
             self._served["forward"] += 1
@@ -264,13 +301,10 @@ class StageServer:
             else:
                 job.resolve(output)
 
-    async def _do_backward(self, job: _Job, started_s: float) -> None:
+    def _answer_backward(self, job: _Job, started_s: float, computed: BackwardReply) -> None:
         request, caller = job.asked.request, job.asked.caller
         assert isinstance(request, Backward)
-        key = (caller, request.number)
-        found, version = await self.computing.run_pass(
-            lambda: self.passes.backward(job.asked), BACKWARD_COST
-        )
+        key, (found, version) = (caller, request.number), computed
         took_s = self._now() - started_s
         if not isinstance(found, BackwardResult):
             self.pending.drop(key, request.attempt)

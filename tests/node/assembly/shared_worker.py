@@ -16,6 +16,7 @@ import torch
 from farflock.node.assembly.followers import Assignment, lead
 from farflock.node.assembly.node import replica_node
 from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.model import loss
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
@@ -73,33 +74,34 @@ class World:
         terms = RunTerms("3", 3, view_s=2.0)
         return Peer(terms, me, links, None, incarnation=1, record=lambda: record)
 
-    def node(self, peer, described, shared, losses=None):
+    def node(self, peer, described, shared, losses=None, how=()):
         async def compute(work):
             return work()
 
         async def train(work):
-            loss = await asyncio.to_thread(work) if losses is None else work()
+            found = await asyncio.to_thread(work) if losses is None else work()
             if losses is not None:
-                losses.append(loss)
+                losses.append(found)
             await asyncio.sleep(0.5)
-            return loss
+            return found
 
         part = None
         if shared:
-            assignment = Assignment(described.canonical(), peer.me)
+            assignment = Assignment(described.canonical(), peer.me, *how)
             part = lead(self.ranks, assignment, self.text, Device())
         return replica_node(
             described.plan(), peer, self.text, compute=compute, train=train, shared=part
         )
 
-    def trained(self, described, shared, saved=None):
+    def trained(self, described, shared, saved=None, how=()):
         """Return a node's state at the start, the node at the end, and its losses. A node with a
-        checkpoint only loads it."""
+        checkpoint only loads it. `how` says whether several processes compute layers again, and
+        whether they compile them."""
         losses = []
 
         async def main():
             async with self.peer().running() as peer:
-                node = self.node(peer, described, shared, losses)
+                node = self.node(peer, described, shared, losses, how)
                 node.peer.found()
                 if saved is not None:
                     load_state(node, saved)
@@ -135,8 +137,8 @@ def close(one, other):
             assert away <= 1e-3 * other[part][name].double().norm() + 1e-9, f"{part} {name}"
 
 
-def local_steps_are_those_of_one_process(world, described):
-    began, node, losses = world.trained(described, shared=True)
+def local_steps_are_those_of_one_process(world, described, how=()):
+    began, node, losses = world.trained(described, shared=True, how=how)
     began_alone, alone, losses_alone = world.trained(described, shared=False)
     same(began, began_alone)
     assert len(losses) == len(losses_alone) >= 5
@@ -198,6 +200,14 @@ def so_it_is_on_other_terms(world, folder):
     in_bf16_the_loss_falls_as_in_float32(world, OPTIONS, exact)
 
 
+def layers_are_computed_again_and_losses_in_chunks(world, folder):
+    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False))
+
+
+def layers_are_compiled(world, folder):
+    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (False, True))
+
+
 def a_follower_fails(world, folder):
     """Train for ever in real time: the follower's third step raises."""
 
@@ -229,6 +239,8 @@ def fail_at_step_3(task, step, take_part=SharedTask.take_part):
 
 def main(case, folder):
     torch.set_num_threads(1)
+    if "chunks" in case:
+        loss.MAX_LOGITS = 11 * 256  # a row has 32 tokens
     with gathered(place_of(os.environ), Device()) as ranks:
         if ranks.leads:
             globals()[case](World(ranks, folder), folder)

@@ -62,6 +62,16 @@ def test_they_do_so_with_ddp_and_in_bf16(pair):
     assert pair("so_it_is_on_other_terms") == ["", ""]
 
 
+@pytest.mark.ci_more
+def test_they_do_so_with_layers_computed_again_and_the_loss_in_chunks(pair):
+    assert pair("layers_are_computed_again_and_losses_in_chunks") == ["", ""]
+
+
+@pytest.mark.long
+def test_they_do_so_with_compiled_layers(pair):
+    assert pair("layers_are_compiled") == ["", ""]
+
+
 def test_a_follower_that_fails_ends_the_peer_which_says_why(pair):
     leader, follower = pair("a_follower_fails")
     assert leader.startswith("rank 1 of this peer has ended")

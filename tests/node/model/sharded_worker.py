@@ -22,7 +22,7 @@ from farflock.node.model.ranks import Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Result
-from farflock.optimizers.parts.blocks import BLOCK_VALUES
+from farflock.optimizers.parts.blocks import BLOCK_VALUES, stored
 from farflock.optimizers.parts.inner import InnerConfig
 
 TIMEOUT_S = 40.0
@@ -153,6 +153,12 @@ def state_travels_in_blocks(world):
     assert torch.equal(world.replica.read(["weight"], "exp_avg")["weight"], values)
     first = world.module.weight.to_local()
     assert torch.equal(first, values[:151] + 1)
+    # what a checkpoint or a joiner reads is put together where there is room for it
+    spooled = []
+    world.replica.spool = lambda shape: spooled.append(torch.zeros(shape)) or spooled[-1]
+    whole = stored(world.replica, "weight", "exp_avg")
+    assert torch.equal(whole, values)
+    assert [whole.data_ptr()] == [x.data_ptr() for x in spooled]
     assert 50_000 < world.ranks.largest <= BLOCK_VALUES
 
 

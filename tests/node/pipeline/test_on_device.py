@@ -6,6 +6,7 @@ parameter (`anywhere`)."""
 import asyncio
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from worlds.pipeline_audit import MODEL, TEXT, TOKENS
 
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.device import Device, choose
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.run.memory import needed_stage_device_bytes
 from farflock.node.run.split import even
+from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.swarm.roles import EVERY
@@ -33,13 +36,16 @@ def single(card):
     return Device(card, "Double Card", "fp32")
 
 
-def trained(who, steps, codec="raw", model=MODEL, stages=2, inner=None, during=None, **options):
+def trained(
+    who, steps, codec="raw", model=MODEL, stages=2, inner=None, during=None, terms=None, **options
+):
     """Return the simulation of a run in float32 once these steps are done, and its terms."""
     total = steps * BATCH * TOKENS
     plan = pipeline_audit.plan(0, total, rate=0.3, **options)
     plan = replace(plan, dtype=torch.float32, model=model, inner=inner or plan.inner)
     pipeline = replace(
-        pipeline_audit.pipeline(stages, BATCH, codec), stages=tuple(even(model, stages))
+        pipeline_audit.pipeline(stages, BATCH, codec, **(terms or {})),
+        stages=tuple(even(model, stages)),
     )
 
     async def main():
@@ -76,6 +82,26 @@ def test_servers_of_a_stage_on_unequal_devices_keep_one_state(single, codec):
     assert all(torch.equal(x, other[name]) for name, x in first.items())
     assert nodes[3].servings == ()
     assert nodes[3].last_loss < 1.1 * math.log(MODEL.vocab_size)
+
+
+@pytest.mark.ci_more
+@pytest.mark.parametrize("asynchronous", [None, Asynchronous(4)])
+def test_a_run_whose_stages_run_ahead_ends_like_others(monkeypatch, asynchronous):
+    who = (*(PeerRole(stage) for stage in (0, 1, 1)), PeerRole(trains=True))
+    terms = {"asynchronous": asynchronous, "server": ServerTerms(lease_s=8.0, staleness=3)}
+    ended = []
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda device: event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    for ahead in (False, True):
+        monkeypatch.setattr(Stage, "runs_ahead", property(lambda stage, ahead=ahead: ahead))
+        sim, *_ = trained(who, 6, terms=terms)
+        ended.append(sim.nodes)
+    here, there = ended
+    assert there[3].last_loss == pytest.approx(here[3].last_loss, rel=0.05)
+    assert there[3].step >= 6 * BATCH
+    one, other = (state_of(there[number]) for number in (1, 2))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
 @pytest.mark.ci_more

@@ -543,7 +543,7 @@ def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
         for number in (1, 2):
             back = bench.stage.backward(bench.inside(number), bench.outside(number))
             wanted.add(back.staged)
-            losses += back.loss_sum or 0.0
+            losses += float(back.loss_sum or 0.0)
         assert taken.staged.tokens == 2 * TOKENS
         for name, x in wanted.sums.items():
             torch.testing.assert_close(taken.staged.gradients[name], x, rtol=0, atol=1e-12)
@@ -587,7 +587,7 @@ async def test_a_nodes_own_training_counts_next_to_what_others_ask_for_and_takes
     for number in range(1, 8):  # more than there are places
         back = bench.stage.backward(bench.inside(number), bench.outside(number))
         server.accounts.merged.clear()
-        await server.contribute(("me", number), back.staged, back.loss_sum, 0)
+        await server.contribute(("me", number), back.staged, float(back.loss_sum), 0)
         assert server.accounts.merged.is_set()
         wanted.add(back.staged)
     await bench.merge(20)
