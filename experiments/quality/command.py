@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output
 from farflock.node.errors import Usage, nearest
 
@@ -56,8 +57,18 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
     help="Run one short trial per method, in a minute or two; the numbers mean little.",
 )
 @click.option(
-    "--workers", type=click.IntRange(1, 256), help="Parallel processes (default: one per core)."
+    "--tier",
+    type=click.Choice(["cpu", "gpu"]),
+    default="cpu",
+    show_default=True,
+    help="Size of the model and its batches: for a desk, or for one GPU.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    help="Parallel processes (default: one per core; on a GPU, one).",
+)
+@device_option(None, " (default: the CPU, and in tier gpu the best GPU)")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -88,7 +99,9 @@ def command(
     seeds: int | None,
     finalists: int | None,
     quick: bool,
+    tier: str,
     workers: int | None,
+    device: str | None,
     folder: Path | None,
     runs: Path | None,
     record: Path | None,
@@ -106,9 +119,13 @@ def command(
     from farflock.experiments.quality import screen as quality
     from farflock.experiments.quality.runs import RunsFile
     from farflock.experiments.reproduce.shelf import Shelf
+    from farflock.experiments.reproduce.text import device_for
     from farflock.node.state.paths import home
 
-    size = _sized(quality.QUICK if quick else quality.Size(), steps, screen_steps, seeds, finalists)
+    sizes = quality.GPU if tier == "gpu" else quality.Size()
+    place = device_for(device, sizes.device, f"bench quality, tier {tier}")
+    size = _sized(quality.QUICK if quick else sizes, steps, screen_steps, seeds, finalists)
+    size = replace(size, device=place)
     arms = quality_arms.load()
     only = _only(names, arms)
     budgets = tuple(sorted({int(name.rpartition(".")[2]) for name in only})) or CHOICES[budget]
@@ -124,7 +141,8 @@ def command(
     shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
     bench = quality.Bench(size, arms, budgets, only)
     with one_thread():  # like the workers
-        scores = _run(out, bench, shelf, workers or os.cpu_count() or 1, dry_run)
+        at_once = workers or (os.cpu_count() or 1 if place == "cpu" else 1)
+        scores = _run(out, bench, shelf, at_once, dry_run)
     if scores is None:
         return
     for one in budgets:

@@ -174,6 +174,7 @@ def record(page: Path, sections: dict[int, str]) -> None:
 def _setting(size: Size) -> str:
     """Return the common settings of all runs, in sentences."""
     model, seeds = size.model, ", ".join(map(str, size.seeds))
+    place = "" if size.device == "cpu" else f"; on {size.device}"
     return (
         f"Model of {parameters_of(model):,} parameters (dim {model.dim}, {model.layers} layers); "
         f"{size.peers} peers; {size.batch * size.seq} tokens a step of all peers, "
@@ -181,7 +182,7 @@ def _setting(size: Size) -> str:
         f"stated otherwise, weight decay {size.weight_decay:g}, clip {size.clip:g}; "
         f"cosine to {size.floor:.0%}. Screen: {size.screen_steps} steps on seed {size.seeds[0]}. "
         f"Final: {size.steps} steps on seeds {seeds}. Losses in nats a token over {size.held_out} "
-        "held-out sequences."
+        f"held-out sequences{place}."
     )
 
 

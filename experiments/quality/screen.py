@@ -56,8 +56,12 @@ class Size:
     weight_decay: float = 0.1
     beta1: float = 0.9
     clip: float = 1.0
+    device: str = "cpu"
 
 
+GPU = Size(
+    PRESETS["10m"], batch=64, seq=256, screen_steps=300, steps=1500, held_out=256, device="gpu"
+)
 QUICK = Size(
     batch=8, seq=32, screen_steps=32, steps=48, seeds=(1, 2), finalists=1, trials=1, held_out=64
 )
@@ -154,7 +158,7 @@ class Bench:
                 optimizer=own.optimizer,
                 clip=own.clip,
             )
-        return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
+        return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup), size.device)
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
         """Return the screen's jobs, and the effort of the whole comparison.

@@ -78,6 +78,7 @@ def command(
     """
     from farflock.experiments.reproduce import recipe
     from farflock.experiments.reproduce.shelf import Shelf
+    from farflock.experiments.reproduce.text import device_for
     from farflock.node.state.paths import home
 
     out, shelf = Output(as_json), Shelf(folder or home() / "reproduce")
@@ -94,7 +95,10 @@ def command(
         for one in loaded:
             _describe(out, one, tier, device)
         return
-    places = [_device_of(device, one, tier) for one in loaded]  # all, before anything runs
+    places = [  # all, before anything runs
+        device_for(device, "gpu" if one.needs_gpu(tier) else "cpu", f"{one.name}, tier {tier}")
+        for one in loaded
+    ]
     failed = []
     for one, place in zip(loaded, places, strict=True):
         try:
@@ -163,24 +167,6 @@ def _describe(out: Output, one: Any, tier: str, device: str | None) -> None:  # 
         {**described, "hash": digest},
         f"{explanation(one.name)}\n{one_line(described)}\nhash {digest}",
     )
-
-
-def _device_of(wanted: str | None, one: Any, tier: str) -> str:  # noqa: ANN401 - a Recipe
-    """Return the name of the device of a recipe's models: the wanted one, or what the tier asks
-    for. Raise `Usage` if this machine has none."""
-    needs_gpu = one.needs_gpu(tier)
-    if wanted is None and not needs_gpu:
-        return "cpu"
-    from farflock.node.model.device import choose
-
-    place = choose(wanted or "auto").place
-    if wanted is None and place.type == "cpu":
-        raise Usage(
-            f"{one.name}, tier {tier}",
-            "it is sized for a GPU, and torch finds none here",
-            "use --tier cpu, or --device cpu, which may take days",
-        )
-    return str(place)
 
 
 def _reproduce(

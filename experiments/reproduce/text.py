@@ -8,12 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from farflock.experiments.pipelines.text import texts
+from farflock.node.errors import Usage
 from farflock.node.model.data import evaluation
 from farflock.node.model.device import Device, choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.llama import ModelConfig, build
 
 Measure = Callable[[Mapping[str, Tensor]], float]
+
+
+def device_for(wanted: str | None, sized_for: str, what: str) -> str:
+    """Return the name of the device of some runs: the wanted one, or the CPU or the best other one
+    that their sizes ask for. Raise `Usage` if this machine has none."""
+    if wanted is None and sized_for == "cpu":
+        return "cpu"
+    place = choose(wanted or "auto").place
+    if wanted is None and place.type == "cpu":
+        raise Usage(
+            what,
+            "it is sized for a GPU, and torch finds none here",
+            "use --tier cpu, or --device cpu, which may take days",
+        )
+    return str(place)
 
 
 def comparable(device: str) -> Device:

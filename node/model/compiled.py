@@ -18,20 +18,23 @@ Backend = str | Callable[..., object]
 
 
 class CompiledLayers:
-    """The layers of a model, which `settle` has to try once before the first step."""
+    """The layers of a model, which `settle` has to try before the first step with each number of
+    sequences: code is compiled for one shape."""
 
     def __init__(self, model: Llama, backend: Backend = "inductor") -> None:
         self._model, self._backend = model, backend
-        self.settled = False
+        self._settled: set[int] = set()  # numbers of sequences
+        self._failed = False
 
-    def settle(self, loss_of: Callable[[], Tensor]) -> None:
-        """Compile, and compute a loss with its gradients, which are dropped; the model's own stay
-        as they are. If anything fails, go back to layers that are not compiled, and warn.
+    def settle(self, sequences: int, loss_of: Callable[[], Tensor]) -> None:
+        """Compile, and compute a loss of so many sequences with its gradients, which are dropped;
+        the model's own stay as they are. If anything fails, go back to layers that are not
+        compiled, and warn.
 
-        Code is compiled when it is first needed, in the backward pass too. A later call does
-        nothing. Raise `torch.OutOfMemoryError` if memory is what is missing; the next call tries
-        again."""
-        if self.settled:
+        Code is compiled when it is first needed, in the backward pass too. A later call for as many
+        does nothing. Raise `torch.OutOfMemoryError` if memory is what is missing; the next call
+        tries again."""
+        if self._failed or sequences in self._settled:
             return
         try:
             for layer in self._model.blocks():
@@ -43,9 +46,10 @@ class CompiledLayers:
         except Exception as error:
             # A backend may raise anything. What does not come from it comes again in the step.
             self._give_up(error)
-        self.settled = True
+        self._settled.add(sequences)
 
     def _give_up(self, error: Exception) -> None:
+        self._failed = True
         for layer in self._model.blocks():
             layer._compiled_call_impl = None  # torch has no public way back
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -134,7 +134,7 @@ class LanguageModelTask:
                 share = self.accumulate * len(x) / len(x[rows])
                 loss_of = partial(self._loss, x[rows], y[rows], share)
                 if self.compiled is not None:
-                    self.compiled.settle(loss_of)
+                    self.compiled.settle(len(x[rows]), loss_of)
                 loss = loss_of()
                 (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
@@ -176,8 +176,6 @@ class LanguageModelTask:
             step,
             self.parts.at_once,
         )
-        if self.compiled is not None:
-            self.compiled.settled = False  # code is compiled for one shape
         drop_gradients(self.module.parameters())
         self.device.release()
 

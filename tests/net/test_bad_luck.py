@@ -150,7 +150,7 @@ def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
     assert code == 0
     _, described = outcome("run", founder.folder / "run.toml", "--dry-run")
     assert {name: facts[name] for name in described} == described
-    assert facts["memory_bytes"] > 0
+    assert facts["memory_host"] > 0
     assert facts["run"] == json.loads((founder.folder / "status.json").read_text())["run"]
     assert not list(tmp_path.iterdir())
 

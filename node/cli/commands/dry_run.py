@@ -91,7 +91,6 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
         "shards": sum(each["shards"] for each in facts),
         "bytes_per_round": sum(each["round_bytes"] for each in facts),
         "seconds_per_round": sum(each["round_s"] for each in facts),
-        "memory_bytes": max(memory),
         "memory_host": max(memory),
         "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
         **asdict(line),
@@ -126,7 +125,7 @@ def size_text(facts: dict[str, Any]) -> str:
 
     from farflock.node.cli.output import plain_table
 
-    needed, free_bytes = facts["memory_bytes"], int(psutil.virtual_memory().available)
+    needed, free_bytes = facts["memory_host"], int(psutil.virtual_memory().available)
     verdict = "" if needed <= free_bytes else ", so this machine would refuse to train it"
     lines = [
         f"parameters {facts['parameters']:,}",

@@ -2,10 +2,12 @@
 without a name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from farflock.experiments.bench import command
+from farflock.experiments.quality import arms as quality_arms
 from farflock.experiments.quality import pace as quality_pace
 from farflock.experiments.quality import screen as quality
 from farflock.experiments.quality.runs import RunsFile
@@ -49,6 +51,25 @@ def test_each_finalist_is_a_line_of_json_and_people_get_tables(farflock, asked):
     ):
         assert part in err
     assert (asked["size"], asked["budgets"], asked["only"]) == (quality.Size(), (100,), ())
+
+
+def test_a_gpu_s_tier_is_larger_and_takes_one_process(farflock, asked, card):
+    for options in (("--tier", "gpu"), ("--device", "auto")):
+        code, _, _ = farflock("bench", "quality", *options)
+        assert code == 0
+        sizes = quality.GPU if options[0] == "--tier" else quality.Size()
+        assert asked["size"] == replace(sizes, device=str(card))
+        assert asked["workers"] == 1
+    job = quality.Bench(asked["size"], quality_arms.load(), (100,), ()).probe()
+    assert job.device == str(card)
+
+
+def test_a_gpu_s_tier_without_a_gpu_is_refused(farflock, asked, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
+    code, _, err = farflock("bench", "quality", "--tier", "gpu")
+    assert code == 2
+    assert "torch finds none here" in err
+    assert not asked
 
 
 def test_programs_get_the_lines_alone(farflock, asked):

@@ -26,7 +26,7 @@ def step(model):
 def settled(backend, model):
     """Return the layers after their trial."""
     made = CompiledLayers(model, backend)
-    made.settle(lambda: model(*batch()))
+    made.settle(2, lambda: model(*batch()))
     return made
 
 
@@ -92,7 +92,7 @@ def test_a_failure_is_told_in_one_line_and_the_step_is_that_of_plain_layers(
     assert "\n" not in record.getMessage()
     for x, y in zip(step(plain), step(ours), strict=True):
         assert torch.equal(x, y)
-    made.settle(lambda: pytest.fail("it was tried again"))
+    made.settle(2, lambda: pytest.fail("it was tried again"))
 
 
 def test_missing_memory_is_no_failure_of_the_compiler():
@@ -106,16 +106,34 @@ def test_missing_memory_is_no_failure_of_the_compiler():
 
     made = CompiledLayers(model, "eager")
     with pytest.raises(torch.OutOfMemoryError):
-        made.settle(loss_of)
-    made.settle(loss_of)
-    made.settle(loss_of)
+        made.settle(2, loss_of)
+    made.settle(2, loss_of)
+    made.settle(2, loss_of)
     assert len(tries) == 2
+
+
+def test_another_number_of_sequences_is_tried_too_and_its_failure_caught(caplog):
+    torch._dynamo.reset()
+    plain, ours = build(PRESETS["tiny"], 1), build(PRESETS["tiny"], 1)
+
+    def for_two(graph, inputs):
+        if inputs[0].shape[0] != 2 and inputs[1].shape[0] != 2:
+            raise FileNotFoundError("no room for more code")
+        return graph
+
+    made = settled(for_two, ours)
+    assert "torch.compile failed" not in caplog.text
+    x, y = batch()
+    made.settle(1, lambda: ours(x[:1], y[:1]))
+    assert "no room for more code" in caplog.text
+    for one, other in zip(step(plain), step(ours), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_failure_that_is_the_models_own_comes_again_in_the_step():
     model = build(PRESETS["tiny"], 1)
     x = torch.zeros(1, 65, dtype=torch.int64)  # beyond the context
     made = CompiledLayers(model, "eager")
-    made.settle(lambda: model(x, x))
+    made.settle(2, lambda: model(x, x))
     with pytest.raises(ValueError, match="longer than the model's context"):
         model(x, x)
