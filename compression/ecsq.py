@@ -29,7 +29,15 @@ from torch import Tensor
 from farflock.compression import native, rice
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
-from farflock.compression.payload import BF16_MAX_BITS, FLOAT_MAX, bf16_bits, from_bf16, within
+from farflock.compression.payload import (
+    BF16_MAX_BITS,
+    FLOAT_MAX,
+    bf16_bits,
+    from_bf16,
+    to_device,
+    to_host,
+    within,
+)
 
 MAX_CODE = 4096
 _LARGEST = 2.0**127  # magnitudes are clamped to it, so that no code times its step is infinite
@@ -86,7 +94,7 @@ class Ecsq:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the step, the counts, the signs and the three lists."""
-        before, x = len(out), x.cpu()
+        before, x = len(out), to_host(x)
         if native.encode("ecsq", x, out, self.rate):
             return len(out) - before
         cut = within(within(x), _LARGEST).contiguous().numpy()
@@ -108,7 +116,7 @@ class Ecsq:
         if not out.is_cpu:
             landing = torch.empty(out.shape, dtype=torch.float32)
             self.decode(payload, ctx, landing)
-            out.copy_(landing)
+            out.copy_(to_device(landing, out.device))
             return
         if native.decode("ecsq", payload, out, self.rate):
             return

@@ -5,8 +5,11 @@ Payloads are little endian and unaligned. Values are copied out first, so no ten
 a peer's message.
 """
 
+import contextlib
+import functools
 import sys
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -34,11 +37,54 @@ BF16_MAX_BITS = 0x7F7F
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which this process copies from a CUDA device and to it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has not typed it
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Let what the block copies from a device run beside its other work, and wait for it: on CUDA
+    it begins after all that the device was asked before, and nothing that it is asked later waits
+    for it. Not tried on a real card. Other devices copy in the order in which they are asked."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _copies(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Return a tensor's values on the CPU, copied through pinned memory and `aside`; those of the
+    CPU are returned themselves."""
+    if x.is_cpu:
+        return x
+    with aside(x.device):
+        return x.to("cpu", non_blocking=x.is_cuda)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the CPU on a device. On CUDA they come through pinned memory, beside what it
+    computes, and what it is asked from now on waits for them."""
+    if device.type != "cuda":
+        return values.to(device)
+    stream, asked = _copies(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        there = values.pin_memory().to(device, non_blocking=True)
+    asked.wait_stream(stream)
+    there.record_stream(asked)
+    return there
+
+
 def append(out: bytearray, values: Tensor) -> int:
     """Append a tensor's raw bytes to `out`; return the number of bytes."""
     if not values.numel():
         return 0
-    raw = values.contiguous().view(torch.uint8).cpu().numpy().data
+    raw = to_host(values.contiguous().view(torch.uint8)).numpy().data
     out += raw
     return raw.nbytes
 
@@ -57,7 +103,7 @@ def values_at(
     values = torch.frombuffer(
         bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype
     )
-    return values if device is None else values.to(device)
+    return values if device is None else to_device(values, device)
 
 
 def divided(x: Tensor, by: float) -> Tensor:

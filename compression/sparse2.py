@@ -18,7 +18,7 @@ from torch import Tensor
 from farflock.compression import native, rice
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
-from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16
+from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16, to_device, to_host
 from farflock.compression.topk import ChunkedTopK
 
 
@@ -46,9 +46,9 @@ class TopK2(ChunkedTopK):
         if native.encode(self.kind, x, out, self.k, self.chunk):
             return len(out) - before
         places = self.places(x, self._kept(x.numel() % self.chunk))
-        levels, codes = _quantised(x[places].cpu().numpy(), self.k)
+        levels, codes = _quantised(to_host(x[places]).numpy(), self.k)
         out += levels.tobytes() + rice.pack(codes, 2)
-        inside = places.cpu().numpy() % self.chunk
+        inside = to_host(places).numpy() % self.chunk
         previous = np.concatenate(([-1], inside[:-1]))
         previous[:: self.k] = -1
         rice.write(inside - previous - 1, out)
@@ -78,7 +78,8 @@ class TopK2(ChunkedTopK):
         sizes = from_bf16(levels[2 * (np.arange(kept) // self.k) + (codes >> 1)])
         values = torch.from_numpy(np.where(codes & 1, -sizes, sizes))
         out.zero_()
-        out[torch.from_numpy(places).to(out.device)] = values.to(out.device)
+        there = to_device(torch.from_numpy(places), out.device)
+        out[there] = to_device(values, out.device)
 
     def _places(self, gaps: rice.Numbers, count: int) -> rice.Numbers:
         """Return flat positions from the gaps before them, which restart with each chunk."""

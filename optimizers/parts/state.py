@@ -12,6 +12,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from farflock.compression.payload import aside
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.parts.blocks import BLOCK_VALUES, blocks
 
@@ -67,7 +68,9 @@ def on_host(flat: Tensor) -> Iterator[Tensor]:
     )
     for start in range(0, flat.numel(), PIECE_VALUES):
         piece = flat[start : start + PIECE_VALUES]
-        yield landing[: len(piece)].copy_(piece)
+        with aside(flat.device):
+            landed = landing[: len(piece)].copy_(piece, non_blocking=flat.is_cuda)
+        yield landed
 
 
 def _digest(values: Tensor) -> bytes:
