@@ -26,7 +26,14 @@ from farflock.optimizers.method import Progress
 from farflock.swarm.sim.virtual_time import run_virtual
 
 TOKENS = 1280
-OPTIONS = {"diloco": {"period": 5, "codec": "int8"}, "ddp": {"codec": "bf16"}}
+# A choice of coefficients, or their sign, makes much of a rounding, so DeMo sends all as they are.
+ALL = {"codec": "fp32", "sign": False}
+OPTIONS = {
+    "diloco": {"period": 5, "codec": "int8"},
+    "ddp": {"codec": "bf16"},
+    "demo": ALL,
+    "flexdemo": ALL,
+}
 EVERY_DAY = ("ddp", "diloco", "local", "sparseloco")
 
 
@@ -92,7 +99,9 @@ def close(one, other):
         assert held.keys() == other[part].keys()
         for name, x in held.items():
             away = (x.double() - other[part][name].double()).norm()
-            assert away <= 1e-2 * other[part][name].double().norm() + 1e-9, f"{part} {name}"
+            # what is left of a momentum that was sent as it is is rounding itself
+            least = 1e-6 if part == "personal" else 1e-9
+            assert away <= 1e-2 * other[part][name].double().norm() + least, f"{part} {name}"
 
 
 @pytest.mark.parametrize(
