@@ -314,7 +314,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         )
         pending = [(key.stream, key.round) for key in loop.driver.pending]
         facts = Remembered(loop.step, loop.driver.position, pending)
-        return {"method": tensors, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
+        kept = {name: x.cpu() for name, x in tensors.items()}
+        return {"method": kept, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
 
     async def _recall(self, swarm: dict[str, Any]) -> None:
         loop = self._here.loop

@@ -19,8 +19,8 @@ def net():
     return model
 
 
-def trained(optimizer, model, rank):
-    for step in range(STEPS):
+def trained(optimizer, model, rank, steps=range(STEPS)):
+    for step in steps:
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(100 * rank + step))
         x = x.to(next(model.parameters()).device)
         optimizer.zero_grad()
@@ -62,3 +62,20 @@ def test_ranks_on_the_card_end_with_the_state_of_the_others(
 def test_an_outer_state_on_the_device_needs_one_of_the_model():
     with pytest.raises(Usage, match='outer="device": this peer trains on the CPU'):
         farflock.SwarmOptimizer(net(), outer="device")
+
+
+def test_a_state_on_the_device_is_saved_on_the_cpu_and_restored_there(accelerator):
+    kept = {"method": "diloco", "period": 3, "inner": "sgd", "lr": 0.1, "outer": "device"}
+    one, other, plain = (net().to(accelerator) for _ in range(3))
+    with farflock.SwarmOptimizer(one, **kept) as optimizer:
+        trained(optimizer, one, 0)
+        whole = optimizer.eval_params()
+    with farflock.SwarmOptimizer(other, **kept) as optimizer:
+        trained(optimizer, other, 0, range(4))
+        saved, weights = optimizer.state_dict(), other.state_dict()
+    assert all(x.is_cpu for x in saved["swarm"]["method"].values())
+    plain.load_state_dict(weights)
+    with farflock.SwarmOptimizer(plain, **kept) as optimizer:
+        optimizer.load_state_dict(saved)
+        trained(optimizer, plain, 0, range(4, STEPS))
+        assert all(torch.equal(x, whole[name]) for name, x in optimizer.eval_params().items())
