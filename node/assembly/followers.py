@@ -34,6 +34,7 @@ class Assignment(msgspec.Struct, frozen=True):
     peer: str
     checkpoints: bool = False
     compiles: bool = False
+    micro_batch: int = 0  # 0: all rows of a rank
 
 
 class SharedPart(NamedTuple):
@@ -70,7 +71,8 @@ def shared_part(
     replica = FsdpReplica(model, plan.inner.build(model), plan.clip_norm, ranks)
     terms = plan.run_seed, assignment.peer, plan.batch, plan.seq
     batches = Batches(tokens, *terms, recurring=plan.samples)
-    task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, device)
+    computed = device, assignment.micro_batch or None
+    task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, *computed)
     return SharedPart(model, replica, task)
 
 

@@ -117,10 +117,11 @@ class NodeProcess:
         """Return a sentence on the device that the node computes on."""
         part, device = self.member, self.machine.device
         if isinstance(part, ReplicaNode):
-            batch = self.manifest.train.batch
-            at_once = self.machine.step_options.micro_batch or batch
-            some = "" if at_once >= batch else f", {at_once} of a batch's {batch} sequences at once"
-            again = ", with layers computed again" if self.machine.step_options.checkpoints else ""
+            ranks, options = self.machine.ranks, self.machine.step_options
+            rows = -(-self.manifest.train.batch // (1 if ranks is None else ranks.count))
+            at_once = options.micro_batch or rows
+            some = "" if at_once >= rows else f", {at_once} of a batch's {rows} sequences at once"
+            again = ", with layers computed again" if options.checkpoints else ""
             return f"this node trains on {device}{some}{again}"
         device = used_by_stages(device)
         if len(part.servings) > 1:
@@ -564,7 +565,7 @@ def _node(
             from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
 
             options = machine.step_options
-            how = options.checkpoints, options.compile == "on"
+            how = options.checkpoints, options.compile == "on", options.micro_batch or 0
             assignment = Assignment(manifest.canonical(), peer.me, *how)
             shared = lead(ranks, assignment, tokens, machine.device)
             shared.replica.spool = copies

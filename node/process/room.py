@@ -8,7 +8,9 @@ from functools import partial
 
 from farflock.node.assembly.trial_step import fitting
 from farflock.node.errors import FarflockError, Usage
+from farflock.node.model.device import Device
 from farflock.node.model.replica import OnDevice, Storage, in_memory
+from farflock.node.model.step_options import StepOptions
 from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
@@ -16,11 +18,14 @@ from farflock.node.run.memory import (
     Exchanged,
     StepChoices,
     kept_outer,
+    min_device_bytes,
+    needed_shard_bytes,
     refusal,
     require_device_memory,
     require_memory,
     state_on_device,
 )
+from farflock.node.run.terms import RunPlan
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.train.run_size import exchanged
 from farflock.optimizers.catalog import method
@@ -44,21 +49,35 @@ def with_room(
                 "start it without torchrun",
             )
         return machine
-    if machine.ranks is not None and (computing.moments != "fp32" or computing.micro_batch):
+    if machine.ranks is not None and computing.moments != "fp32":
         raise Usage(
-            "--moments, --micro-batch",
-            "several processes are this peer, and compute with shards",
-            "leave these options out",
+            f"--moments {computing.moments}",
+            "several processes are this peer, and step shards",
+            "leave this option out",
         )
     beside = _exchanged(manifest)
     # A node of a shared model keeps nothing on its device but its shard.
     home = machine.device if machine.ranks is None else None
     machine = replace(machine, outer=kept_outer(machine.outer, plan, beside, computing, home))
     require_memory(plan, error, machine.outer, beside, computing)
-    if computing.on_device and home is not None:
+    if computing.on_device and machine.ranks is not None:
+        _require_shard(plan, machine.device, error, machine.ranks.count)
+    elif computing.on_device:
         terms = machine.device, error, beside, computing, _state_beside(machine, beside)
         require_device_memory(plan, *terms)
     return machine
+
+
+def _require_shard(plan: RunPlan, device: Device, error: type[FarflockError], count: int) -> None:
+    """Raise `error` if a shard of the model alone does not fit this device."""
+    least, free = min_device_bytes(plan) // count, device.memory()[0]
+    if least > free:
+        raise error(
+            f"the run's model is too large for {count} processes",
+            f"a shard of its weights, gradients and moments takes about {least / 1e6:,.0f} MB of"
+            f" each device's memory, and {free / 1e6:,.0f} MB are free here",
+            "start more processes on more devices, or close programs that use them",
+        )
 
 
 def storage_of(machine: MachineOptions) -> Storage:
@@ -78,10 +97,15 @@ async def fitted(
     computes at once, and whether it has to compute layers again for that. Raise `error` if there is
     no room even for one.
 
-    A CPU is not tried: systems promise more memory than they have, and end who takes it."""
-    shared = machine.ranks is not None  # each of several processes has a part of the model
-    if shared or manifest.pipeline is not None or machine.device.place.type == "cpu":
+    A CPU is not tried: systems promise more memory than they have, and end who takes it. Nor are
+    several processes: one that runs out of memory leaves the others waiting."""
+    if manifest.pipeline is not None or machine.device.place.type == "cpu":
         return machine
+    if machine.ranks is not None:
+        options = reckoned(
+            manifest.plan(), machine.device, machine.step_options, machine.ranks.count
+        )
+        return replace(machine, step_options=options)
     plan, exchanged, trial = manifest.plan(), _exchanged(manifest), Worker("trial")
     state_bytes = _state_beside(machine, exchanged)
     found = await trial(partial(fitting, plan, machine.device, machine.step_options, state_bytes))
@@ -92,13 +116,33 @@ async def fitted(
     return replace(machine, step_options=found)
 
 
+def reckoned(plan: RunPlan, device: Device, options: StepOptions, count: int) -> StepOptions:
+    """Return the options with how many sequences each of `count` processes that share a model
+    computes at once, and whether it computes layers again, as far as can be reckoned from this
+    device; the least of both if nothing else fits."""
+    wanted = min(options.micro_batch or plan.batch, -(-plan.batch // count))
+    again = [replace(options, checkpointing="on")] if options.checkpointing == "auto" else []
+    for chosen in (options, *again):
+        at_once = wanted
+        while at_once:
+            chosen = replace(chosen, micro_batch=at_once)
+            if needed_shard_bytes(plan, choices_of(chosen, device), count) <= device.memory()[0]:
+                return chosen
+            at_once //= 2
+    return chosen
+
+
 def _state_beside(machine: MachineOptions, exchanged: Exchanged) -> int:
     """Return the bytes of the method's state on the device."""
     return state_on_device(exchanged) if machine.outer == "device" else 0
 
 
 def _computing(machine: MachineOptions) -> StepChoices:
-    options, device = machine.step_options, machine.device
+    return choices_of(machine.step_options, machine.device)
+
+
+def choices_of(options: StepOptions, device: Device) -> StepChoices:
+    """Return the part of these choices on which memory depends."""
     return StepChoices(
         options.micro_batch,
         device.place.type != "cpu",

@@ -103,17 +103,40 @@ def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> 
     computed at once, half a layer's more while gradients are computed, and weights in lower
     precision), or the inner step, which computes with copies. Where a device has no fused
     attention, its probabilities come on top."""
-    model, weights = plan.model, VALUE_BYTES * plan.model.parameters()
+    weights = VALUE_BYTES * plan.model.parameters()
+    passes = _device_passes_bytes(plan, computing)
+    return _kept_bytes(plan, computing) + max(passes + weights // 2, weights)
+
+
+def needed_shard_bytes(plan: RunPlan, computing: StepChoices, count: int) -> int:
+    """Return an estimate of what each of `count` processes that share a model takes of its device.
+
+    Its shard of weights, gradients and moments; the weights that are gathered at once, with their
+    gradients (the ends of the model and a layer); and its passes."""
+    model = plan.model
+    ends = model.vocab_size * model.dim * (1 if model.tied else 2)
+    gathered = ends + (model.parameters() - ends) // model.layers
+    shard = _kept_bytes(plan, computing) // count
+    return shard + 2 * VALUE_BYTES * gathered + _device_passes_bytes(plan, computing)
+
+
+def _kept_bytes(plan: RunPlan, computing: StepChoices) -> int:
+    """Return what a device keeps of a model: its weights, gradients and moments."""
     kinds = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 2
-    angles = 2 * VALUE_BYTES * model.context * model.head_dim
-    tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
+    weights = VALUE_BYTES * plan.model.parameters()
+    return kinds * weights + moment_bytes(plan, computing.moments)
+
+
+def _device_passes_bytes(plan: RunPlan, computing: StepChoices) -> int:
+    """Return what passes take of a device, with the batch's tokens and the tables of angles."""
+    model = plan.model
     kept, one = (
         activation_bytes(shape, computing.is_lower, computing.checkpoints)
         for shape in (model, msgspec.structs.replace(model, layers=1))
     )
-    passes = _passes_bytes(plan, computing, kept + one // 2) + weights // 2
-    moments = moment_bytes(plan, computing.moments)
-    return kinds * weights + moments + angles + tokens + max(passes, weights)
+    angles = 2 * VALUE_BYTES * model.context * model.head_dim
+    tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
+    return angles + tokens + _passes_bytes(plan, computing, kept + one // 2)
 
 
 def min_device_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:

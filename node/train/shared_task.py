@@ -4,6 +4,7 @@ The peer's batches are the same however many processes it has, so its stream of 
 function of (run seed, peer, number), and its tokens count once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,7 @@ class SharedTask:
     schedule: Schedule
     accumulate: int
     device: Device
+    micro_batch: int | None = None  # sequences that a rank computes at once; None: all of its rows
     joined_at: int = 0  # step at which this peer joined, with empty moments
 
     @property
@@ -54,15 +56,15 @@ class SharedTask:
 
     def take_part(self, step: int) -> float:
         """Do this rank's part of a step; return the mean loss over the whole batch."""
-        ranks = self.replica.ranks
+        ranks, size = self.replica.ranks, self.batches.batch_size
         losses: list[torch.Tensor] = []
         for part in range(self.accumulate):
-            rows, share = share_of(self.batches.batch_size, ranks.rank, ranks.count)
             batch = self.batches.batch(step * self.accumulate + part)
-            x, y = (tokens[rows].to(self.device.place, non_blocking=True) for tokens in batch)
-            loss = self.module(x, y) * share / self.accumulate
-            (loss * ranks.count).backward()
-            losses.append(loss.detach())
+            for rows, share in shares_of(size, self.micro_batch or size, ranks.rank, ranks.count):
+                x, y = (tokens[rows].to(self.device.place, non_blocking=True) for tokens in batch)
+                loss = self.module(x, y) * share / self.accumulate
+                (loss * ranks.count).backward()
+                losses.append(loss.detach())
         # Read only here: until then the device is not waited for.
         return ranks.sum(sum(torch.stack(losses).tolist(), 0.0))
 
@@ -72,9 +74,13 @@ class SharedTask:
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
 
-def share_of(batch: int, rank: int, count: int) -> tuple[slice, float]:
-    """Return a rank's rows of a batch, and which part of the batch they are. A rank without any
-    computes the first row, which counts for nothing: all ranks must take part in each pass."""
-    rows = slice(rank * batch // count, (rank + 1) * batch // count)
-    share = (rows.stop - rows.start) / batch
-    return (rows, share) if share else (slice(0, 1), 0.0)
+def shares_of(batch: int, at_once: int, rank: int, count: int) -> Iterator[tuple[slice, float]]:
+    """Yield a rank's rows of a batch, at most `at_once` of them at a time, and which part of the
+    batch they are. All ranks must take part in each pass, so all have as many: one without further
+    rows computes the first row, which counts for nothing."""
+    begin, end = rank * batch // count, (rank + 1) * batch // count
+    most = -(-batch // count)
+    for start in range(begin, begin + most, at_once):
+        rows = slice(start, min(start + at_once, end))
+        share = (rows.stop - rows.start) / batch
+        yield (rows, share) if share > 0 else (slice(0, 1), 0.0)

@@ -95,8 +95,8 @@ class World:
 
     def trained(self, described, shared, saved=None, how=()):
         """Return a node's state at the start, the node at the end, and its losses. A node with a
-        checkpoint only loads it. `how` says whether several processes compute layers again, and
-        whether they compile them."""
+        checkpoint only loads it. `how` says whether several processes compute layers again, whether
+        they compile them, and how many sequences each computes at once."""
         losses = []
 
         async def main():
@@ -200,8 +200,8 @@ def so_it_is_on_other_terms(world, folder):
     in_bf16_the_loss_falls_as_in_float32(world, OPTIONS, exact)
 
 
-def layers_are_computed_again_and_losses_in_chunks(world, folder):
-    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False))
+def layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time(world, folder):
+    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False, 1))
 
 
 def layers_are_compiled(world, folder):

@@ -12,25 +12,26 @@ from worlds.card import CARD, probabilities_bytes
 from worlds.waiting import until
 
 from farflock.node.assembly.checkpoints import last_of
-from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.model.device import Device, choose
 from farflock.node.model.step_options import StepOptions
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found, join
-from farflock.node.process.room import fitted, storage_of, with_room
+from farflock.node.process.room import fitted, reckoned, storage_of, with_room
 from farflock.node.run.invite import parse
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
     StepChoices,
     min_device_bytes,
     needed_device_bytes,
+    needed_shard_bytes,
     state_on_device,
 )
 from farflock.node.state.paths import RunFolder
 from farflock.node.train.run_size import exchanged
 from farflock.node.train.task import NoRoom
 
-LEAST = StepChoices(1, on_device=True)
+LEAST, PLAIN = StepChoices(1, on_device=True), StepOptions()
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
 
 
@@ -99,6 +100,36 @@ def test_a_state_that_is_to_be_on_the_device_needs_room_there_too(card, machine)
     CARD.capacity_bytes = CARD.used_bytes + room
     with pytest.raises(Failure, match="\\(--outer host\\)"):
         asyncio.run(fitted(with_room(there, run, Failure), run, Failure))
+
+
+def test_what_shards_have_room_for_is_reckoned(card):
+    plan, there = manifest(batch=16).plan(), choose()
+
+    def options(at_once, wanted=PLAIN, checkpoints=False):
+        there.release()
+        choices = StepChoices(at_once, True, checkpoints=checkpoints)
+        CARD.capacity_bytes = CARD.used_bytes + needed_shard_bytes(plan, choices, 2)
+        return reckoned(plan, there, wanted, 2)
+
+    assert options(8) == StepOptions(micro_batch=8), "of 16 sequences, each of two has 8"
+    assert options(2) == StepOptions(micro_batch=2)
+    assert options(8, StepOptions(micro_batch=3)) == StepOptions(micro_batch=3)
+    deep = {"layers": 8}
+    plan = resolve({"model": SHAPE | deep, "train": {"batch": 16, "seq": 32}}).plan()
+    assert options(1, checkpoints=True) == StepOptions("on", micro_batch=1)
+    assert options(1, StepOptions("off"), checkpoints=True) == StepOptions("off", micro_batch=1)
+
+
+def test_a_shard_that_does_not_fit_is_refused(card, machine):
+    run, there = manifest(), machine(choose(), ranks=SimpleNamespace(count=2))
+    there.device.release()
+    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) // 2
+    with_room(there, run, Failure)
+    CARD.capacity_bytes -= 1000
+    with pytest.raises(Failure, match="too large for 2 processes: a shard of its weights"):
+        with_room(there, run, Failure)
+    with pytest.raises(Usage, match="--moments int8: several processes are this peer"):
+        with_room(replace(there, step_options=StepOptions(moments="int8")), run, Failure)
 
 
 def test_a_cpu_is_not_tried(machine):
