@@ -49,7 +49,8 @@ gpu: $(READY)
 	$(BIN)/farflock bench gpu --json > build/gpu.jsonl
 	$(BIN)/python docs/make_gpu_page.py build/gpu.jsonl --commit "$(COMMIT)" --date "$$(date -I)"
 	$(BIN)/farflock reproduce interval --tier gpu
-	$(BIN)/farflock bench quality quality.share.diloco.100 --tier gpu --screen-steps 100 --steps 300 --seeds 1
+	$(BIN)/farflock bench quality quality.share.diloco.100 --tier gpu --screen-steps 100 --steps 300 \
+	--seeds 1
 
 docs: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
