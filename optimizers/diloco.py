@@ -29,8 +29,9 @@ class DiLoCo(PeriodicMethod):
     """Rounds of `period` local steps; with `round_s` a round ends when run time crosses a multiple
     of it.
 
-    `weights` is what a contribution weighs in the mean: 1, or its number of local steps; with equal
-    data the two could not be told apart (docs/reproductions.md, unequal). `feedback` is the decay
+    `weights` is what a contribution weighs in the mean: 1, its number of local steps, or these
+    times the tokens of a step; with equal data the first two could not be told apart
+    (docs/reproductions.md, unequal). `feedback` is the decay
     of the error feedback, None for none.
     """
 
@@ -41,7 +42,7 @@ class DiLoCo(PeriodicMethod):
     deadline_s: float = 30.0
     feedback: float | None = None
     round_s: float | None = None
-    weights: Literal["uniform", "steps"] = "uniform"
+    weights: Literal["uniform", "steps", "tokens"] = "uniform"
 
     equality: ClassVar[Literal["exact"]] = "exact"
     trial: ClassVar[TrialOptions] = TrialOptions(
@@ -61,7 +62,7 @@ class DiLoCo(PeriodicMethod):
     def __post_init__(self) -> None:
         require_options(self)
         require_feedback(self.codec, self.feedback, "fp16, bf16 or int8")
-        if self.weights not in (known := ("uniform", "steps")):
+        if self.weights not in (known := ("uniform", "steps", "tokens")):
             raise ValueError(
                 f"weights={self.weights!r} is not known; choose from {', '.join(known)}"
             )
@@ -84,7 +85,8 @@ class DiLoCo(PeriodicMethod):
         self._slot = self._sync_schedule.slot(progress)
         message = self._message(replica)
         self._book.leave(message)
-        return [self._exchange(message, float(self._steps) if self.weights == "steps" else 1.0)]
+        a_step = {"uniform": 0, "steps": 1, "tokens": progress.step_tokens}[self.weights]
+        return [self._exchange(message, float(a_step * self._steps) if a_step else 1.0)]
 
     def _message(self, replica: Replica) -> LazyTensors:
         return self._state.pseudo_gradient(replica, replica.names, self._feedback)

@@ -146,12 +146,14 @@ class Result:
 class Progress:
     """A method's only clock: own inner steps, the run's agreed tokens, run time in seconds.
     `weight` is how many times the step's gradient counts; weights are summed. At a pipeline stage
-    it is the number of microbatches in the step."""
+    it is the number of microbatches in the step. `step_tokens` are the tokens of one step of this
+    peer."""
 
     step: int
     tokens: int = 0
     run_time_s: float = 0.0
     weight: float = 1.0
+    step_tokens: int = 1
 
 
 class Drifted(Exception):

@@ -74,9 +74,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
     flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
     `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
-    the identity; without it, the identity is temporary. `outer="disk"` keeps the method's state in
-    memory-mapped files of the folder, for models whose state does not fit into memory;
-    `outer="device"` keeps it, and encodes and computes with it, on the device of the model.
+    the identity; without it, the identity is temporary. `outer_state="disk"` keeps the method's
+    state in memory-mapped files of the folder, for models whose state does not fit into memory;
+    `outer_state="device"` keeps it, and encodes and computes with it, on the device of the model.
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
@@ -107,7 +107,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dht_port: int = 0,
         client_mode: bool = False,
         folder: Path | None = None,
-        outer: Literal["host", "disk", "device"] = "host",
+        outer_state: Literal["host", "disk", "device"] = "host",
         **options: Any,  # noqa: ANN401 - the method's constructor checks them
     ) -> None:
         self._inner = inner_optimizer(model, inner, lr)
@@ -116,7 +116,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
         self._replica = self._replica_of(model)
-        self._replica.storage = _storage(outer, model, folder)
+        self._replica.storage = _storage(outer_state, model, folder)
         if not isinstance(invite, str):  # a joining peer learns the run's terms later
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
@@ -376,14 +376,20 @@ def _is_grouped() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _storage(outer: str, model: nn.Module, folder: Path | None) -> Storage:
+def _storage(kept: str, model: nn.Module, folder: Path | None) -> Storage:
     """Return where the method's state is kept; raise `Usage` if it cannot be there."""
-    if outer == "device":
+    if kept == "device":
         return OnDevice(_device_of(model)).allocate
-    if outer == "host":
+    if kept == "host":
         return in_memory
+    if kept != "disk":
+        raise Usage(
+            f"outer_state={kept!r}", "no such place is known", 'choose "host", "disk" or "device"'
+        )
     if folder is None:  # a system's temporary files may be in its memory
-        raise Usage('outer="disk"', "no folder is named", "give `folder`, on a disk with room")
+        raise Usage(
+            'outer_state="disk"', "no folder is named", "give `folder`, on a disk with room"
+        )
     return OuterFiles(RunFolder(folder).outer).allocate
 
 
@@ -395,7 +401,7 @@ def _device_of(model: nn.Module) -> torch.device:
     if others:
         why = "the model's parameters are on several devices"
     if why:
-        raise Usage('outer="device"', why, 'leave outer out, or choose "disk"')
+        raise Usage('outer_state="device"', why, 'leave outer_state out, or choose "disk"')
     return place
 
 

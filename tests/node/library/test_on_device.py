@@ -44,7 +44,7 @@ def test_ranks_on_the_card_end_with_the_state_of_the_others(
 
     def work(rank, optimize):
         kept = outer if rank in on_card else "host"
-        optimizer = optimize(models[rank], inner="sgd", lr=0.1, outer=kept)
+        optimizer = optimize(models[rank], inner="sgd", lr=0.1, outer_state=kept)
         optimizer.wait_for_members(2)
         trained(optimizer, models[rank], rank)
         return optimizer.eval_params()
@@ -60,12 +60,12 @@ def test_ranks_on_the_card_end_with_the_state_of_the_others(
 
 
 def test_an_outer_state_on_the_device_needs_one_of_the_model():
-    with pytest.raises(Usage, match='outer="device": this peer trains on the CPU'):
-        farflock.SwarmOptimizer(net(), outer="device")
+    with pytest.raises(Usage, match='outer_state="device": this peer trains on the CPU'):
+        farflock.SwarmOptimizer(net(), outer_state="device")
 
 
 def test_a_state_on_the_device_is_saved_on_the_cpu_and_restored_there(accelerator):
-    kept = {"method": "diloco", "period": 3, "inner": "sgd", "lr": 0.1, "outer": "device"}
+    kept = {"method": "diloco", "period": 3, "inner": "sgd", "lr": 0.1, "outer_state": "device"}
     one, other, plain = (net().to(accelerator) for _ in range(3))
     with farflock.SwarmOptimizer(one, **kept) as optimizer:
         trained(optimizer, one, 0)

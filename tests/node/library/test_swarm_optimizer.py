@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,28 @@ def test_what_a_step_counts_for_moves_the_run():
     assert two(work, "diloco", period=50) == [2 * 420] * 2
 
 
+def test_a_contribution_may_weigh_as_many_as_its_tokens():
+    pulls = 1.0, 5.0
+
+    def work(rank, optimize):
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        tokens = (100, 300)[rank]
+        inner = partial(torch.optim.SGD, lr=0.5)
+        optimizer = optimize(model, inner=inner, tokens_per_step=tokens)
+        optimizer.wait_for_members(2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (-pulls[rank] * model.weight.sum()).backward()
+            optimizer.step()
+        return optimizer.eval_params()["weight"]
+
+    plain = {"outer": {"name": "sgd", "lr": 1.0}, "codec": "fp32", "return_codec": "fp32"}
+    for outer in two(work, "diloco", period=2, weights="tokens", **plain):
+        # two steps of half each pull; the second peer counts three times
+        torch.testing.assert_close(outer, torch.full((1, 3), (pulls[0] + 3 * pulls[1]) / 4))
+
+
 # what goes wrong
 
 
@@ -456,7 +479,7 @@ def test_the_outer_state_can_be_on_the_disk(tmp_path):
     model, plain = nn.Linear(600, 600), nn.Linear(600, 600)
     plain.load_state_dict(model.state_dict())
     with (
-        SwarmOptimizer(model, folder=tmp_path / "disk", outer="disk", **options) as one,
+        SwarmOptimizer(model, folder=tmp_path / "disk", outer_state="disk", **options) as one,
         SwarmOptimizer(plain, folder=tmp_path / "host", **options) as other,
     ):
         for step in range(4):
@@ -473,5 +496,7 @@ def test_the_outer_state_can_be_on_the_disk(tmp_path):
 
 
 def test_an_outer_state_on_the_disk_needs_a_folder():
-    with pytest.raises(Usage, match='outer="disk": no folder is named; give `folder`'):
-        SwarmOptimizer(net(), outer="disk")
+    with pytest.raises(Usage, match='outer_state="disk": no folder is named; give `folder`'):
+        SwarmOptimizer(net(), outer_state="disk")
+    with pytest.raises(Usage, match="outer_state='dsik': no such place is known"):
+        SwarmOptimizer(net(), outer_state="dsik")
