@@ -401,7 +401,7 @@ def mixed_with_churn(seed):
         world={"churn_s": 3.0},
     )
     one.run().check().check_finished()
-    assert one.tale.kills > 2
+    assert one.tale.kills >= 2  # how many depends on how long the run takes
     assert max(version for _, _, version in one.spoken) > 4
     return one
 

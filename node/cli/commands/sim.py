@@ -175,13 +175,10 @@ def command(
     from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
-    from farflock.node.simulate.simulation import World
     from farflock.optimizers.catalog import method
-    from farflock.swarm.sim.directory import DirectoryFaults
 
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
-    place = choose(device)
-    link = _link(rate, latency, loss)
+    place, link = choose(device), _link(rate, latency, loss)
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
@@ -192,17 +189,7 @@ def command(
     _require_no_replicas(replicas)
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
-    world = World(
-        peers,
-        described.run.total_tokens,
-        link,
-        step_s,
-        churn_s=churn,
-        view_s=described.exchange.view_s,
-        branch_after_s=described.exchange.branch_after_s,
-        directory=DirectoryFaults(stale, lost),
-        leg_tokens=leg_tokens,
-    )
+    world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
         _simulate(out, described, world, folder, place)
 
@@ -237,6 +224,33 @@ def _link(rate: float, latency: float, loss: float) -> "LinkModel":
 
     line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
     return LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss)
+
+
+def _world(
+    described: "Manifest",
+    peers: int,
+    link: "LinkModel",
+    step_s: float,
+    churn_s: float | None,
+    faults: tuple[float, float],
+    leg_tokens: int | None,
+) -> "World":
+    """Return the simulated surroundings; `faults` are the directory's, its seconds out of date and
+    the share of records that it loses."""
+    from farflock.node.simulate.simulation import World
+    from farflock.swarm.sim.directory import DirectoryFaults
+
+    return World(
+        peers,
+        described.run.total_tokens,
+        link,
+        step_s,
+        churn_s=churn_s,
+        view_s=described.exchange.view_s,
+        branch_after_s=described.exchange.branch_after_s,
+        directory=DirectoryFaults(*faults),
+        leg_tokens=leg_tokens,
+    )
 
 
 def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry_run: bool) -> bool:
