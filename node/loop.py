@@ -59,8 +59,7 @@ class Loop:
     @property
     def progress(self) -> Progress:
         """The run's progress, as far as this peer knows."""
-        progress = self.driver.progress(self.step, self.client.run_s())
-        return replace(progress, step_tokens=self.training_task.tokens_per_step)
+        return self.driver.progress(self.step, self.client.run_s())
 
     async def begin_step(self) -> Progress:
         """Apply the rounds that were decided without this peer; local work stays."""

@@ -122,6 +122,7 @@ class Driver:
         self._pending: dict[ExchangeKey, Pending] = {}
         self._offered: dict[ExchangeKey, int] = {}  # tokens by open exchange
         self._own_tokens = self._agreed_tokens = 0
+        self._step_tokens = 1  # of the last local step
         self.members = 1
         self.begin({}, 0)
 
@@ -145,7 +146,7 @@ class Driver:
     def trained(self, tokens: int, members: int) -> None:
         """Count the tokens of a local step; `members` is the number of peers that train at the
         same pace."""
-        self._own_tokens += tokens
+        self._own_tokens, self._step_tokens = self._own_tokens + tokens, tokens
         self.members = members
 
     @property
@@ -155,7 +156,7 @@ class Driver:
 
     def progress(self, step: int, run_s: float) -> Progress:
         """Return the run's progress for the method."""
-        return Progress(step, self.tokens, run_s)
+        return Progress(step, self.tokens, run_s, step_tokens=self._step_tokens)
 
     # exchanges
 
