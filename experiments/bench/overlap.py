@@ -148,7 +148,7 @@ async def turns(
         for name in ARMS:
             await _piece(workers, name, size.steps - 1, 0)
         return [
-            {name: await _piece(workers, name, size.steps, name != "local") for name in ARMS}
+            {name: await _piece(workers, name, size.steps, int(name != "local")) for name in ARMS}
             for _ in range(repeats)
         ]
 
