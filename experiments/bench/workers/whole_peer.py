@@ -130,7 +130,7 @@ def main(settings: Settings) -> None:
     model = build(settings.model, SEED)
     torch.set_default_dtype(torch.float32)
     begin_s = time.monotonic()
-    joined: dict[str, Any] = {**settings.options, "outer": settings.outer}
+    joined: dict[str, Any] = {**settings.options, "outer_state": settings.outer}
     with (
         AnonymousPeak() as peak,
         SwarmOptimizer(
