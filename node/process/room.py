@@ -122,11 +122,12 @@ def reckoned(plan: RunPlan, device: Device, options: StepOptions, count: int) ->
     device; the least of both if nothing else fits."""
     wanted = min(options.micro_batch or plan.batch, -(-plan.batch // count))
     again = [replace(options, checkpointing="on")] if options.checkpointing == "auto" else []
+    free = device.memory()[0]
     for chosen in (options, *again):
         at_once = wanted
         while at_once:
             chosen = replace(chosen, micro_batch=at_once)
-            if needed_shard_bytes(plan, choices_of(chosen, device), count) <= device.memory()[0]:
+            if needed_shard_bytes(plan, choices_of(chosen, device), count) <= free:
                 return chosen
             at_once //= 2
     return chosen

@@ -67,7 +67,7 @@ class _Backwards(NamedTuple):
     staged: MicrobatchGradient
     input_gradient: Coming | None
     loss_sum: Coming | None
-    is_finite: Coming | None
+    is_finite: Coming
 
 
 ForwardReplies = tuple[list[bytes | Unread | Stale], Version | None]
@@ -217,16 +217,15 @@ class StagePasses:
         """Let the device compute a backward pass; return what waits for it, and then does what
         `backward` does."""
         assert isinstance(asked.request, Backward)
-        refused = None
         try:
             with self.versions.using(asked.request.version) as version:
                 begun = self._begin_backward(asked, version)
         except MissingVersion as reason:  # dropped while the request waited
-            refused = Gone(self._applied(), reason.lack == "late")
+            gone = Gone(self._applied(), reason.lack == "late")
+            return lambda: (gone, None)
         except Superseded:  # no peer may use this version any longer
-            refused = Gone(self._applied(), late=True)
-        if refused is not None:
-            return lambda: (refused, None)
+            gone = Gone(self._applied(), late=True)
+            return lambda: (gone, None)
 
         def ended() -> BackwardReply:
             try:
@@ -255,10 +254,11 @@ class StagePasses:
         def computed(_: bool) -> _Backwards:
             graph = self.graphs.take(_key(asked), x, version) or self.stage.graph(x)
             back = self.stage.gradients(graph, outside)
-            numbers = (back.input_gradient, back.loss_sum, finite(back.staged.gradients.values()))
-            return _Backwards(
-                back.staged, *(None if x is None else self._coming(x) for x in numbers)
+            input_gradient, loss_sum = (
+                None if x is None else self._coming(x) for x in (back.input_gradient, back.loss_sum)
             )
+            is_finite = self._coming(finite(back.staged.gradients.values()))
+            return _Backwards(back.staged, input_gradient, loss_sum, is_finite)
 
         return read, within_memory([self.graphs], computed)
 
@@ -276,7 +276,6 @@ class StagePasses:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
-        assert back.is_finite is not None
         if not bool(back.is_finite.wait()):
             # one such gradient would spoil the sum of the whole group
             return self._spoilt("its gradient is not finite")

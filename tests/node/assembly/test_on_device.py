@@ -92,15 +92,14 @@ def state_of(node):
     return {part: {name: x.clone() for name, x in held.items()} for part, held in parts.items()}
 
 
-def close(one, other):
+def close(one, other, rounding=1e-9):
     """Raise `AssertionError` unless two states are equal within rounding of a few steps."""
     assert one.keys() == other.keys()
     for part, held in one.items():
         assert held.keys() == other[part].keys()
         for name, x in held.items():
             away = (x.double() - other[part][name].double()).norm()
-            # what is left of a momentum that was sent as it is is rounding itself
-            least = 1e-6 if part == "personal" else 1e-9
+            least = rounding if part == "personal" else 1e-9
             assert away <= 1e-2 * other[part][name].double().norm() + least, f"{part} {name}"
 
 
@@ -116,7 +115,8 @@ def test_a_lone_node_on_the_card_ends_where_one_on_the_cpu_does(bench, text, sin
     there, here = alone(made, device=single), alone(made)
     assert all(x.device.type != "cpu" for x in there.model.parameters())
     assert there.last_loss == pytest.approx(here.last_loss, rel=1e-4)
-    close(state_of(there), state_of(here))
+    # DeMo sends its momentum as it is here, so what is left of it is rounding itself.
+    close(state_of(there), state_of(here), 1e-6 if OPTIONS.get(method) is ALL else 1e-9)
 
 
 def together(bench, *devices):
