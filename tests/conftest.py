@@ -66,7 +66,12 @@ def card():
 @pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.gpu)])
 def accelerator(request):
     """Return a device beside the CPU: the double, and with `-m gpu` the machine's own."""
-    if request.param == "double":
+    return accelerator_of(request, request.param)
+
+
+def accelerator_of(request, kind):
+    """Return the "double" or the "real" device; skip the test if there is none."""
+    if kind == "double":
         return request.getfixturevalue("card")
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
@@ -74,13 +79,33 @@ def accelerator(request):
     return found
 
 
-@pytest.fixture(params=["cpu", pytest.param("card", marks=pytest.mark.long)])
+@pytest.fixture(params=["cpu", "double", pytest.param("real", marks=pytest.mark.gpu)])
+def elsewhere(request):
+    """Return each device: the CPU, the double, and with `-m gpu` the machine's own."""
+    return torch.device("cpu") if request.param == "cpu" else accelerator_of(request, request.param)
+
+
+@pytest.fixture
+def single(accelerator):
+    """The accelerator, computing in the CPU's precision."""
+    from farflock.node.model.device import Device  # it imports a lot
+
+    return Device(accelerator, "Single", "fp32")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("double", marks=pytest.mark.long),
+        pytest.param("real", marks=pytest.mark.gpu),
+    ]
+)
 def anywhere(request, monkeypatch):
-    """The stages of simulated pipelines are on the CPU, or all on the card."""
-    if request.param == "card":
+    """The stages of simulated pipelines are on the CPU, or all on a device beside it."""
+    if request.param != "cpu":
         from worlds.devices import place_all  # it imports a lot
 
-        place_all(monkeypatch, request.getfixturevalue("card"))
+        place_all(monkeypatch, accelerator_of(request, request.param))
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ class Traced(PipelineSimulation):
 
     def _watch(self, number, serving):
         passes, stage = serving.server.passes, serving.index
-        forward, backward = passes.forward, passes.backward
+        forward, backward = passes.begin_forward, passes.begin_backward
 
         def forwarding(asked):
             for each in asked:
@@ -120,7 +120,7 @@ class Traced(PipelineSimulation):
             self.trace[asked.request.number, stage, "backward"].add(number)
             return backward(asked)
 
-        passes.forward, passes.backward = forwarding, going_back
+        passes.begin_forward, passes.begin_backward = forwarding, going_back
 
 
 class OverSockets(Traced):

@@ -23,6 +23,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+from farflock.compression.elementwise import root
+
 NAME = "card"
 GIB = 2**30
 
@@ -103,6 +105,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 READ_ONE = torch.ops.aten._local_scalar_dense.default
+ROOTS = (aten.sqrt.default, aten.sqrt.out)
 SET_STORAGE = aten.set_.source_Storage_storage_offset
 # A boxed call turns a whole number's tensor into the number, which these do not take.
 WITHOUT_NUMBERS = {
@@ -265,6 +268,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if CARD.reciprocal and op in DIVISIONS and not is_on_card(given[1]):
         op, args = DIVISIONS[op], (args[0], 1 / torch.as_tensor(args[1], dtype=torch.float32))
     results = op(*args, **kwargs)
+    if op in ROOTS:  # correctly rounded, as CUDA's; the CPU's need not be
+        results.copy_(root(args[0]))
     if shapes != [values.shape for _, values in seen]:
         raise NotImplementedError(f"the card has no kernel for {op}, which changes a size")
     return pytree.tree_map(lambda x: _leave(x, seen) if isinstance(x, Tensor) else x, results)

@@ -155,12 +155,8 @@ class Audit:
 
     def watch_passes(self, life):
         server, passes, audit = life.serving.server, life.serving.server.passes, self
-        forward, backward, serve, stage = (
-            passes.forward,
-            passes.backward,
-            server.serve,
-            server.stage,
-        )
+        begin_forward, begin_backward = passes.begin_forward, passes.begin_backward
+        serve, stage = server.serve, server.stage
 
         def watched(compute):
             def computing(*given):
@@ -173,26 +169,40 @@ class Audit:
         for name in ("forward", "graph", "gradients"):
             setattr(stage, name, watched(getattr(stage, name)))
 
+        # A device that runs ahead computes with the weights of when a pass begins.
         def forwarding(asked):
-            replies, version = forward(asked)
-            for each, reply in zip(asked, replies, strict=True):
-                if isinstance(reply, bytes):
-                    made = audit.pass_of(life, audit.input_of(each))
-                    audit.made_by[audit.output_of(each, reply)] = made
-            audit.note_event("forward computed", life)
-            return replies, version
+            life.used = None
+            wait = begin_forward(asked)
+            made = [life.used and audit.pass_of(life, audit.input_of(each)) for each in asked]
+
+            def ended():
+                replies, version = wait()
+                for each, one, reply in zip(asked, made, replies, strict=True):
+                    if isinstance(reply, bytes):
+                        audit.made_by[audit.output_of(each, reply)] = one
+                audit.note_event("forward computed", life)
+                return replies, version
+
+            return ended
 
         def going_back(asked):
             audit.note_event("backward begins", life)
-            found, version = backward(asked)
-            if not isinstance(found, BackwardResult):
-                return found, version
+            life.used = None
+            wait = begin_backward(asked)
+            if life.used is None:  # nothing was computed
+                return wait
             given = audit.input_of(asked), audit.gradient_named(asked, asked.payloads[-1])
             one = audit.pass_of(life, *given, version=asked.request.version)
-            life.computed[asked.caller, asked.request.number] = one
-            names = [audit.gradient_named(asked, payload) for payload in found.payloads]
-            audit.made_by |= dict.fromkeys(names, one)
-            return found, version
+
+            def ended():
+                found, version = wait()
+                if isinstance(found, BackwardResult):
+                    life.computed[asked.caller, asked.request.number] = one
+                    names = [audit.gradient_named(asked, payload) for payload in found.payloads]
+                    audit.made_by |= dict.fromkeys(names, one)
+                return found, version
+
+            return ended
 
         async def serving(caller, request, payloads):
             asked = decode_request(request)
@@ -206,7 +216,8 @@ class Audit:
                 audit.note_event(went, life)
             return reply
 
-        passes.forward, passes.backward, server.serve = forwarding, going_back, serving
+        passes.begin_forward, passes.begin_backward = forwarding, going_back
+        server.serve = serving
 
     def input_of(self, job):
         """Name the input that a pass was given."""

@@ -6,6 +6,7 @@ round. The other member's payloads are this one's own, in memory of their own. T
 mean is reduced here too, but is not counted: it is the other member's work.
 """
 
+import functools
 import json
 import sys
 import time
@@ -156,12 +157,18 @@ class Member:
         self._add(what)
 
     def _add(self, what: str) -> None:
-        """Add normal values, block by block; to a mean of squares, their squares."""
+        """Add normal values, the same to all blocks of a size; to a mean of squares, their squares.
+
+        Drawing all of a large model's values would take longer than the round."""
         squares = what == "exp_avg_sq"
 
+        @functools.cache
+        def drawn(count: int) -> torch.Tensor:
+            values = DELTA * torch.randn(count, generator=self._chance)
+            return (values.square() if squares else values).to(self.replica.home)
+
         def change(block: object, x: torch.Tensor) -> tuple[torch.Tensor]:
-            drawn = DELTA * torch.randn(x.shape, generator=self._chance)
-            return (x + (drawn.square() if squares else drawn).to(x.device),)
+            return (x + drawn(x.numel()).view(x.shape),)
 
         self.replica.update(self.replica.names, (what,), change)
 

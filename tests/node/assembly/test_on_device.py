@@ -15,7 +15,7 @@ from worlds.card import CARD, OutOfMemory, probabilities_bytes
 from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
-from farflock.node.model.device import Device, choose
+from farflock.node.model.device import choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.generate import generate
 from farflock.node.model.tokenizer import ByteTokenizer
@@ -35,12 +35,6 @@ OPTIONS = {
     "flexdemo": ALL,
 }
 EVERY_DAY = ("ddp", "diloco", "local", "sparseloco")
-
-
-@pytest.fixture
-def single(accelerator):
-    """A device, computing in the CPU's precision."""
-    return Device(accelerator, "Double Card", "fp32")
 
 
 def alone(bench, tokens=TOKENS, device=None, saved=None, change=lambda node: None):

@@ -1,7 +1,7 @@
 """Pipelines with stages on accelerators: unequal peers, lower precision, full replicas, memory.
 
-The accelerator is worlds/card.py. Scenarios that are checked on the CPU too take the device as a
-parameter (`anywhere`)."""
+The accelerator is worlds/card.py, or a real one. Scenarios that are checked on the CPU too take the
+device as a parameter (`anywhere`)."""
 
 import asyncio
 import math
@@ -12,7 +12,8 @@ import pytest
 import torch
 from msgspec import structs
 from worlds import pipeline_audit
-from worlds.card import CARD, is_on_card
+from worlds.card import CARD
+from worlds.devices import is_on_device
 from worlds.pipeline_audit import MODEL, TEXT, TOKENS
 
 from farflock.node.assembly.resume import checkpoint_state
@@ -28,12 +29,6 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 4
-
-
-@pytest.fixture
-def single(card):
-    """The card, computing in the CPU's precision."""
-    return Device(card, "Double Card", "fp32")
 
 
 def trained(
@@ -75,7 +70,7 @@ def test_servers_of_a_stage_on_unequal_devices_keep_one_state(single, codec):
     )
     sim, *_ = trained(who, 4, codec, method="diloco", options={"period": 2})
     nodes = sim.nodes
-    on_card = [all(map(is_on_card, nodes[n].serving.model.parameters())) for n in range(3)]
+    on_card = [all(map(is_on_device, nodes[n].serving.model.parameters())) for n in range(3)]
     assert on_card == [True, True, False]
     first, other = (state_of(nodes[number]) for number in (1, 2))
     assert nodes[1].serving.state_sync.applied_round >= 1
@@ -111,7 +106,7 @@ def test_a_full_replica_on_a_device_ends_where_one_on_the_cpu_does(single):
         sim, *_ = trained((PeerRole(EVERY, trains=True, device=device),), 4)
         ended.append(sim.nodes[0])
     there, here = ended
-    assert all(is_on_card(x) for each in there.servings for x in each.model.parameters())
+    assert all(is_on_device(x) for each in there.servings for x in each.model.parameters())
     assert there.last_loss == pytest.approx(here.last_loss, rel=1e-4)
     for one, other in zip(there.servings, here.servings, strict=True):
         for name, x in one.model.named_parameters():
@@ -119,7 +114,7 @@ def test_a_full_replica_on_a_device_ends_where_one_on_the_cpu_does(single):
 
 
 @pytest.mark.ci_more
-def test_a_stage_takes_no_more_of_a_device_than_is_reckoned(single):
+def test_a_stage_takes_no_more_of_a_device_than_is_reckoned(single, card):
     model = structs.replace(MODEL, dim=64, ffn_dim=256)
     CARD.reset_counters()
     who = (PeerRole(0), PeerRole(1, device=single), PeerRole(trains=True))
@@ -147,5 +142,5 @@ def test_a_newcomer_makes_a_lost_stage_from_its_neighbours_on_other_devices(sing
     begun = [fields["from"] for fields in sim.tale.fields("stage") if fields["round"] >= 0]
     assert begun == ["mean"]
     serving = sim.nodes[1].serving
-    assert all(map(is_on_card, serving.model.parameters()))
+    assert all(map(is_on_device, serving.model.parameters()))
     assert serving.server.served["merged"] >= BATCH

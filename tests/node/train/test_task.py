@@ -11,7 +11,7 @@ from worlds.card import CARD, OutOfMemory
 
 from farflock.node.assembly.node import task_of
 from farflock.node.model.data import Batches
-from farflock.node.model.device import Device, choose
+from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.terms import RunPlan
@@ -23,12 +23,6 @@ from farflock.optimizers.parts.schedule import Schedule
 SHAPE = ModelConfig(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32, context=32)
 TINY = build(SHAPE, 3)
 BATCH, SEQ = 8, 32
-
-
-@pytest.fixture
-def single(card):
-    """The card, computing in the CPU's precision."""
-    return Device(card, "Double Card", "fp32")
 
 
 def task(text, device=None, micro_batch=None, accumulate=1, batch=BATCH):
@@ -47,7 +41,7 @@ def task(text, device=None, micro_batch=None, accumulate=1, batch=BATCH):
 
 def passes(made, step=0):
     """The loss of a step and its gradients, on the CPU."""
-    loss = made.forward_backward(step, Progress(step))
+    loss = float(made.forward_backward(step, Progress(step)))
     return loss, gradients(made)
 
 
@@ -119,7 +113,7 @@ def peak_bytes(made):
     return CARD.peak_bytes
 
 
-def test_a_batch_that_does_not_fit_is_computed_in_halves(text, single, caplog):
+def test_a_batch_that_does_not_fit_is_computed_in_halves(text, single, caplog, card):
     CARD.capacity_bytes = peak_bytes(task(text, single)) - 1
     made = task(text, single)
     CARD.reset_counters()
@@ -129,13 +123,15 @@ def test_a_batch_that_does_not_fit_is_computed_in_halves(text, single, caplog):
     assert CARD.peak_bytes <= CARD.capacity_bytes
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == (
-        "Double Card ran out of memory with 8 sequences at once: step 0 is taken again with 4"
+        "Single ran out of memory with 8 sequences at once: step 0 is taken again with 4"
     )
     assert_close(there, passes(task(text)))
 
 
 @pytest.mark.parametrize("place", [0.8, *map(sometimes, (0.0, 0.3, 0.999))])
-def test_a_failure_anywhere_in_a_step_loses_and_doubles_nothing(text, single, monkeypatch, place):
+def test_a_failure_anywhere_in_a_step_loses_and_doubles_nothing(
+    text, single, monkeypatch, place, card
+):
     made, expected, whole = task(text, single, 4), task(text, single, 2), task(text, single, 4)
     store, tensors, fails_at = CARD.store, 0, math.inf
 
@@ -177,7 +173,7 @@ def test_one_sequence_without_room_is_refused_and_leaves_the_gradients_of_before
 def test_a_failed_attempt_holds_no_memory_when_the_next_one_begins(text, single):
     made = task(text, single)
     single.release()
-    free, seen = single.memory()[0], []
+    taken, seen = single.begin_peak(), []
     failing(made, calls={1})
     batch_of = made.batches.batch
 
@@ -185,12 +181,12 @@ def test_a_failed_attempt_holds_no_memory_when_the_next_one_begins(text, single)
         batch_size, seq = BATCH, SEQ
 
         def batch(self, step):
-            seen.append(single.memory()[0])
+            seen.append(single.begin_peak())
             return batch_of(step)
 
     made.batches = Watched()
     made.forward_backward(0, Progress(0))
-    assert seen == [free, free]
+    assert seen == [taken, taken]
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory(text, single):
@@ -205,14 +201,12 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(text, single):
 
 
 @pytest.fixture
-def half(card):
-    """The card, which has no bf16."""
-    CARD.has_bf16 = False
-    return choose()
+def half(accelerator):
+    """A device that has no bf16."""
+    return Device(accelerator, "Half", "fp16")
 
 
 def test_fp16_gives_the_gradient_of_float32_within_its_rounding(text, half):
-    assert half.precision == "fp16"
     (loss, here), (_, there) = passes(task(text)), passes(task(text, half))
     assert loss == pytest.approx(passes(task(text, half))[0], rel=1e-3)
     for name, x in here.items():
@@ -259,7 +253,7 @@ def test_gradients_that_overflow_without_a_scale_end_the_step(text, half):
     assert made.loss_scale.value == 1.0
 
 
-def test_a_step_in_fp16_waits_once(text, half):
+def test_a_step_in_fp16_waits_once(text, half, card):
     made = task(text, half, 4)
     passes(made)
     CARD.reset_counters()
@@ -269,7 +263,7 @@ def test_a_step_in_fp16_waits_once(text, half):
 
 
 @pytest.mark.ci_more
-def test_a_model_that_fits_a_gigabyte_at_two_sequences_has_the_loss_of_eight(text, single):
+def test_a_model_that_fits_a_gigabyte_at_two_sequences_has_the_loss_of_eight(text, single, card):
     shape = {"dim": 64, "layers": 16, "heads": 4, "kv_heads": 4, "ffn_dim": 192}
     model = build(ModelConfig(**shape, context=1024), 3)
     plan = RunPlan(

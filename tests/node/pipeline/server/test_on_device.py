@@ -1,13 +1,14 @@
 """A stage server whose stage is on an accelerator, asked directly: what it copies, keeps and sums.
 
-The accelerator is worlds/card.py."""
+The accelerator is worlds/card.py, or a real one."""
 
 import asyncio
 import logging
 
 import pytest
 import torch
-from worlds.card import CARD, is_on_card
+from worlds.card import CARD
+from worlds.devices import is_on_device
 from worlds.node_stage_server import MODEL, TOKENS, Bench
 
 from farflock.node.model.device import Device, choose
@@ -18,12 +19,6 @@ ACTIVATION = TOKENS * MODEL.dim * 4  # bytes of float32
 IDS = TOKENS * 8  # int64
 FINITE, LOSS = 1, 4  # bytes that a backward pass reads of its results
 FIRST, LAST = 0, 2
-
-
-@pytest.fixture
-def single(card):
-    """The card, computing in the CPU's precision."""
-    return Device(card, "Double Card", "fp32")
 
 
 def asked(main, index=1, **options):
@@ -57,12 +52,14 @@ def test_answers_and_sums_are_those_of_a_server_on_the_cpu(single, index):
         torch.testing.assert_close(values(one), values(other))
     assert there[1] == pytest.approx(here[1])
     for name, x in there[2].items():
-        assert is_on_card(x)
+        assert is_on_device(x)
         torch.testing.assert_close(x.cpu(), here[2][name])
 
 
 @pytest.mark.parametrize("index", [FIRST, 1])
-def test_a_microbatch_copies_what_passes_the_edges_and_tokens_once_and_no_weights(single, index):
+def test_a_microbatch_copies_what_passes_the_edges_and_tokens_once_and_no_weights(
+    single, index, card
+):
     async def count(bench):
         await bench.put_aside(1)
         for number in (2, 3):  # the first pass of all measures what its graph would hold
@@ -83,7 +80,7 @@ def test_a_microbatch_copies_what_passes_the_edges_and_tokens_once_and_no_weight
     asked(count, index, device=single)
 
 
-def test_the_last_stage_copies_its_input_the_targets_and_a_loss(single):
+def test_the_last_stage_copies_its_input_the_targets_and_a_loss(single, card):
     async def count(bench):
         CARD.reset_counters()
         await bench.put_aside(1)
@@ -93,7 +90,7 @@ def test_the_last_stage_copies_its_input_the_targets_and_a_loss(single):
     asked(count, LAST, device=single)
 
 
-def test_a_graph_stays_there_and_gives_the_bits_of_a_pass_computed_again(card):
+def test_a_graph_stays_there_and_gives_the_bits_of_a_pass_computed_again(accelerator):
     async def both_ways(bench):
         graphs, made = bench.server.passes.graphs, []
         await bench.ask(*bench.forward(1))
@@ -113,7 +110,7 @@ def test_a_graph_stays_there_and_gives_the_bits_of_a_pass_computed_again(card):
     assert all(torch.equal(x, kept[0][name]) for name, x in again[0].items())
 
 
-def test_in_lower_precision_sums_stay_float32(card):
+def test_in_lower_precision_sums_stay_float32(accelerator):
     assert choose().precision == "bf16"
     there, here = (asked(passed, device=device)[2] for device in (choose(), None))
     for name, x in there.items():
@@ -122,19 +119,19 @@ def test_in_lower_precision_sums_stay_float32(card):
         assert 1e-5 < away < 0.05, name
 
 
-def test_weights_of_double_precision_are_multiplied_in_it(card):
+def test_weights_of_double_precision_are_multiplied_in_it(accelerator):
     stages = [Bench(device=device).stage for device in (choose(), None)]
     torch.testing.assert_close(*(stage.forward(Bench().inside(1)).cpu() for stage in stages))
 
 
-def test_without_native_bf16_stages_multiply_in_float32(card):
-    devices = Device(card, "Double Card", "fp16"), Device(card, "Double Card", "fp32")
+def test_without_native_bf16_stages_multiply_in_float32(single):
+    devices = Device(single.place, "Half", "fp16"), single
     there, here = (Bench(device=device, dtype=torch.float32) for device in devices)
     x = there.inside(1)
     assert torch.equal(there.stage.forward(x).cpu(), here.stage.forward(x).cpu())
 
 
-def test_forward_passes_that_wait_are_one_call_of_the_model(single):
+def test_forward_passes_that_wait_are_one_call_of_the_model(single, card):
     async def at_once(bench):
         bench.server.passes.graphs.max_bytes = 0  # as if kept graphs filled their room
         await bench.ask(*bench.forward(1))
@@ -163,7 +160,9 @@ async def forwarded(bench, room=None):
     return [values(one) for _, payloads in outputs for one in payloads], bench.server.passes.graphs
 
 
-def test_a_pass_that_runs_out_of_memory_drops_kept_graphs_and_is_computed_again(single, caplog):
+def test_a_pass_that_runs_out_of_memory_drops_kept_graphs_and_is_computed_again(
+    single, caplog, card
+):
     caplog.set_level(logging.WARNING)
     wanted, graphs = asked(forwarded, device=single)
     each = graphs.size_bytes // len(graphs)
