@@ -12,6 +12,7 @@ its place is certain, not its bits.
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,12 @@ DEVICE_BLOCK = 1_048_576  # values: 4 MiB, beside which the launch of an operato
 def block_length(x: Tensor) -> int:
     """Return how many values to compute with at once where this tensor is."""
     return BLOCK if x.is_cpu else DEVICE_BLOCK
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the square roots, correctly rounded on every machine. On CPUs torch may have them from
+    a library that rounds one in six otherwise; numpy's are the processor's own."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.is_cpu else x.sqrt()
 
 
 def nesterov_(phi: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float) -> None:

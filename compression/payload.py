@@ -47,7 +47,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 def aside(device: torch.device) -> Iterator[None]:
     """Let what the block copies from a device run beside its other work, and wait for it: on CUDA
     it begins after all that the device was asked before, and nothing that it is asked later waits
-    for it. Not tried on a real card. Other devices copy in the order in which they are asked."""
+    for it. Other devices copy in the order in which they are asked."""
     if device.type != "cuda":
         yield
         return

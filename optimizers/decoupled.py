@@ -57,10 +57,10 @@ class Decoupled(ReplicaMethod):
     the step is q itself.
 
     Parameters change only in `apply`, in the same way for every peer that applies a round, whether
-    or not it contributed. The inner optimizer's arithmetic is not portable, nor is DeMo's
-    transform: replicas are identical on identical machines, and close on others. Therefore sketches
-    of the replicas are compared every `check_rounds` rounds. A peer that is farther than
-    `tolerance` from the others, as a share of the parameters' norm, adopts their state and loses
+    or not it contributed. DeMo's transform is not portable: replicas are identical on identical
+    machines, and close on others. Therefore sketches of the replicas are compared every
+    `check_rounds` rounds. A peer that is farther than `tolerance` from the others, as a share of
+    the parameters' norm, adopts their state and loses
     its momentum.
     """
 

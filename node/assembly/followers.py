@@ -68,7 +68,7 @@ def shared_part(
     model.checkpointing = assignment.checkpoints
     for layer in model.blocks() if assignment.compiles else ():
         layer.compile(dynamic=False)
-    replica = FsdpReplica(model, plan.inner.build(model), plan.clip_norm, ranks)
+    replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)
     terms = plan.run_seed, assignment.peer, plan.batch, plan.seq
     batches = Batches(tokens, *terms, recurring=plan.samples)
     computed = device, assignment.micro_batch or None

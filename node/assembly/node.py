@@ -5,7 +5,6 @@ Processes and simulations assemble nodes in the same way; the links, directory a
 passed in.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,17 +14,17 @@ from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
+from farflock.node.model.loss import logits_at_once
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
-from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
-from farflock.node.train.task import LanguageModelTask
+from farflock.node.train.task import LanguageModelTask, Train
 from farflock.optimizers.catalog import method
 from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.stateful import live_state
@@ -71,7 +70,7 @@ class ReplicaNode:
     @property
     def last_loss(self) -> float | None:
         """The loss of the last step; None before the first."""
-        return self.loop.last_loss
+        return self.loop.losses.last
 
     @property
     def work(self) -> dict[str, int]:
@@ -123,9 +122,9 @@ def task_of(
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
-    # Replicas that all take the same steps take them in the same operations.
-    fused = device.has_fused_adamw and plan.method not in SHARED_MOMENTS
-    inner = plan.inner.build(model, fused=fused, moments=options.moments)
+    if device.place.type != "cpu":
+        model.logits_at_once = logits_at_once(device.memory()[1])
+    inner = plan.inner_of(model, fused=device.has_fused_adamw, moments=options.moments)
     replica = PlainReplica(model, inner, plan.clip_norm)
     terms = (plan.schedule, plan.accumulate, plan.autocast)
     task = LanguageModelTask(model, replica, batches, *terms, device, options.micro_batch)
@@ -140,7 +139,7 @@ def replica_node(
     tokens: TokenIds,
     *,
     compute: Compute,
-    train: Callable[[Callable[[], float]], Awaitable[float]],
+    train: Train,
     report: Report = lambda kind, fields: None,
     storage: Storage = in_memory,
     spool: Spool | None = None,

@@ -26,6 +26,7 @@ from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.node.run.user_terms import fingerprint
+from farflock.optimizers.parts.portable_inner import make_portable
 
 
 class _Facts(msgspec.Struct, frozen=True):
@@ -177,6 +178,8 @@ class FollowingOptimizer(SwarmOptimizer):
         self._shard = shared_replica(model, self._inner, self._ranks)
         self._facts, self._tokens_per_step, self._closed = _Facts(), tokens_per_step, False
         self._follow()
+        if self.method in SHARED_MOMENTS:
+            make_portable(self._inner)
         self._ready = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's

@@ -31,6 +31,7 @@ from farflock.node.train.ending import drain
 from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
+from farflock.optimizers.parts.portable_inner import make_portable
 
 if TYPE_CHECKING:
     from farflock.node.model.replica_fsdp import FsdpReplica
@@ -131,6 +132,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._end = weakref.finalize(self, end)
         self._held: dict[str, torch.Tensor] = {}
         self._ready = True
+        if self.method in SHARED_MOMENTS:
+            make_portable(self._inner)
         try:
             self._require_fit(self.method, self._here.loop.driver.method)
         except Usage:

@@ -16,6 +16,7 @@ from farflock.optimizers.parts.blocks import block_length, blocks
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 from farflock.optimizers.parts.packed_moment import PackedMoment
+from farflock.optimizers.parts.portable_inner import clip_norm_, is_portable
 from farflock.optimizers.parts.small_adamw import SmallAdamW
 
 Storage = Callable[[Sequence[int]], Tensor]  # a shape -> float32 zeros
@@ -99,9 +100,16 @@ class Slots:
         for group in self._inner.param_groups if rate is not None else ():
             group["lr"] = rate
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self._clip_norm)
+            self._clip(self._clip_norm)
         self._inner.step()
         self._inner.zero_grad()  # their memory is free for the exchange that may follow
+
+    def _clip(self, max_norm: float) -> None:
+        parameters = self.parameters.values()
+        if is_portable(self._inner) and not any(hasattr(x, "to_local") for x in parameters):
+            clip_norm_(parameters, max_norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def _first_moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor | PackedMoment]:
         """Return all moments that the optimizer starts with, as it would not create one that is

@@ -185,7 +185,7 @@ class PipelineNode:
         the first stage served."""
         if self.trainer is not None:
             return self.trainer.commits.recent_loss
-        return self.serving.loop.last_loss if self.serving is not None else None
+        return self.serving.loop.losses.last if self.serving is not None else None
 
     @property
     def work(self) -> dict[str, int]:

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.node.model.llama import ModelConfig
+from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.portable_inner import make_portable
 from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.small_adamw import MomentType
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 from farflock.swarm.paths.skippipe import PathPlan
 from farflock.swarm.protocol.rebalance import RebalanceRule
@@ -48,6 +52,17 @@ class RunPlan:
     autocast: bool = False
     samples: int = 0  # recurring ones of each trainer; 0: each sequence is new
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
+
+    def inner_of(
+        self, model: nn.Module, *, fused: bool = False, moments: MomentType = "fp32"
+    ) -> torch.optim.Optimizer:
+        """Return the inner optimizer of a model or a stage, on its device. Where all replicas take
+        the same steps, these have the same bits on every machine, and are not `fused`."""
+        alike = self.method in SHARED_MOMENTS
+        inner = self.inner.build(model, fused=fused and not alike, moments=moments)
+        if alike:
+            make_portable(inner)
+        return inner
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from farflock.node.loop import Loop
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
@@ -11,6 +10,7 @@ from farflock.node.simulate.invariants import STORE_BYTES, InvariantChecker
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import StateSync
+from farflock.node.train.task import Loss, Train
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -85,8 +85,8 @@ class Population:
             peer.leave()
             await asyncio.sleep(GOODBYE_S)
 
-    def _trainer(self, index: int) -> Callable[[Callable[[], float]], Any]:
-        async def train(work: Callable[[], float]) -> float:
+    def _trainer(self, index: int) -> Train:
+        async def train(work: Callable[[], Loss]) -> Loss:
             loss = work()
             left_s = self._arm.step_s
             while left_s > 0:

@@ -30,6 +30,7 @@ from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.ending import drain
+from farflock.node.train.task import Loss
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
 from farflock.optimizers.parts.state import state_hash
@@ -176,7 +177,7 @@ class Simulation:
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         step_s = self._world.step_s * self._slowness[index]
 
-        async def train(work: Callable[[], float]) -> float:
+        async def train(work: Callable[[], Loss]) -> Loss:
             loss = work()
             await asyncio.sleep(step_s)
             return loss
@@ -329,7 +330,7 @@ def held_out(
     means = torch.zeros(len(x), dtype=torch.float64)
     for digest, state in different.items():
         model = build(plan.model, plan.run_seed).to(place)
-        replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+        replica = PlainReplica(model, plan.inner_of(model), plan.clip_norm)
         kept = method(plan.method, **plan.options)
         kept.restore(replica, state, "adopt")
         replica.write(kept.eval_params(replica), "param")

@@ -2,42 +2,16 @@
 counts (EDiT, arXiv:2412.07210, section 3).
 
 Scalars only, in Python's floats: sums are rounded once and exponentials correctly, so that all
-peers get the same result on any machine and in any order of peers. Norms of tensors are summed in a
-fixed order of pairs.
+peers get the same result on any machine and in any order of peers.
 """
 
 import math
 from dataclasses import dataclass
 from decimal import Context, Decimal
 
-from torch import Tensor
-
 HUGE = 2.0**60  # a norm of at least this, or NaN, is an anomaly whatever the others are
 UNIT = 2**30  # a weight of 1
-BLOCK = 2**20  # values squared at once
 EXACT = Context(prec=20)  # decimal's exp is correctly rounded, on every machine
-
-
-def sum_of_squares(x: Tensor) -> float:
-    """Return the sum in float64, in a fixed order and so portable; squares of float32 are exact."""
-    flat = x.reshape(-1)
-    return math.fsum(
-        _pairwise(flat[at : at + BLOCK].double().square_()) for at in range(0, len(flat), BLOCK)
-    )
-
-
-def _pairwise(values: Tensor) -> float:
-    """Return the sum by adding one half to the other, again and again; changes its input."""
-    while len(values) > 1:
-        half = (len(values) + 1) // 2
-        values[: len(values) - half] += values[half:]
-        values = values[:half]
-    return float(values.sum())
-
-
-def norm_of(tensors: list[Tensor]) -> float:
-    """Return the portable norm of all tensors together."""
-    return math.sqrt(math.fsum(sum_of_squares(x) for x in tensors))
 
 
 def average(values: list[float]) -> float:

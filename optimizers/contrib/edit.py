@@ -28,7 +28,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.contrib.anomaly import HUGE, UNIT, AnomalyFilter, norm_of
+from farflock.optimizers.contrib.anomaly import HUGE, UNIT, AnomalyFilter
 from farflock.optimizers.method import (
     All,
     Exchange,
@@ -41,6 +41,7 @@ from farflock.optimizers.method import (
 )
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.layers import layers_of
+from farflock.optimizers.parts.norms import norm_of
 from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
 from farflock.optimizers.parts.outer_state import OuterState

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -31,6 +30,7 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
+from farflock.node.train.task import Train
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
@@ -46,7 +46,7 @@ class NodeServices:
 
     compute: Compute
     run_pass: Pass
-    train: Callable[[Callable[[], float]], Awaitable[float]]
+    train: Train
     report: Report = lambda kind, fields: None
     memory_bytes: int = 1 << 62  # free for a stage, in case of a move
     needs_bytes: tuple[int, ...] = ()  # to serve each stage; empty: not checked
@@ -155,7 +155,7 @@ class Assembly:
             constraint.begin(model)
             constraint = constraint.placed(device.place)
         model = model.to(device.place)
-        inner, clip = plan.inner.build(model), clip_of(plan, model)
+        inner, clip = plan.inner_of(model), clip_of(plan, model)
         if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
             plain = PlainReplica(model, inner, clip)
             plain.storage = self.means.storage

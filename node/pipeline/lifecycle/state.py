@@ -128,7 +128,7 @@ async def _mean(
 async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: int) -> Neighbour:
     """Return a stage's tensors, as its members would evaluate them, and its gradient's scale."""
     model = build(plan.model, plan.run_seed, stages[stage])
-    replica = PlainReplica(model, plan.inner.build(model))
+    replica = PlainReplica(model, plan.inner_of(model))
     most = max_state_bytes(replica.shapes)
     snapshot = await peer.snapshots.fetch(
         f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, max_bytes=most

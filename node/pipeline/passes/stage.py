@@ -29,8 +29,6 @@ from farflock.node.model.llama import Llama
 
 Gradients = dict[str, Tensor]
 
-RUNS_AHEAD = ("cuda", "xpu")
-
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
@@ -93,7 +91,7 @@ class Stage:
     def runs_ahead(self) -> bool:
         """True if the device computes on after it was asked, so that this machine can do something
         else before it reads the results."""
-        return self._device.place.type in RUNS_AHEAD
+        return self._device.runs_ahead
 
     def release(self) -> None:
         """Give back the memory of the device that torch keeps for later tensors."""
@@ -142,11 +140,8 @@ class Stage:
         )
 
     def there(self, x: Tensor) -> Tensor:
-        """Return a tensor on the device. One of the CPU is copied from pinned memory where the
-        device runs ahead, so that nothing waits for the copy."""
-        if self.runs_ahead and x.is_cpu:
-            x = x.pin_memory()
-        return x.to(self._device.place, non_blocking=True)
+        """Return a tensor on the device (see `Device.bring`)."""
+        return self._device.bring(x)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self._weights[0].dtype == torch.float64:

@@ -7,7 +7,7 @@ number of microbatches in it; one with local steps gets the mean of what this se
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import GradientScale
 from farflock.node.pipeline.server.accounts import StageAccounts
+from farflock.node.train.task import Loss, Train
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.rounds import Rounds
@@ -134,13 +135,11 @@ async def _either(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-def gated(
-    batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
-) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
+def gated(batch: BatchTrigger, train: Train) -> Train:
     """Wrap `train` so that it waits until a step is due; it returns None once no more steps will
     be."""
 
-    async def step(work: Callable[[], float]) -> float | None:
+    async def step(work: Callable[[], Loss]) -> Loss | None:
         return await train(work) if await batch.full() else None
 
     return step

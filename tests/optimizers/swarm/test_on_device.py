@@ -5,10 +5,11 @@ import pytest
 import torch
 from worlds.card import CARD
 
-from farflock.node.model.replica import OnDevice, PlainReplica
+from farflock.node.model.replica import OnDevice
 from farflock.node.simulate.method_check import NodeRig
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.portable_inner import make_portable
 from farflock.optimizers.parts.state import state_hash
 from farflock.optimizers.testing import check, misfortunes
 from farflock.optimizers.testing.loopback import same
@@ -25,6 +26,7 @@ VARIANTS = [
     ("async", {"codec": "int8", "buffer": 3, "c": 0.25}),
 ]
 EVERY_DAY = ("ddp", "diloco", "lean")
+OWN_SUMS = ("demo", "lean")  # of a transform, and of a rate; peers do not agree on their bits
 
 
 def each_method(daily=EVERY_DAY):
@@ -43,7 +45,16 @@ def each_method(daily=EVERY_DAY):
     )
 
 
-class RigOfCards(NodeRig):
+class PortableRig(NodeRig):
+    """Replicas whose local steps have the same bits everywhere, as a node's have in runs of
+    methods that need that. Here all do, so that nothing hides what a method computes."""
+
+    def replica(self, module, inner):
+        make_portable(inner)
+        return super().replica(module, inner)
+
+
+class RigOfCards(PortableRig):
     """Replicas whose models and states are on the card: every peer's, or every second peer's."""
 
     def __init__(self, card, every=1):
@@ -52,8 +63,8 @@ class RigOfCards(NodeRig):
     def replica(self, module, inner):
         self.made += 1
         if self.made % self.every:
-            return PlainReplica(module, inner, clip_norm=None)
-        made = PlainReplica(module.to(self.card), rebuilt(inner, module), clip_norm=None)
+            return super().replica(module, inner)
+        made = super().replica(module.to(self.card), rebuilt(inner, module))
         made.storage = OnDevice(self.card).allocate
         return made
 
@@ -76,9 +87,11 @@ def everything_of(swarm):
 
 @each_method()
 def test_a_swarm_on_cards_has_the_bits_of_one_on_cpus(name, more, accelerator):
+    if name in OWN_SUMS and not CARD.plugged:
+        pytest.skip("sums of its own are taken in another order on a real device")
     there, here = (
         everything_of(check.played(subject(name, more, rig), 3, "everything"))
-        for rig in (RigOfCards(accelerator), NodeRig())
+        for rig in (RigOfCards(accelerator), PortableRig())
     )
     assert there.keys() == here.keys()
     assert all(same(there[peer], here[peer]) for peer in here)
@@ -89,7 +102,7 @@ def test_no_bit_that_peers_agree_on_comes_from_a_division_by_a_number(name, more
     """CUDA does not round that correctly. The inner optimizer, sgd, divides by none either."""
     there, here = (
         everything_of(misfortunes.play(subject(name, more, rig).swarm("abc"), "everything"))
-        for rig in (dividing(card), NodeRig())
+        for rig in (dividing(card), PortableRig())
     )
     assert all(same(there[peer], here[peer]) for peer in here)
 
