@@ -14,8 +14,9 @@ from farflock.node.reporting import Report
 from farflock.node.train.driver import Apply, Driver, EncodedExchange
 from farflock.node.train.ending import Barrier, drop, end, is_over, start_over
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay
+from farflock.node.train.losses import Losses
 from farflock.node.train.state_sync import StateSync
-from farflock.node.train.task import TrainingTask
+from farflock.node.train.task import Loss, Train, TrainingTask
 from farflock.optimizers.method import Drifted, Exchange, Progress, Result
 from farflock.swarm.compute import Compute
 
@@ -30,12 +31,12 @@ class Loop:
     state_sync: StateSync
     training_task: TrainingTask
     compute: Compute
-    train: Callable[[Callable[[], float]], Awaitable[float | None]]
+    train: Train
     report: Report = lambda kind, fields: None
     adopt: Callable[[str], Awaitable[None]] | None = None  # in place of `state_sync.adopt`
     pause: Callable[[], Awaitable[None]] | None = None  # awaited between steps
     step: int = 0
-    last_loss: float | None = None
+    losses: Losses = field(default_factory=Losses)
     stop: StopRequest = field(default_factory=StopRequest)
     under_way: UnderWay = field(default_factory=dict)
 
@@ -67,27 +68,25 @@ class Loop:
             await self._apply(missed)
         return self.progress
 
-    def train_one(self, progress: Progress) -> float:
+    def train_one(self, progress: Progress) -> Loss:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
-        progress = replace(progress, weight=self.training_task.weight)
-        self.driver.local_step(progress)
+        self.driver.local_step(replace(progress, weight=self.training_task.weight))
         return loss
 
-    async def end_step(self, loss: float) -> None:
+    async def end_step(self, loss: Loss) -> None:
         """Count a local step, start the exchanges that are due, and settle before the next step."""
-        self.step, self.last_loss = self.step + 1, loss
+        self.step += 1
         self.driver.trained(self.training_task.tokens_per_step, self.client.members())
-        self.report("step", {"step": self.step, "loss": loss})
+        self.losses.step_ended(self.step, loss, self.report)
         await self._start(self.driver.after_step(self.progress))
         await self.settle()
 
     async def _start(self, exchanges: list[Exchange]) -> None:
         """Encode exchanges before anything changes their tensors, and start them."""
         for each in exchanges:
-            claim = self.driver.claim(each)  # not in the worker: a server changes its leases here
-            encode = partial(self.driver.encoded, each, claim, self.client.encode)
-            offer = await self.compute(encode)
+            encode = partial(self.driver.encoded, each, self.driver.claim(each), self.client.encode)
+            offer = await self.compute(encode)  # claimed here: a server changes its leases
             self.under_way[each.key] = asyncio.create_task(self._exchange(offer))
 
     async def _exchange(self, offer: EncodedExchange) -> Result:

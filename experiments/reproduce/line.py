@@ -30,7 +30,7 @@ def run(job: Line, progress: Callable[[float], None]) -> Outcome:
     curve: list[Point] = []
     for step in range(job.steps):
         tokens = step * training_task.tokens_per_step
-        if not math.isfinite(training_task.forward_backward(step, Progress(step, tokens))):
+        if not math.isfinite(float(training_task.forward_backward(step, Progress(step, tokens)))):
             raise Diverged(f"at step {step}")
         replica.inner_step()
         if (step + 1) * job.points // job.steps > step * job.points // job.steps:

@@ -9,7 +9,7 @@ the time of the transfers is added afterwards, for any rate.
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from farflock.node.assembly.node import ReplicaNode
 from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options
 from farflock.node.simulate.segments import SegmentState
 from farflock.node.simulate.simulation import Simulation, World
-from farflock.node.train.task import LanguageModelTask
+from farflock.node.train.task import LanguageModelTask, Loss, Train
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
@@ -71,17 +71,17 @@ class Measured(Simulation):
         self,
         index: int,
         node: ReplicaNode,
-        train: Callable[[Callable[[], float]], Awaitable[float | None]],
-    ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
+        train: Train,
+    ) -> Train:
         """Wrap `train`: wait for the start, take as long as this peer does, sometimes be late."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
         slowness = job.speeds[index] if job.speeds else 1.0
         period = job.options.get("period", 0)
 
-        async def step(work: Callable[[], float]) -> float | None:
+        async def step(work: Callable[[], Loss]) -> Loss | None:
             await self._together()
             loss = await train(work)
-            if loss is not None and not math.isfinite(loss):
+            if loss is not None and not math.isfinite(float(loss)):
                 raise Diverged(f"peer {index}, step {node.loop.step}")
             await asyncio.sleep(job.step_s * (slowness - 1))
             if job.late and (node.loop.step + 1) % period == 0 and chance.random() < job.late:

@@ -17,6 +17,7 @@ from farflock.node.errors import Usage
 Precision = Literal["bf16", "fp16", "fp32"]  # of matrix products; weights and sums are float32
 
 KINDS = ("cuda", "mps", "xpu")  # beside cpu; ROCm's devices are named cuda too
+RUNS_AHEAD = ("cuda", "xpu")
 CPU = torch.device("cpu")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # said by an error that torch does not raise as its OutOfMemoryError
@@ -47,6 +48,19 @@ class Device:
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of its memory."""
         return memory_of(self.place)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if it computes on after it was asked, so that this machine can do something else
+        before it reads the results."""
+        return self.place.type in RUNS_AHEAD
+
+    def bring(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on this device. One of the CPU is copied from pinned memory where the
+        device runs ahead, so that nothing waits for the copy."""
+        if self.runs_ahead and x.is_cpu:
+            x = x.pin_memory()
+        return x.to(self.place, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until its work is done."""

@@ -199,6 +199,8 @@ class Llama(nn.Module):
         self.config = config
         self.span = range(config.layers) if span is None else span
         self.checkpointing = False  # of activations: backward passes compute each layer again
+        self.logits_at_once: int | None = None  # None: loss.MAX_LOGITS
+        self.chunk_loss: loss.ChunkLoss = loss.in_place
         is_consecutive = len(self.span) > 0 and self.span.step == 1
         if not (is_consecutive and self.span.start >= 0 and self.span.stop <= config.layers):
             raise ValueError(
@@ -264,13 +266,13 @@ class Llama(nn.Module):
         return F.linear(x_BLD, weight)
 
     def _loss(self, x_BLD: Tensor, targets_BL: Tensor, reduction: LossReduction) -> Tensor:
-        tokens = loss.chunk_tokens(self.config.vocab_size)
+        tokens = loss.chunk_tokens(self.config.vocab_size, self.logits_at_once)
         if targets_BL.numel() <= tokens:
             return cross_entropy(self._logits(x_BLD), targets_BL, reduction)
         flat = x_BLD.flatten(0, 1), self._head(), targets_BL.flatten(), tokens
         if reduction == "none":
             return loss.token_losses(*flat).view(targets_BL.shape)
-        total = loss.summed_loss(*flat)
+        total = loss.summed_loss(*flat, self.chunk_loss)
         return total / targets_BL.numel() if reduction == "mean" else total
 
 

@@ -8,6 +8,7 @@ of the hidden states and of the head's weights at once, and their memory is used
 Shapes: N tokens, D model width, V vocabulary; C tokens of a chunk.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,20 +17,60 @@ from torch import Tensor
 
 MAX_LOGITS = 2**25  # at once: 128 MiB in float32, 256 tokens of a vocabulary of 128k
 
+ALIGNED = 64  # rows of a part of a table: products of other numbers of rows are slow on GPUs
 
-def chunk_tokens(vocab_size: int) -> int:
-    """Return how many tokens' logits may exist at once."""
-    return max(MAX_LOGITS // vocab_size, 1)
+# Of logits (C, V), targets (C,) and the type of sums: the summed loss, and the logits' gradient,
+# which may take the logits' memory.
+ChunkLoss = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
-def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, tokens: int) -> Tensor:
+def logits_at_once(memory_bytes: int) -> int:
+    """Return how many logits may exist at once on a device with so much memory: they and their
+    gradient take a fortieth of it at most, or 384 MiB. Larger chunks are faster, since for each
+    one the gradient of the whole table is read and written."""
+    return min(max(memory_bytes // 512, MAX_LOGITS), 4 * MAX_LOGITS)
+
+
+def chunk_tokens(vocab_size: int, logits: int | None = None) -> int:
+    """Return how many tokens' logits may exist at once, of so many logits (None: `MAX_LOGITS`)."""
+    return max((logits or MAX_LOGITS) // vocab_size, 1)
+
+
+def in_place(logits_CV: Tensor, targets_C: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a chunk's loss and gradient, in the logits' memory if they have the type of sums."""
+    values_CV = logits_CV.to(sums)
+    losses_C, sums_C = _losses_(values_CV, targets_C)
+    return losses_C.sum(), _gradient_(values_CV, sums_C, targets_C)
+
+
+def fusible(logits_CV: Tensor, targets_C: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what `in_place` does, the gradient in the logits' type, as expressions of which
+    torch.compile makes kernels that read the logits twice and write the gradient once."""
+    values_CV = logits_CV.to(sums)
+    top_C = values_CV.amax(1)
+    exponentials_CV = (values_CV - top_C[:, None]).exp()
+    sums_C = exponentials_CV.sum(1)
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    losses_C = sums_C.log() + top_C - torch.where(is_target_CV, values_CV, 0.0).sum(1)
+    gradient_CV = exponentials_CV / sums_C[:, None] - is_target_CV.to(sums)
+    return losses_C.sum(), gradient_CV.to(logits_CV.dtype)
+
+
+def summed_loss(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    tokens: int,
+    chunk_loss: ChunkLoss = in_place,
+) -> Tensor:
     """Return the cross-entropy in nats, summed over tokens, with the logits of `tokens` at a time.
 
     Products are rounded to autocast's type; sums are float32 (float64 for float64 weights). With
-    gradients enabled, they are computed here too; the graph can be differentiated once."""
+    gradients enabled, they are computed here too, by `chunk_loss`; the graph can be differentiated
+    once."""
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-            x_ND, weight_VD, targets_N, tokens
+            x_ND, weight_VD, targets_N, tokens, chunk_loss
         )
         return loss
     return token_losses(x_ND, weight_VD, targets_N, tokens).sum()
@@ -41,19 +82,21 @@ def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, tokens: int
     products = _Products(weight_VD)
     chunks = zip(torch.split(x_ND, tokens), torch.split(targets_N, tokens), strict=True)
     with products.as_given():
-        return torch.cat([_losses_(products.logits(x), targets)[0] for x, targets in chunks])
+        return torch.cat(
+            [_losses_(products.logits(x).to(products.sums), targets)[0] for x, targets in chunks]
+        )
 
 
 class _Products:
     """Matrix products with the head's weights, in the type that autocast wants here or in theirs.
 
-    `sums` is the type of everything else."""
+    `dtype` is that type, and `sums` that of everything else."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         self._place = weight_VD.device.type
         is_lower = torch.is_autocast_enabled(self._place)
-        self._dtype = torch.get_autocast_dtype(self._place) if is_lower else weight_VD.dtype
-        self._weight_VD = weight_VD.to(self._dtype)
+        self.dtype = torch.get_autocast_dtype(self._place) if is_lower else weight_VD.dtype
+        self._weight_VD = weight_VD.to(self.dtype)
         self.sums = torch.promote_types(weight_VD.dtype, torch.float32)
 
     def as_given(self) -> torch.autocast:
@@ -61,21 +104,21 @@ class _Products:
         return torch.autocast(self._place, enabled=False)
 
     def logits(self, x_CD: Tensor) -> Tensor:
-        """Return new logits (C, V)."""
-        return F.linear(x_CD.to(self._dtype), self._weight_VD).to(self.sums)
+        """Return new logits (C, V), in the products' type."""
+        return F.linear(x_CD.to(self.dtype), self._weight_VD)
 
     def to_hidden(self, gradient_CV: Tensor) -> Tensor:
         """Return the gradient of the hidden states (C, D)."""
-        return (gradient_CV.to(self._dtype) @ self._weight_VD).to(self.sums)
+        return (gradient_CV @ self._weight_VD).to(self.sums)
 
     def add_to_weight(self, sum_VD: Tensor, gradient_CV: Tensor, x_CD: Tensor) -> None:
         """Add a chunk's gradient of the weights. The product of another type than the sum's takes
         memory of its own, and is computed in parts."""
-        gradient_CV, x_CD = gradient_CV.to(self._dtype), x_CD.to(self._dtype)
-        if self._dtype == self.sums:
+        x_CD = x_CD.to(self.dtype)
+        if self.dtype == self.sums:
             sum_VD.addmm_(gradient_CV.t(), x_CD)
             return
-        rows = max(MAX_LOGITS // x_CD.shape[1], 1)
+        rows = max(2 * MAX_LOGITS // x_CD.shape[1] // ALIGNED, 1) * ALIGNED
         for part, columns in zip(
             torch.split(sum_VD, rows), torch.split(gradient_CV, rows, 1), strict=True
         ):
@@ -93,6 +136,7 @@ class _SummedLoss(torch.autograd.Function):
         weight_VD: Tensor,
         targets_N: Tensor,
         tokens: int,
+        chunk_loss: ChunkLoss,
     ) -> Tensor:
         """Return the sum, and keep the gradients."""
         products, losses = _Products(weight_VD), []
@@ -103,10 +147,9 @@ class _SummedLoss(torch.autograd.Function):
             )
             for at in range(0, len(x_ND), tokens):
                 x_CD, targets_C = x_ND[at : at + tokens], targets_N[at : at + tokens]
-                logits_CV = products.logits(x_CD)
-                losses_C, sums_C = _losses_(logits_CV, targets_C)
-                losses.append(losses_C.sum())
-                gradient_CV = _gradient_(logits_CV, sums_C, targets_C)
+                total, gradient_CV = chunk_loss(products.logits(x_CD), targets_C, products.sums)
+                losses.append(total)
+                gradient_CV = gradient_CV.to(products.dtype)
                 if to_x is not None:
                     to_x[at : at + tokens] = products.to_hidden(gradient_CV)
                 if to_weight is not None:
@@ -128,7 +171,7 @@ class _SummedLoss(torch.autograd.Function):
             None if x is None else x.mul_(grads[0]).to(dtype)
             for x, dtype in zip(found, ctx.dtypes, strict=True)
         )
-        return to_x, to_weight, None, None
+        return to_x, to_weight, None, None, None
 
 
 def _losses_(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,13 +57,15 @@ class Exchanged(NamedTuple):
 class StepChoices(NamedTuple):
     """The machine's choices on which memory depends: sequences computed at once (None: a batch),
     whether a device computes them, the type of AdamW's moments, whether layers are computed again
-    for their gradients, and whether a device's products are in two bytes."""
+    for their gradients, whether a device's products are in two bytes, and how many logits exist at
+    once."""
 
     micro_batch: int | None = None
     on_device: bool = False
     moments: MomentType = "fp32"
     checkpoints: bool = False
     is_lower: bool = True
+    logits: int = MAX_LOGITS
 
 
 WHOLE_BATCH = StepChoices()
@@ -157,7 +159,7 @@ def moment_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
 def _passes_bytes(plan: RunPlan, computing: StepChoices, a_token: int) -> int:
     """Return what passes take that keep so many bytes a token, with their logits."""
     tokens = min(computing.micro_batch or plan.batch, plan.batch) * plan.seq
-    logits = min(plan.model.vocab_size * tokens, MAX_LOGITS)
+    logits = min(plan.model.vocab_size * tokens, computing.logits)
     return tokens * a_token + 3 * VALUE_BYTES * logits
 
 

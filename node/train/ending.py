@@ -6,6 +6,7 @@ from typing import Protocol
 
 from farflock.node.reporting import Report
 from farflock.node.train.exchange_client import StopRequest, UnderWay
+from farflock.node.train.losses import Losses
 from farflock.optimizers.method import Progress
 from farflock.swarm.tasks import cancel
 
@@ -53,6 +54,11 @@ class EndingLoop(Protocol):
         ...
 
     @property
+    def losses(self) -> Losses:
+        """The losses of its steps."""
+        ...
+
+    @property
     def report(self) -> Report:
         """The callback that receives events."""
         ...
@@ -84,6 +90,7 @@ async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None
         await loop.settle(last=True)
         await loop.begin_step()
 
+    loop.losses.tell(loop.report)
     if barrier is not None:
         await barrier.end(take_in, lambda: loop.stop.requested)
     await drain(loop, max(drain_s, loop.stop.drain_s))

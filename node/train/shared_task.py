@@ -61,7 +61,7 @@ class SharedTask:
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             for rows, share in shares_of(size, self.micro_batch or size, ranks.rank, ranks.count):
-                x, y = (tokens[rows].to(self.device.place, non_blocking=True) for tokens in batch)
+                x, y = (self.device.bring(tokens[rows]) for tokens in batch)
                 loss = self.module(x, y) * share / self.accumulate
                 (loss * ranks.count).backward()
                 losses.append(loss.detach())

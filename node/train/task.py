@@ -4,9 +4,10 @@ rate."""
 import contextlib
 import logging
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ from farflock.optimizers.parts.schedule import Schedule
 log = logging.getLogger(__name__)
 
 
+Loss = SupportsFloat  # of a step, in nats per token; a device may still compute it
+Train = Callable[[Callable[[], Loss]], Awaitable[Loss | None]]
+
+
 class TrainingTask(Protocol):
     """Batches, a model and its gradients, as the loop trains them."""
 
@@ -37,15 +42,25 @@ class TrainingTask(Protocol):
         """The weight with which the last step's gradient counts."""
         ...
 
-    def forward_backward(self, step: int, progress: Progress) -> float:
-        """Run batch number `step`, leave its gradients on the model, and return its loss in nats
-        per token."""
+    def forward_backward(self, step: int, progress: Progress) -> Loss:
+        """Run batch number `step`, leave its gradients on the model, and return its loss."""
         ...
 
     def set_rate(self, tokens: int) -> None:
         """Set the learning rate that the schedule gives at the run's `tokens`, equal on every
         peer."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The sum of losses on a device, which is waited for only where it is read: meanwhile the inner
+    step is asked for."""
+
+    losses: list[torch.Tensor]
+
+    def __float__(self) -> float:
+        return sum(torch.stack(self.losses).tolist(), 0.0)
 
 
 class StepImpossible(Failure):
@@ -94,27 +109,27 @@ class LanguageModelTask:
         """Always 1: each step counts once."""
         return 1.0
 
-    def forward_backward(self, step: int, progress: Progress) -> float:
+    def forward_backward(self, step: int, progress: Progress) -> Loss:
         """Add this step's mean gradient to the model's; return the mean loss in nats per token.
 
         Where a device runs out of memory, or fp16 overflows, the step is taken again with the same
         samples. Raise `StepImpossible` if it cannot be taken at all."""
         self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
         if self.device.place.type == "cpu":  # where neither happens
-            return self._sum(self._passes(step, 1.0))
+            return float(_Sum(self._passes(step, 1.0)))
         with set_aside(self.module.parameters()):
             while (loss := self._try(step)) is None:
                 drop_gradients(self.module.parameters())
             return loss
 
-    def _try(self, step: int) -> float | None:
+    def _try(self, step: int) -> Loss | None:
         """Take the step; return its loss, or None if it has to be taken again."""
         scaled = self.device.precision == "fp16"
         scale = self.loss_scale.value if scaled else 1.0
         try:
             losses = self._passes(step, scale)
             if not scaled:
-                return self._sum(losses)
+                return _Sum(losses)
             return self._settled(losses, unscale(self.module.parameters(), scale))
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -129,7 +144,7 @@ class LanguageModelTask:
         losses: list[torch.Tensor] = []
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
-            x, y = (tokens.to(self.device.place, non_blocking=True) for tokens in batch)
+            x, y = map(self.device.bring, batch)
             for rows in self.parts:
                 share = self.accumulate * len(x) / len(x[rows])
                 loss_of = partial(self._loss, x[rows], y[rows], share)
@@ -139,10 +154,6 @@ class LanguageModelTask:
                 (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
         return losses
-
-    def _sum(self, losses: list[torch.Tensor]) -> float:
-        # Read only here: until then the device is not waited for.
-        return sum(torch.stack(losses).tolist(), 0.0)
 
     def _settled(self, losses: list[torch.Tensor], largest: torch.Tensor) -> float | None:
         """Return the loss if the gradients are finite; else halve the scale and return None. Both

@@ -7,6 +7,7 @@ from torch.nn import functional
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import PRESETS, build
+from farflock.node.model.step_options import StepOptions
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
@@ -16,14 +17,18 @@ RATE = 3e-3
 SEED = 20_261_121
 
 
+def schedule_at(rate: float) -> Schedule:
+    """Return a constant rate after a short warm-up."""
+    return Schedule(rate, total_tokens=1 << 40, warmup_tokens=1 << 14, floor=1.0)
+
+
 def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -> RunPlan:
     """Return the plan of both loops: a preset model at a constant rate after a short warm-up."""
-    schedule = Schedule(RATE, total_tokens=1 << 40, warmup_tokens=1 << 14, floor=1.0)
     return RunPlan(
         SEED,
         PRESETS[preset],
         InnerConfig(lr=RATE),
-        schedule,
+        schedule_at(RATE),
         method,
         dict(options),
         batch=batch,
@@ -34,15 +39,19 @@ def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -
 class Bare:
     """One replica: model, inner optimizer, clipped gradients, schedule, and one peer's batches.
 
-    On a device (None: the CPU) it does not wait for each step's loss, as a loop would that is
-    written for speed."""
+    On a device (None: the CPU) it is a loop written for speed: it does not wait for each step's
+    loss, its optimizer is fused, and where nodes compile layers, it compiles the model as a whole,
+    the loss included."""
 
     def __init__(
         self, plan: RunPlan, tokens: TokenIds, peer: str, device: Device | None = None
     ) -> None:
         self._plan, self._device = plan, device or Device()
         self._model = build(plan.model, plan.run_seed).to(self._device.place)
-        self._inner = plan.inner.build(self._model)
+        self._inner = plan.inner.build(self._model, fused=self._device.has_fused_adamw)
+        self._loss_of = self._loss
+        if StepOptions().compiles_on(self._device):
+            self._loss_of = torch.compile(self._loss, dynamic=False)
         self._batches = Batches(
             tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples
         )
@@ -58,8 +67,7 @@ class Bare:
                 tokens.to(place, non_blocking=True) for tokens in self._batches.batch(self._step)
             )
             with self._device.autocast():
-                logits = self._model(x).float()
-                loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+                loss = self._loss_of(x, y)
             self._inner.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if plan.clip_norm is not None:
@@ -71,3 +79,7 @@ class Bare:
                 self.loss = loss.item()
             self._step += 1
         self.loss = loss.item()
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self._model(x).float()
+        return functional.cross_entropy(logits.flatten(0, 1), y.flatten())

@@ -78,7 +78,7 @@ async def measured(size: Size, thread: ThreadPoolExecutor) -> AsyncIterator[dict
             bare_s = seconds(
                 lambda: thread.submit(bare.train, size.steps).result(), time.process_time
             )
-            require_alike(node.loop.last_loss, bare.loss)
+            require_alike(node.loop.losses.last, bare.loss)
             ours_s, train_s, loop_s = spent
             if number > 1:
                 yield {

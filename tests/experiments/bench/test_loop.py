@@ -53,7 +53,7 @@ def test_node_and_bare_loop_come_to_the_same_loss(tokens):
             bare = Bare(plan, tokens, node.peer.me)
             bare.train(4)
             bare.train(3)
-            return node.loop.step, node.loop.last_loss, bare.loss
+            return node.loop.step, node.loop.losses.last, bare.loss
 
     steps, ours, theirs = asyncio.run(losses())
     assert steps == 7

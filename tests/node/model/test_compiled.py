@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from farflock.node.model import loss
 from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.llama import PRESETS, build
 
@@ -18,9 +19,9 @@ def batch():
 
 
 def step(model):
-    loss = model(*batch())
-    loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    found = model(*batch())
+    found.backward()
+    return [found.detach(), *(weight.grad for weight in model.parameters())]
 
 
 def settled(backend, model):
@@ -48,6 +49,16 @@ def test_compiled_layers_compute_the_same_and_keep_their_names(backend, checkpoi
         torch.testing.assert_close(x, y)
     assert len(calls) == 1  # layers of one shape share it, and the step needed no other
     assert ours.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_the_loss_of_a_large_vocabulary_is_compiled_too(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(loss, "MAX_LOGITS", 256 * 20)  # of 64 tokens
+    plain, ours = build(PRESETS["tiny"], 1), build(PRESETS["tiny"], 1)
+    settled("aot_eager", ours)
+    assert ours.chunk_loss is not loss.in_place
+    for x, y in zip(step(plain), step(ours), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def fails_at_once(graph, inputs):

@@ -143,3 +143,23 @@ def test_a_tied_tables_gradients_are_added_in_place(monkeypatch):
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert max(accumulate(sizes)) < 2.8 * 4 * WIDE.vocab_size * WIDE.dim
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_computes_what_is_done_in_place(kind):
+    chance = torch.Generator().manual_seed(2)
+    logits = (9 * torch.randn(5, 97, generator=chance)).to(kind)
+    targets = torch.randint(97, (5,), generator=chance)
+    total, gradient = loss.fusible(logits.clone(), targets, torch.float32)
+    wanted, exact = loss.in_place(logits, targets, torch.float32)
+    torch.testing.assert_close(total, wanted)
+    assert gradient.dtype == kind
+    torch.testing.assert_close(gradient, exact.to(kind))
+
+
+def test_large_devices_hold_more_logits_at_once():
+    gib = 2**30
+    assert [loss.logits_at_once(size * gib) // 2**25 for size in (1, 8, 24, 40, 80, 800)] == [
+        *(1, 1, 1, 2, 4, 4)
+    ]
+    assert loss.chunk_tokens(1000, 5000) == 5
