@@ -28,8 +28,8 @@ class CopiedAhead:
 
     On CUDA the copies use pinned memory and a stream of their own: it begins after what the device
     was asked to compute before, and what it is asked afterwards waits for it. The stream copies in
-    order, so once a block has come, the one that had the same memory before has gone back. Elsewhere a copy has ended when it returns, and the
-    same turns are taken."""
+    order, so once a block has come, the one that had the same memory before has gone back.
+    Elsewhere a copy has ended when it returns, and the same turns are taken."""
 
     def __init__(self, flat: Sequence[Tensor]) -> None:
         self._flat, self._cuda = flat, flat[0].is_cuda

@@ -176,7 +176,10 @@ class EmbeddingSync(FrozenEmbedding):
             log.warning("discarded version %d of the frozen embedding: %s", version, reason)
             return False
         table = finite_table(tensors, NAME, self._config.vocab_size, self._config.dim)
-        return table is not None and self._tables.hold(version, table)
+        if table is None or not self._tables.hold(version, table):
+            return False
+        self._tables.give_up(self._applied())  # rounds may have passed it by while it came
+        return True
 
     def _name(self, version: int) -> str:
         return f"{NAME}/{version % self._tables.turns.max_held}"

@@ -159,6 +159,22 @@ def test_missing_versions_are_downloaded_together_the_first_stages_first_and_old
     )
 
 
+def test_a_version_that_comes_after_it_was_needed_is_not_kept(world):
+    """A node that looks once in a while must not hold one table more meanwhile."""
+    one = world(6)
+    one.there[0, "table/1"] = offer(5)
+
+    async def main():
+        fetching = asyncio.create_task(one.keeper.fetch(5))
+        await asyncio.sleep(FIND_TIMEOUT_S)
+        one.tables.hold(9, table(9))
+        one.rounds.at = 7  # of which 6 is the oldest that is read
+        await fetching
+
+    run_virtual(main())
+    assert sorted(one.tables.codec.held) == [9]
+
+
 def test_a_silent_peer_is_not_waited_for_and_another_stage_has_it_too(world):
     one = world(0, others=(1, 0, 2))
     one.there[2, "table/2"] = offer(2)
