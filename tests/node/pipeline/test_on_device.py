@@ -23,6 +23,7 @@ from farflock.node.run.memory import needed_stage_device_bytes
 from farflock.node.run.split import even
 from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld
+from farflock.node.train.task import NoRoom
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.swarm.roles import EVERY
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -144,3 +145,23 @@ def test_a_newcomer_makes_a_lost_stage_from_its_neighbours_on_other_devices(sing
     serving = sim.nodes[1].serving
     assert all(map(is_on_device, serving.model.parameters()))
     assert serving.server.served["merged"] >= BATCH
+
+
+@pytest.mark.ci_more
+def test_a_stage_without_room_for_one_microbatch_ends_its_node_whose_state_can_be_saved(
+    single, card
+):
+    who = (PeerRole(0), PeerRole(1, device=single), PeerRole(trains=True))
+    lost = []
+
+    async def fill(sim):
+        while not sim.settled or sim.nodes[1].serving.state_sync.applied_round < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        lost.append(sim.nodes[1])
+        CARD.capacity_bytes = 0  # as if another program had taken the rest
+
+    with pytest.raises(NoRoom, match="no room for one microbatch of a stage") as raised:
+        trained(who, 50, during=fill)
+    assert "--device cpu" in raised.value.remedy
+    parts, _cursors = checkpoint_state(lost[0].serving)  # what the process writes before it leaves
+    assert all(bool(x.cpu().isfinite().all()) for held in parts.values() for x in held.values())
