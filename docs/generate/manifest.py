@@ -21,8 +21,12 @@ misspelt key, a wrong type or an impossible value is refused with its place.
 """
 COMPUTED = {  # filled in when the manifest is resolved
     **dict.fromkeys(
-        [f"model.{name}" for name in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "context")],
+        [f"model.{name}" for name in ("dim", "layers")],
         "the preset's",
+    ),
+    **dict.fromkeys(
+        [f"model.{name}" for name in ("heads", "kv_heads", "ffn_dim", "context")],
+        "the preset's, or computed",
     ),
     "data.sha256": "computed",
     "train.warmup_tokens": "computed",

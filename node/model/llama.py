@@ -85,10 +85,32 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.layers * layer + embeddings + self.dim
 
 
+def _llama3(*, dim: int, layers: int, heads: int, ffn_dim: int, tied: bool = True) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn_dim=ffn_dim,
+        context=8192,
+        tied=tied,
+        rope_theta=500_000.0,
+    )
+
+
 PRESETS = {
     "tiny": ModelConfig(dim=24, layers=2, heads=2, kv_heads=1, ffn_dim=48, context=64),
     "demo": ModelConfig(dim=96, layers=4, heads=4, kv_heads=4, ffn_dim=256, context=128),
     "10m": ModelConfig(dim=384, layers=6, heads=6, kv_heads=6, ffn_dim=1024, context=256),
+    # Those below are named after their weights with a vocabulary of 50,000 tokens.
+    "60m": ModelConfig(dim=512, layers=8, heads=8, kv_heads=8, ffn_dim=1408, context=1024),
+    "125m": ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, ffn_dim=2048, context=1024),
+    "350m": ModelConfig(dim=1024, layers=24, heads=16, kv_heads=16, ffn_dim=2816, context=2048),
+    # Llama 3's shapes (arXiv:2407.21783, table 3; model cards of Llama 3.2). Their contexts were
+    # lengthened after training on 8,192 tokens.
+    "1b": _llama3(dim=2048, layers=16, heads=32, ffn_dim=8192),
+    "3b": _llama3(dim=3072, layers=28, heads=24, ffn_dim=8192),
+    "8b": _llama3(dim=4096, layers=32, heads=32, ffn_dim=14_336, tied=False),
 }
 
 

@@ -45,6 +45,7 @@ from farflock.node.run.sections import (
     require_protocol,
     tables,
 )
+from farflock.node.run.sizes import completed
 from farflock.node.run.spelling import near_value, place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
@@ -58,6 +59,7 @@ from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 MAX_HEAD_BYTES = 512
 _HEAD_DOMAIN = b"head"
 MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
+SEQ = 64  # tokens of a sequence, if the manifest does not say
 WARMUP_SHARE = 0.05  # of the run's tokens, if the manifest names no warm-up
 
 
@@ -96,7 +98,7 @@ class TrainSection(Section, frozen=True, kw_only=True):
     norm, 0 for none."""
 
     batch: BatchCount = 8
-    seq: BatchCount = 64
+    seq: BatchCount = SEQ
     accumulate: BatchCount = 1
     samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_RECURRING)] | None = None
     optimizer: InnerName = "adamw"
@@ -336,13 +338,18 @@ def _require_tables(table: Mapping[str, Any]) -> None:
 
 
 def _fill_model(table: dict[str, Any]) -> None:
-    """Replace a preset by its sizes; a size that is also given overrides the preset's."""
+    """Replace a preset by its sizes, or fill in those that are left out; a size that is also given
+    overrides the preset's."""
     model = dict(table.get("model", {}))
     named = any(size in model for size in ("dim", "layers", "heads"))
     preset = model.pop("preset", None if named else "demo")
     if preset is not None:
         require_name("model.preset", preset, PRESETS)
         model = msgspec.to_builtins(PRESETS[preset]) | model
+    else:
+        train = table.get("train", {})
+        seq = train.get("seq", SEQ) if isinstance(train, dict) else None
+        model = completed(model, seq)
     table["model"] = model
 
 

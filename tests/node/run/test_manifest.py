@@ -307,7 +307,8 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("train.warmup_tokens=100000000", "warm-up of 100000000", "40000"),
         ("model.dim=7", "model: dim 7 cannot be divided into 2 heads", "multiple of 4"),
         ("model.vocab_size=255", "model.vocab_size: 255: the tokenizer", "set it to 256 or more"),
-        ("model={dim=16}", "model: layers, heads, kv_heads, ffn_dim, context are missing", "each"),
+        ("model={dim=16}", "model.layers: it is missing", "give it a value"),
+        ("model={layers=2}", "model: dim, heads, kv_heads, ffn_dim are missing", "each"),
         ("model.rope_theta=nan", "rope_theta is nan", "10000"),
         (
             "model=3",
