@@ -16,7 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check ci-more test-long bench gpu imports docs clean
+.PHONY: demo test check ci-more test-long bench gpu gpu-tests gpu-bench gpu-experiments imports docs \
+clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -42,12 +43,22 @@ ci-more: $(READY)
 bench: $(READY)
 	$(BIN)/farflock bench
 
-# On a machine with an accelerator: its tests, benchmarks and one experiment, then its page.
-gpu: $(READY)
+# On a machine with an accelerator: its tests, benchmarks with their page, and two experiments. They
+# take about 40 minutes; one after the other, they fit a machine that is lent for less. So does a
+# part of the benchmarks, as in `make gpu-bench GPU_METRICS="gpu.mfu gpu.overlap"`.
+GPU_METRICS ?= gpu
+gpu: gpu-tests gpu-bench gpu-experiments
+
+gpu-tests: $(READY)
 	$(BIN)/python -m pytest -q -m gpu
-	mkdir -p build
-	$(BIN)/farflock bench gpu --json > build/gpu.jsonl
-	$(BIN)/python docs/make_gpu_page.py build/gpu.jsonl --commit "$(COMMIT)" --date "$$(date -I)"
+
+gpu-bench: $(READY)
+	mkdir -p build/gpu
+	$(BIN)/farflock bench $(GPU_METRICS) --json > "build/gpu/$$(date +%s).jsonl"
+	$(BIN)/python docs/make_gpu_page.py build/gpu/*.jsonl --commit "$(COMMIT)" \
+	--date "$$(date -I)"
+
+gpu-experiments: $(READY)
 	$(BIN)/farflock reproduce interval --tier gpu
 	$(BIN)/farflock bench quality quality.share.diloco.100 --tier gpu --screen-steps 100 --steps 300 \
 	--seeds 1

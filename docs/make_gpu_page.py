@@ -1,5 +1,8 @@
 """Make docs/benchmarks-gpu.md from the lines that `farflock bench gpu --json` printed:
-`python docs/make_gpu_page.py LINES --commit COMMIT --date DATE`. `make gpu` calls it.
+`python docs/make_gpu_page.py LINES... --commit COMMIT --date DATE`. `make gpu-bench` calls it.
+
+Of several files the last line of a metric counts, so that a device that is at hand for a short time
+can be measured in parts.
 """
 
 import argparse
@@ -37,14 +40,15 @@ def _cell(value: object) -> str:
 def main() -> int:
     """Write the page; return 1, with the reason, if there is no line to write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lines", type=Path)
+    parser.add_argument("lines", type=Path, nargs="+")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--date", required=True)
     asked = parser.parse_args()
-    lines = [json.loads(line) for line in asked.lines.read_text().splitlines()]
-    lines = [line for line in lines if "metric" in line]
+    found = [json.loads(line) for file in asked.lines for line in file.read_text().splitlines()]
+    lines = list({line["metric"]: line for line in found if "metric" in line}.values())
     if not lines:
-        sys.stderr.write(f"{asked.lines} has no metric; {PAGE} is left as it is\n")
+        files = ", ".join(map(str, asked.lines))
+        sys.stderr.write(f"{files} has no metric; {PAGE} is left as it is\n")
         return 1
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     name = "a CPU" if accelerator is None else _name(accelerator)

@@ -12,11 +12,15 @@ LINE = {
 }
 
 
-def made(folder, *lines):
-    script, file = folder / SCRIPT.name, folder / "gpu.jsonl"
+def made(folder, *lines, before=()):
+    script = folder / SCRIPT.name
     script.write_text(SCRIPT.read_text())
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, str(script), str(file), "--commit", "abc", "--date", "2026-01-02"]
+    files = []
+    for number, some in enumerate([before, lines] if before else [lines]):
+        files.append(folder / f"{number}.jsonl")
+        files[-1].write_text("".join(json.dumps(line) + "\n" for line in some))
+    paths = map(str, files)
+    command = [sys.executable, str(script), *paths, "--commit", "abc", "--date", "2026-01-02"]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
@@ -26,6 +30,16 @@ def test_each_metric_is_a_row_with_the_device_and_the_commit(tmp_path):
     assert ", commit abc, 2026-01-02." in page
     assert "| gpu.mfu | 0.5 | 0.5123 | 0.98 | 5 | of the products | a \\| b |" in page
     assert page.count("\n| ") == 3
+
+
+def test_of_several_files_each_metrics_last_line_counts(tmp_path):
+    older = [LINE | {"value": 0.4}, LINE | {"metric": "gpu.overlap"}]
+    assert made(tmp_path, LINE, before=older).returncode == 0
+    page = (tmp_path / "benchmarks-gpu.md").read_text()
+    assert "| gpu.mfu | 0.5 |" in page
+    assert "| gpu.overlap |" in page
+    assert "0.4" not in page
+    assert page.count("\n| ") == 4
 
 
 def test_without_a_metric_the_page_stays(tmp_path):
