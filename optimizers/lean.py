@@ -33,6 +33,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.compression.elementwise import root
 from farflock.optimizers.method import (
     Exchange,
     Progress,
@@ -162,7 +163,7 @@ class Lean(PeriodicMethod):
         """Return exp_avg without the noise that the exchange removed from theta, where work was
         taken."""
         push = (shift * (self.correction / self._rates[block.name])).clamp(-self.cap, self.cap)
-        return choose(taken, first - second.sqrt() * push, first)
+        return choose(taken, first - root(second) * push, first)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
         return replace(
@@ -183,6 +184,6 @@ def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
     """Return the scalar r whose r·exp_avg / sqrt(exp_avg_sq) is closest to `step` (before - after)
     in least squares, 0 without moments. Weight decay adds to it only as far as weights lie along
     the step."""
-    root = exp_avg_sq.sqrt()
-    direction = torch.where(root > 0, exp_avg / root, 0.0)
+    size = root(exp_avg_sq)
+    direction = torch.where(size > 0, exp_avg / size, 0.0)
     return (step * direction).sum() / direction.square().sum().clamp(min=SLOWEST)

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from farflock.compression.elementwise import root
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import (
     All,
@@ -145,7 +146,7 @@ class DesLoc(StatefulMethod):
             if not one.pending and one.round <= asked[0].key.round:
                 tensors = replica.read(replica.names, one.what)
                 if self._as_root(one.what):
-                    tensors = {name: v.sqrt() for name, v in tensors.items()}
+                    tensors = {name: root(v) for name, v in tensors.items()}
                 asked.append(self._exchange(one, one.round, tensors))
                 one.pending = True
         return asked
