@@ -16,8 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check ci-more test-long bench gpu gpu-tests gpu-bench gpu-experiments imports docs \
-clean
+.PHONY: demo test check ci-more test-long bench gpu gpu-tests gpu-bench gpu-experiments imports \
+docs clean
 
 demo: $(READY)
 	$(BIN)/farflock demo

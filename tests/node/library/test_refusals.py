@@ -35,8 +35,8 @@ IMPOSSIBLE = [
     (["method.name=''"], "method.name: '' is not known", "choose from"),
     (["model.preset={}"], "model.preset: '{}' is not known", "choose from"),
     (
-        ["model={dim=64}"],
-        "model: layers, heads, kv_heads, ffn_dim, context are missing",
+        ["model={layers=2}"],
+        "model: dim, heads, kv_heads, ffn_dim are missing",
         "give each of them a value",
     ),
     (["method=3"], "method: a key outside any table is not allowed", "model"),
