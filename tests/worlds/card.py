@@ -9,6 +9,7 @@ events (all work is done when a call returns), kernels of its own (so results ar
 bit), torch.compile, more than one device, and operators with `out=` that change a size.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ class Card:
     plugged: bool = False  # torch never forgets a device, but can be told that it is gone
     waits: int = 0  # values that Python asked for, one by one
     _values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def store(self, made: Tensor, values: torch.UntypedStorage) -> None:
         """Keep the values of a new tensor's storage until that ends."""
@@ -59,9 +61,16 @@ class Card:
                 f"card out of memory: tried to allocate {size:,} bytes, "
                 f"{self.capacity_bytes - self.used_bytes:,} of {self.capacity_bytes:,} are free"
             )
-        self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._values[key_of(made)] = (StorageWeakRef(made.untyped_storage()), values)
+        with self._lock:
+            self._forget(key_of(made))
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._values[key_of(made)] = (StorageWeakRef(made.untyped_storage()), values)
+
+    def _forget(self, key: int) -> None:
+        """Free what an ended storage of this key held; a new one has the same."""
+        if key in self._values:
+            self.used_bytes -= self._values.pop(key)[1].nbytes()
 
     def find(self, tensor: Tensor) -> torch.UntypedStorage:
         """Return the values of a tensor's storage."""
@@ -69,10 +78,11 @@ class Card:
 
     def sweep(self) -> None:
         """Free what tensors that ended held."""
-        ended = [key for key, (there, _) in list(self._values.items()) if there.expired()]
-        for key in ended:  # or another thread was first
-            _, values = self._values.pop(key, (None, None))
-            self.used_bytes -= values.nbytes() if values is not None else 0
+        with self._lock:  # a new storage may have the key of one that has just ended
+            ended = [key for key, (there, _) in self._values.items() if there.expired()]
+            for key in ended:
+                _, values = self._values.pop(key)
+                self.used_bytes -= values.nbytes()
 
     def plug_in(self) -> torch.device:
         """Let torch find the card."""
