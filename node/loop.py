@@ -72,6 +72,7 @@ class Loop:
         """Take one local step and return its loss; in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
         self.driver.local_step(replace(progress, weight=self.training_task.weight))
+        self.losses.read()  # of the step before: a device computes this one meanwhile
         return loss
 
     async def end_step(self, loss: Loss) -> None:

@@ -18,6 +18,7 @@ from farflock.node.model.llama import Llama
 from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.model.sharded_llama import build_sharded
+from farflock.node.model.step_options import logits_on
 from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.terms import RunPlan
@@ -65,7 +66,7 @@ def shared_part(
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
     model = build_sharded(plan.model, plan.run_seed, computing)
-    model.checkpointing = assignment.checkpoints
+    model.checkpointing, model.logits_at_once = assignment.checkpoints, logits_on(device)
     for layer in model.blocks() if assignment.compiles else ():
         layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)

@@ -14,9 +14,8 @@ from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
-from farflock.node.model.loss import logits_at_once
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
-from farflock.node.model.step_options import StepOptions
+from farflock.node.model.step_options import StepOptions, logits_on
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
@@ -122,8 +121,7 @@ def task_of(
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
-    if device.place.type != "cpu":
-        model.logits_at_once = logits_at_once(device.memory()[1])
+    model.logits_at_once = logits_on(device)
     inner = plan.inner_of(model, fused=device.has_fused_adamw, moments=options.moments)
     replica = PlainReplica(model, inner, plan.clip_norm)
     terms = (plan.schedule, plan.accumulate, plan.autocast)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig
+from farflock.node.model.loss import logits_at_once
 from farflock.optimizers.parts.small_adamw import MomentType
 
 Switch = Literal["auto", "on", "off"]
@@ -36,6 +37,11 @@ class StepOptions:
         """Return whether layers are compiled for this device."""
         auto = device.place.type in COMPILING
         return auto if self.compile == "auto" else self.compile == "on"
+
+
+def logits_on(device: Device) -> int | None:
+    """Return how many logits may exist at once there; None on a CPU: `loss.MAX_LOGITS`."""
+    return None if device.place.type == "cpu" else logits_at_once(device.memory()[1])
 
 
 def activation_bytes(config: ModelConfig, is_lower: bool, checkpointing: bool) -> int:

@@ -9,9 +9,9 @@ from functools import partial
 from farflock.node.assembly.trial_step import fitting
 from farflock.node.errors import FarflockError, Usage
 from farflock.node.model.device import Device
-from farflock.node.model.loss import MAX_LOGITS, logits_at_once
+from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.model.replica import OnDevice, Storage, in_memory
-from farflock.node.model.step_options import StepOptions
+from farflock.node.model.step_options import StepOptions, logits_on
 from farflock.node.process.network import MachineOptions
 from farflock.node.run.fit import require_moments
 from farflock.node.run.manifest import Manifest
@@ -145,14 +145,13 @@ def _computing(machine: MachineOptions) -> StepChoices:
 
 def choices_of(options: StepOptions, device: Device) -> StepChoices:
     """Return the part of these choices on which memory depends."""
-    on_device = device.place.type != "cpu"
     return StepChoices(
         options.micro_batch,
-        on_device,
+        device.place.type != "cpu",
         options.moments,
         options.checkpoints,
         device.precision != "fp32",
-        logits_at_once(device.memory()[1]) if on_device else MAX_LOGITS,
+        logits_on(device) or MAX_LOGITS,
     )
 
 

@@ -8,6 +8,7 @@ from farflock.node.reporting import Report
 from farflock.node.train.exchange_client import StopRequest, UnderWay
 from farflock.node.train.losses import Losses
 from farflock.optimizers.method import Progress
+from farflock.swarm.compute import Compute
 from farflock.swarm.tasks import cancel
 
 ADOPT_TIMEOUT_S = 300.0
@@ -45,6 +46,7 @@ class EndingLoop(Protocol):
     """A loop, as its end sees it (node/loop.py)."""
 
     adopt: Callable[[str], Awaitable[None]] | None
+    compute: Compute
     stop: StopRequest
     under_way: UnderWay
 
@@ -90,6 +92,7 @@ async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None
         await loop.settle(last=True)
         await loop.begin_step()
 
+    await loop.compute(loop.losses.read)
     loop.losses.tell(loop.report)
     if barrier is not None:
         await barrier.end(take_in, lambda: loop.stop.requested)

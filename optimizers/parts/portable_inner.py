@@ -7,7 +7,7 @@ names and types, so checkpoints and joiners do not see a difference.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,30 +16,15 @@ from torch import Tensor, nn
 from farflock.compression.elementwise import root
 from farflock.compression.payload import divided
 from farflock.optimizers.parts.norms import norm_of
+from farflock.optimizers.parts.per_parameter import PerParameter
 
 PIECE = 2**21  # values of a step at once, 8 MiB for each temporary
 TORCHS_OWN = ("amsgrad", "maximize", "capturable", "differentiable", "dampening", "fused")
 EPS = 1e-6  # of the division by a norm, as in torch.nn.utils.clip_grad_norm_
 
 
-class _Portable(torch.optim.Optimizer):
-    """A step of each parameter by itself, piece by piece."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step, with the loss of `closure` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-        return loss
-
-    def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+class _Portable(PerParameter):
+    """One whose steps have the same bits on every machine."""
 
 
 class PortableAdamW(_Portable, torch.optim.AdamW):
@@ -47,7 +32,7 @@ class PortableAdamW(_Portable, torch.optim.AdamW):
     m <- beta1·m + (1 - beta1)·g and v <- beta2·v + (1 - beta2)·g², and their bias corrections b1
     and b2 = 1 - beta^t."""
 
-    def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def step_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -69,7 +54,7 @@ class PortableSGD(_Portable, torch.optim.SGD):
     """SGD with torch's momentum: u <- mu·u + g, where u begins as g, and x <- x - lr·u, or with
     Nesterov's x <- x - lr·(g + mu·u); g includes decay·x."""
 
-    def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def step_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
         is_first = momentum and state.get("momentum_buffer") is None
         if is_first:

@@ -5,13 +5,14 @@ With weights and gradients in float32, a parameter takes 16 bytes with AdamW's m
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from farflock.optimizers.parts.packed_moment import BLOCK, TURN, PackedMoment, thresholds
+from farflock.optimizers.parts.per_parameter import PerParameter
 
 MomentType = Literal["fp32", "bf16", "int8"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,7 +24,7 @@ APART = 32_768  # turns between the two moments' thresholds, so that they are no
 assert PIECE % BLOCK == PIECE % TURN == 0  # so that pieces' thresholds are the whole's
 
 
-class SmallAdamW(torch.optim.Optimizer):
+class SmallAdamW(PerParameter):
     """AdamW (arXiv:1711.05101) with moments in `kind`; a step's arithmetic is that of
     torch.optim.AdamW in float32, piece by piece.
 
@@ -54,27 +55,15 @@ class SmallAdamW(torch.optim.Optimizer):
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step, with the loss of `closure` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-        return loss
-
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def step_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Step piece by piece, with the moments of each piece in float32."""
         state = self.state[parameter]
         for name, first in self.first_state(parameter).items() if not state else ():
             state[name] = first
         state["step"] += 1
         turn = int(state["step"])
         # A view, as what is changed has to be the weights themselves.
-        weights, gradient = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
+        weights, gradient = parameter.view(-1), gradient.reshape(-1)
         for start in range(0, parameter.numel(), PIECE):
             stop = min(start + PIECE, parameter.numel())
             piece = slice(start, stop)

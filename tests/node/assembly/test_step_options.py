@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from worlds.card import CARD
+from worlds.operators import Operators
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.device import Device, choose
@@ -71,18 +71,6 @@ def test_a_node_with_small_moments_resumes_as_if_it_had_not_stopped(bench, text,
     assert same(weights_of(resumed), weights_of(alone(made, step_options=choice)))
     other = alone(made, saved=saved)  # with moments in float32
     assert other.last_loss == pytest.approx(resumed.last_loss, rel=1e-2)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that a block calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.called.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def operators_of_a_step(node):

@@ -37,13 +37,19 @@ def test_a_number_is_reported_at_once():
     assert told.seen == [(1, 3.0), (2, 2.0)]
 
 
-def test_what_a_device_computes_is_read_when_the_next_step_ends():
+def test_what_a_device_computes_is_read_once_in_training_and_reported_when_the_next_step_ends():
     told, first, second = Told(), Computing(3.0), Computing(2.0)
     told.ended(1, first)
-    assert (told.seen, first.waits) == ([], 0)
+    told.losses.tell(told.report)
+    assert (told.seen, told.losses.last, first.waits) == ([], None, 0)
+    told.losses.read()
+    assert (told.seen, told.losses.last, first.waits) == ([], 3.0, 1)
     told.ended(2, second)
     assert (told.seen, first.waits, second.waits) == ([(1, 3.0)], 1, 0)
+    assert told.losses.last == 3.0, "a status must not wait for the device"
+    told.losses.read()
+    told.losses.read()
     told.losses.tell(told.report)
     told.losses.tell(told.report)
     assert told.seen == [(1, 3.0), (2, 2.0)]
-    assert told.losses.last == 2.0
+    assert (told.losses.last, second.waits) == (2.0, 1)
