@@ -29,16 +29,14 @@ check: $(READY) imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not long and not ci_more and not gpu"
 
 test-long: $(READY)
 	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
 
-# How-tos, tutorials, examples, the longest of the other tests, and a tenth of the long tests, which
-# the commit draws.
+# How-tos, tutorials, examples, and the longest of the tests that every commit has to pass.
 ci-more: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
-	$(PYTEST) -m "(long or ci_more) and not gpu" --long-slice "$(COMMIT)" -o faulthandler_timeout=0
+	$(PYTEST) -m "ci_more and not long and not gpu"
 
 bench: $(READY)
 	$(BIN)/farflock bench

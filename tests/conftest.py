@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import hypothesis
-import long_slice
 import numpy as np
 import pytest
 import torch
@@ -26,8 +25,18 @@ HAS_CARD = register()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("everyday", max_examples=40, deadline=None)
-hypothesis.settings.register_profile("long", max_examples=200, deadline=None)
+# The everyday examples are a function of the tree, so that a commit is judged by the same tests
+# wherever and whenever it is judged. `make test-long` searches further, at random.
+hypothesis.settings.register_profile(
+    "everyday", max_examples=40, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile(
+    "long",
+    max_examples=200,
+    deadline=None,
+    derandomize=False,
+    database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis/examples"),
+)
 hypothesis.settings.load_profile("everyday")
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,19 +48,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="rewrite tests/golden/*.json with what the code does now",
     )
-    parser.addoption(
-        "--long-slice",
-        metavar="SEED",
-        help="of the long tests, run a tenth that SEED draws, such as a commit's hash",
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    """Keep the slice of the long tests that `--long-slice` asks for."""
-    seed = config.getoption("--long-slice")
-    if seed is not None:
-        items[:], dropped = long_slice.select(seed, items)
-        config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture

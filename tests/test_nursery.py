@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.net
 
 
 def python(*words):

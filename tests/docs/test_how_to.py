@@ -51,7 +51,7 @@ def copy_of_the_checkout(target):
     for name in LINKED:
         (target / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "farflock", target / "farflock", symlinks=True)
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/long_slice.py", "tests/nursery.py"):
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/nursery.py"):
         shutil.copy(ROOT / name, target / name)
     return target
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 from worlds.node_processes import BATCH, FOREVER, STEP, described, fallen
 
-pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.long]
 
 STALENESS = 5
 

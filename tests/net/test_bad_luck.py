@@ -20,7 +20,7 @@ from farflock.node.process import node_process as process
 from farflock.node.train.state_sync import StateSync
 from farflock.swarm.frame import VERSION
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 RUN = """

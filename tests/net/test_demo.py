@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.net
 
 FIELDS = {
     "held_out_loss",

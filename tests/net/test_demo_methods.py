@@ -12,7 +12,7 @@ import pytest
 from farflock.node.process.status import Status, read_status
 from farflock.optimizers.catalog import METHODS
 
-pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.net, pytest.mark.long]
 
 
 def demo(method: str, folder: Path) -> dict[str, object]:

@@ -19,7 +19,7 @@ from worlds.node_liveness import alive
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_loop.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 MORTAL = str(Path(__file__).with_name("mortal.py"))

@@ -16,7 +16,7 @@ from worlds.node_liveness import alive
 
 from farflock.node.run.invite import Invite, mint
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 SOON_S = 15.0  # a few seconds on an idle machine

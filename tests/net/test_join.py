@@ -15,7 +15,7 @@ import pytest
 
 from farflock.node.process.brake import BRAKE
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 RUN = """

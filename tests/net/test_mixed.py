@@ -6,7 +6,7 @@ Whichever of them is killed, the others take over its part.
 import pytest
 from worlds.node_processes import described, fallen, one_state
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.net
 STAGES = 2
 
 

@@ -19,7 +19,7 @@ from worlds.fleet import run
 
 from farflock.swarm.record import Record, seal, unseal
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.net
 
 ROOT = Path(__file__).parents[2]
 # Holds its loop up for 0.8 s at a time, as a loaded machine does, and receives what there is.

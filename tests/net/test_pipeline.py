@@ -29,7 +29,7 @@ from farflock.node.model.stage_tensors import joined
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.state import checkpoint
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.net
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from worlds.node_processes import BATCH, MODEL, SEQ, SEQUENCES, fallen
 
 from farflock.node.run.manifest import resolve
 
-pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.long]
 
 STEPS = 20
 

@@ -13,7 +13,7 @@ import pytest
 
 from farflock.node.process.brake import BRAKE
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.net
 
 RUN = """
 [run]

@@ -20,7 +20,6 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 pytestmark = [
     pytest.mark.net,
-    pytest.mark.timeout(120),
     pytest.mark.usefixtures("quiet_log"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 
 from farflock.node.process.brake import BRAKE
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(400), pytest.mark.ci_more]
+pytestmark = [pytest.mark.net, pytest.mark.ci_more]
 
 RUN = """
 [run]

@@ -32,7 +32,6 @@ def disasters(first, count, tell=lambda done: None):
 
 
 @pytest.mark.ci_more
-@pytest.mark.timeout(600)
 def test_a_hundred_seeds_violate_nothing_and_every_fault_meets_every_phase():
     disasters(0, ENOUGH_SEEDS)
 

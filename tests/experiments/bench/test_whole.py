@@ -12,7 +12,6 @@ GIB = 1024**3
 
 
 @pytest.mark.ci_more
-@pytest.mark.timeout(300)
 def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick):
     memory, time, join = whole.run(quick(method="diloco"))
     size = PRESETS["demo"].parameters()

@@ -11,7 +11,7 @@ import pytest
 WORKER = Path(__file__).parent / "shared_worker.py"
 TIMEOUT_S = 200
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.net
 
 
 def free_port():

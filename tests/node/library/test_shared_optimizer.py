@@ -14,7 +14,7 @@ import torch
 WORKER = Path(__file__).parent / "shared_worker.py"
 TIMEOUT_S = 200
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.net
 
 
 @pytest.fixture

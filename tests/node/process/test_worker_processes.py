@@ -29,7 +29,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.net
-@pytest.mark.timeout(100)
 def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, tmp_path):
     """In a program of its own: this process may have such a server already, with another module."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -56,7 +55,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.net
-@pytest.mark.timeout(100)
 def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
     (tmp_path / "program.py").write_text(ORPHANS)
     done = nursery.run(
