@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check ci-more test-long bench gpu gpu-tests gpu-bench gpu-experiments imports \
-docs clean
+docs lock clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -77,6 +77,20 @@ imports: $(READY)
 	ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
 	cd $(VIEW) && ../bin/lint-imports --debug --config ../../pyproject.toml
 
+# The hashes of all files that the package index offers of the pinned versions, for an installation
+# that takes no others. Parts of torch that no constraint pins keep their version until the lock
+# file is deleted.
+UV := uv==0.13.9
+LOCK := build/lock/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
+--no-annotate
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q $(UV)
+	$(LOCK) --custom-compile-command "make lock" -c constraints.txt --extra hf --extra quantized \
+	pyproject.toml -o requirements.lock
+	echo setuptools | $(LOCK) --custom-compile-command "make lock" -c requirements.lock - \
+	-o requirements-build.lock
+
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
 	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it:" \
 	"make PYTHON=python3.12" >&2; exit 1; }
@@ -84,7 +98,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
 	"another one; name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf,data,eval,gguf,quantized]"
 	touch $(READY)
 
 clean:

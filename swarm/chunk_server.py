@@ -8,8 +8,8 @@ import msgspec
 
 from farflock.swarm.batch import BATCH_BYTES, answer, is_sensible
 from farflock.swarm.chunk_store import Store
-from farflock.swarm.links import Liveness, PeerId
-from farflock.swarm.messages import Message, Miss, Piece, Want
+from farflock.swarm.links import Liveness, PeerId, Standing
+from farflock.swarm.messages import MAX_MEMBERS, Message, Miss, Piece, Want
 
 PIECE_BYTES = 64 * 1024  # the unit in which a chunk is asked for; a piece has one or more
 MAX_PIECE_BYTES = 9 * PIECE_BYTES  # a long shard, 1 MiB and its head, takes two
@@ -17,6 +17,7 @@ SERVE_TIMEOUT_S = 5.0
 MAX_WANTS = 64  # requests waiting to be served, per asker
 MAX_BATCHES = 8  # of them, for batches: these requests are long
 MAX_ASKERS = 256
+MAX_OTHER_ASKERS = MAX_ASKERS - MAX_MEMBERS  # with these, candidates are served no more
 
 
 class ChunkCarrier(Protocol):
@@ -34,6 +35,10 @@ class ChunkCarrier(Protocol):
 
     def life(self, peer: PeerId, /) -> Liveness:
         """Return the peer's apparent liveness."""
+        ...
+
+    def standing(self, peer: PeerId, /) -> Standing:
+        """Return the peer's standing in the run."""
         ...
 
     def spawn(self, work: Coroutine[None, None, None], /) -> object:
@@ -60,12 +65,17 @@ class ChunkServer:
         if want.start >= want.stop or want.start % PIECE_BYTES or not is_sensible(want):
             self._dropped["senseless want"] += 1
             return
-        if want.digest not in self._store:
+        standing = self._carrier.standing(sender)
+        if standing == "stranger" and (want.more or not self._store.is_public(want.digest)):
+            # No answer: an honest newcomer may have a place here soon, and asks again.
+            self._dropped["want of a stranger"] += 1
+            return
+        if not self._store.serves(want.digest):
             self._carrier.send(sender, Miss(want.digest))
             return
         queue = self._wants.get(sender)
         if queue is None:
-            if len(self._wants) >= MAX_ASKERS:
+            if len(self._wants) >= (MAX_ASKERS if standing == "member" else MAX_OTHER_ASKERS):
                 self._dropped["too many askers"] += 1
                 return
             queue = self._wants[sender] = collections.deque()
@@ -85,7 +95,7 @@ class ChunkServer:
         try:
             while queue:
                 want = queue[0]
-                data = self._store.view(want.digest)
+                data = self._store.served(want.digest)
                 if data is None:
                     self._carrier.send(asker, Miss(want.digest))
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(

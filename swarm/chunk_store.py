@@ -1,11 +1,26 @@
 """A peer's chunks, named by the hash of their bytes: in memory, or as views of mapped files."""
 
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from typing import Protocol
 
 from blake3 import blake3
 
+# The users of what even strangers may have: by it they know whether they may come in.
+TERMS, ROLL = "terms", "roll"
 Chunk = bytes | memoryview  # in memory, or a view of a mapped file
 Shelve = Callable[[Sequence[Chunk]], Awaitable[Sequence[Chunk]]]  # moves chunks to a file
+
+
+class Lender(Protocol):
+    """Files that somebody else keeps, whose chunks a store serves without having them."""
+
+    def lends(self, digest: bytes) -> bool:
+        """Return whether it has a chunk, without reading anything."""
+        ...
+
+    def lend(self, digest: bytes) -> Chunk | None:
+        """Read a chunk; None if it is not there any more."""
+        ...
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
@@ -30,6 +45,9 @@ class Store:
         self._pins: dict[bytes, int] = {}
         self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
         self.size_bytes = 0
+        # Of chunks that are served without being here, by owner: a run's data may be larger than
+        # any memory.
+        self.lenders: dict[Hashable, Lender] = {}
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._chunks
@@ -45,6 +63,22 @@ class Store:
     def view(self, digest: bytes) -> memoryview | None:
         """Return the chunk as it is stored, or None."""
         found = self._chunks.get(digest)
+        return None if found is None else memoryview(found)
+
+    def serves(self, digest: bytes) -> bool:
+        """Return whether others may have a chunk, without reading it: requests are many."""
+        return digest in self._chunks or any(each.lends(digest) for each in self.lenders.values())
+
+    def is_public(self, digest: bytes) -> bool:
+        """Return whether strangers may have a chunk."""
+        return any(digest in self._pinned_by.get(user, ()) for user in (TERMS, ROLL))
+
+    def served(self, digest: bytes) -> memoryview | None:
+        """Return a chunk that others may have: one that is here, or lent."""
+        found = self._chunks.get(digest)
+        for lender in self.lenders.values() if found is None else ():
+            if lender.lends(digest) and (found := lender.lend(digest)) is not None:
+                break
         return None if found is None else memoryview(found)
 
     def put(self, data: Chunk, pin: Hashable, verified: bytes | None = None) -> bytes:

@@ -29,6 +29,7 @@ from farflock.swarm.chunk_server import (
 from farflock.swarm.chunk_store import Store, is_intact
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
+from farflock.swarm.size_questions import SizeQuestions
 
 PIECE_S = 0.15  # to send a piece of more than one unit
 WINDOW_BYTES = 3 * 1024 * 1024  # requested and not yet received, per holder
@@ -142,6 +143,7 @@ class Chunks:
         self._inbound = SharedBudget(INBOUND_BYTES, SHARE_BYTES)
         self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
         self._paces: dict[PeerId, _Pace] = {}  # of holders asked lately
+        self.sizes = SizeQuestions(carrier)
         self.dropped: collections.Counter[str] = collections.Counter()
         self._server = ChunkServer(store, carrier, self.dropped)
 
@@ -208,6 +210,8 @@ class Chunks:
         self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes
     ) -> None:
         """Handle a message of the chunk protocol."""
+        if self.sizes.heard(sender, message):
+            return
         match message:
             case Want():
                 self._server.receive(sender, message)

@@ -6,6 +6,7 @@ The file has libp2p's own format, so that the DHT daemon can use the same key: `
 
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +57,15 @@ def public_key(peer: PeerId) -> bytes:
     return raw[6:]
 
 
+def is_peer_id(text: str) -> bool:
+    """Return whether a text is a canonical Ed25519 id."""
+    try:
+        public_key(text)
+    except BadIdentity:
+        return False
+    return True
+
+
 def verify(peer: PeerId, domain: bytes, message: bytes, signature: bytes) -> bool:
     """True if `peer` signed `message` for this domain; never raises on hostile input.
 
@@ -99,8 +109,9 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """Read a key file; raise `BadIdentity` if it is malformed, `OSError` if unreadable."""
-        raw = path.read_bytes()
+        """Read a key file; raise `BadIdentity` if it is malformed or not its owner's alone,
+        `OSError` if unreadable."""
+        raw = _read_private(path)
         if len(raw) != _FILE_BYTES or raw[:4] != _FILE_HEAD:
             raise BadIdentity(
                 f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; "
@@ -147,3 +158,38 @@ class Identity:
             self._key.private_bytes_raw(), digest_size=32, person=b"farflock-curve"
         ).digest()
         return X25519PrivateKey.from_private_bytes(secret)
+
+
+def _read_private(path: Path) -> bytes:
+    """Return the start of a file that only this user can read or write."""
+    try:  # not blocking, since it may be a pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise BadIdentity(
+            f"{path} is a link ({error.strerror}), and a key is read only from a file of its own; "
+            "move the key file here"
+        ) from None
+    try:
+        _require_private(path, os.fstat(descriptor))
+        return os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise BadIdentity(f"{path} is not a file; move it away to get a new identity")
+    if found.st_uid != os.geteuid():
+        raise BadIdentity(
+            f"{path} belongs to another user, who may know the key; "
+            "move it away to get a new identity, or make it yours (chown) if you trust that user"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise BadIdentity(
+            f"{path} can be read or changed by other users of this machine (mode {mode:04o}); "
+            f"close it with `chmod 600 {path}`, or, if one of them may have read it, move it away "
+            "to get a new identity"
+        )

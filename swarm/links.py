@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 PeerId = str  # base58 libp2p id of an Ed25519 key, `12D3Koo…`
 
 Liveness = Literal["alive", "suspect", "dead", "unknown"]
+# A peer's standing in the run, as another sees it: a candidate may come to be a member.
+Standing = Literal["member", "candidate", "stranger"]
 Transport = Literal["direct", "forwarded", "libp2p", "none"]
 # A frame to be sent: whole, or its head and the long body after it, to be copied once.
 Sendable = bytes | tuple[bytes, memoryview]

@@ -9,9 +9,12 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_BUNDLES = 4096  # items of one exchange: a bundle of shards, of one member or of all
+# Of one contribution. 64 members need 65,536 rounds of it to exceed a `Count`.
+MAX_OFFERED_TOKENS = 2**40
 MAX_CHANGES = 4096  # of one report of holdings
 MAX_MEMBERS = 64
 MAX_TRAIL = 512  # views that a peer keeps and may send
+MAX_VIEWS_SENT = 64  # in one message, and as many links between views
 MAX_VALUE_BYTES = 240 * 1024  # fits a close list of MAX_BUNDLES items; fits in a frame
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BATCH_CHUNKS = 1024  # asked for and sent together
@@ -23,7 +26,14 @@ MAX_HOLDERS = 3  # of one payload, named in a call
 MAX_LEFT_IDS = 256  # in one message that renews what was left
 MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
+MAX_STATEMENT_BYTES = 512
+MAX_PROOF_BYTES = 2048  # of a contradiction: a promise names the rounds of all stages
+MAX_PROOFS_SENT = 16
+MAX_STATEMENTS_SENT = 64  # in one message
+MAX_CAPABILITY_BYTES = 512  # of a joiner; its issuer's signature, two keys, the run and numbers
 MAX_STAGES = 1024
+MAX_EVALUATIONS = 128  # in one message: all that a peer keeps
+MAX_EVALUATION_BYTES = 512
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -104,7 +114,7 @@ class Offer(_InView, frozen=True, tag="offer"):
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_BUNDLES)]
     weight: Weight
-    tokens: Count
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFERED_TOKENS)]
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
@@ -139,6 +149,21 @@ class Tally(_Message, frozen=True, tag="tally"):
     over: bool = False
 
 
+class EvaluationQuery(_Message, frozen=True, tag="evaluated?"):
+    """A request for the evaluations of round `first` and later ones."""
+
+    first: Count
+
+
+class Evaluated(_Message, frozen=True, tag="evaluated"):
+    """Evaluations, each signed by the member that was drawn for it (swarm/peer/evaluations.py)."""
+
+    values: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_EVALUATION_BYTES)], ...],
+        msgspec.Meta(max_length=MAX_EVALUATIONS),
+    ]
+
+
 class Load(_Message, frozen=True, tag="load"):
     """The sender's load in period `number` (swarm/peer/load_reports.py): microbatches waiting and
     done per second, memory for a stage, and the time that it has served its own."""
@@ -164,7 +189,7 @@ class Reads(_Message, frozen=True, tag="reads"):
     codecs: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 
 
-# Single-decree Paxos among the members of a view (swarm/protocol/decide.py).
+# Single-decree Paxos among the members of a view (swarm/protocol/agreement/decide.py).
 
 
 class Prepare(_Vote, frozen=True, tag="prepare"):
@@ -173,40 +198,71 @@ class Prepare(_Vote, frozen=True, tag="prepare"):
 
 class Promise(_Vote, frozen=True, tag="promise"):
     """Phase 1b, with the value of the highest ballot accepted so far. `floor` (views only): the
-    lowest rounds, by axis (swarm/protocol/axes.py), at which a new view could begin here."""
+    lowest rounds, by axis (swarm/protocol/agreement/axes.py), at which a new view could begin here.
+    `proof` signs all of it."""
 
     accepted: Ballot | None = None
     value: Value | None = None
     floor: RoundsByAxis = ()
+    proof: Signature = b""
+
+
+class Ground(msgspec.Struct, frozen=True, array_like=True):
+    """A member's promise as a proposal shows it: `digest` is the SHA-256 of the value that the
+    member had accepted in ballot `accepted`."""
+
+    member: Index
+    floor: RoundsByAxis
+    proof: Signature
+    accepted: Ballot | None = None
+    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+Proofs = Annotated[
+    tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_PROOF_BYTES)], ...],
+    msgspec.Meta(max_length=MAX_PROOFS_SENT),
+]
 
 
 class Propose(_Vote, frozen=True, tag="propose"):
-    """Phase 2a of Paxos: a proposer asks for acceptances."""
+    """Phase 2a of Paxos: a proposer asks for acceptances. After phase 1, `grounds` are the promises
+    that the value follows from, and `refusals` the members that refuse for good the value that
+    these would otherwise bind the proposer to (swarm/protocol/agreement/justified.py).
+    `convictions` (views only): proofs against members whose votes do not count any more."""
 
     value: Value
+    grounds: Annotated[tuple[Ground, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    refusals: Annotated[
+        tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)
+    ] = ()
+    convictions: Proofs = ()
 
 
 class Accepted(_Vote, frozen=True, tag="accepted"):
-    """Phase 2b; `proof` is a signature where outsiders must be convinced (views)."""
+    """Phase 2b; `proof` signs the value in this ballot."""
 
     proof: Signature = b""
 
 
 class Rejected(_Vote, frozen=True, tag="rejected"):
-    """A higher ballot was promised, or the value needs first rounds of at least `floor`."""
+    """A higher ballot was promised; or, if `refused`, the sender refuses the value for good, as
+    `proof` shows: it can never accept it, or could not justify it in time."""
 
     promised: Ballot
-    floor: RoundsByAxis = ()
+    refused: bool = False
+    proof: Signature = b""
 
 
 class Decided(_InView, frozen=True, tag="decided"):
-    """The chosen value; `ballot` and `proofs` certify it where members sign."""
+    """The chosen value; `ballot` and `proofs` certify it where members sign. The quorum of a view
+    may lack the members against which there are `convictions`."""
 
     value: Value
     ballot: Ballot = (0, 0)
     proofs: Annotated[
         tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)
     ] = ()
+    convictions: Proofs = ()
 
 
 class LogQuery(_Message, frozen=True, tag="log?"):
@@ -272,25 +328,72 @@ class PairAbort(_Message, frozen=True, tag="abort"):
 
 
 class ViewQuery(_Message, frozen=True, tag="views?"):
-    """A request for the views from this number on."""
+    """A request for the views from this number on; with `links` if the sender has no view yet, and
+    takes links to a newer view instead (swarm/protocol/backbone.py)."""
+
+    number: Count
+    links: bool = False
+
+
+class Views(_Message, frozen=True, tag="views"):
+    """Consecutive certified views, oldest first, and after view 0 also `links`, each to a view that
+    an earlier view's voters signed. `newest` is the number of the sender's newest view."""
+
+    views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_VIEWS_SENT)]
+    links: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_VIEWS_SENT)] = ()
+    newest: Count = 0
+
+
+class Join(_Message, frozen=True, tag="join"):
+    """A request of the record's owner to be admitted to the next view: a member may pass it on.
+    `capability` admits it, and `proof` shows that it was given its secret (swarm/capability.py);
+    a key that was admitted once needs neither."""
+
+    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    capability: Annotated[bytes, msgspec.Meta(max_length=MAX_CAPABILITY_BYTES)] = b""
+    proof: Signature = b""
+
+
+class Knock(_Message, frozen=True, tag="knock"):
+    """A newcomer's request to be served, and relayed for, before it asks for admission.
+
+    `capability` as in `Join`; `proof` is made for this message and for its sender, so it admits
+    nobody (swarm/guests.py)."""
+
+    capability: Annotated[bytes, msgspec.Meta(max_length=MAX_CAPABILITY_BYTES)]
+    proof: Signature
+
+
+class StatementQuery(_Message, frozen=True, tag="said?"):
+    """A request for the founder's statements from this number on (swarm/statements.py)."""
 
     number: Count
 
 
-class Views(_Message, frozen=True, tag="views"):
-    """Consecutive certified views, oldest first."""
+class Statements(_Message, frozen=True, tag="said"):
+    """The founder's statements, each signed, in order."""
 
-    views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=16)]
+    values: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_STATEMENT_BYTES)], ...],
+        msgspec.Meta(max_length=MAX_STATEMENTS_SENT),
+    ]
 
 
-class Join(_Message, frozen=True, tag="join"):
-    """A request to be admitted to the next view."""
+class Proven(_Message, frozen=True, tag="proven"):
+    """Proofs of lies: two signed statements each (swarm/protocol/agreement/convictions.py)."""
 
-    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    values: Proofs
 
 
 class Leave(_Message, frozen=True, tag="leave"):
     """A goodbye: the next view must not contain the sender."""
+
+
+class GiveUp(_Message, frozen=True, tag="give-up"):
+    """Word that the sender takes no part in a view any more, although it is listed there in its
+    life: it has forgotten what it promised."""
+
+    view: Digest
 
 
 class StateQuery(_Message, frozen=True, tag="state?"):
@@ -325,8 +428,8 @@ class Pong(_Message, frozen=True, tag="pong"):
     run_s: float
 
 
-# Calls (swarm/peer/calls.py). A payload is a sequence of chunks, none if it is empty. `inline`
-# holds the bytes of its different chunks, in order, if they are few; a repeat leaves them out.
+# Calls (swarm/peer/calls). A payload is a sequence of chunks, none if it is empty. `inline` holds
+# the bytes of its different chunks, in order, if they are few; a repeat leaves them out.
 # A payload stays where it was made if both sides agree: then later calls name its holders.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
@@ -341,7 +444,7 @@ PayloadHolders = Annotated[
     tuple[Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)], ...],
     msgspec.Meta(max_length=MAX_PAYLOADS),
 ]
-CallVerdict = Literal["ok", "full", "failed", "late", "missing"]
+CallVerdict = Literal["ok", "full", "failed", "late", "missing", "stranger"]
 
 
 class Call(_Message, frozen=True, tag="call"):
@@ -361,7 +464,8 @@ class Answer(_Message, frozen=True, tag="answer"):
     """The answer to call `id` of the receiver's life `incarnation`; only "ok" brings a result.
     "full": nothing was done, ask again. "failed": it cannot be done. "late": the payloads came too
     late, or the answer is gone. "missing": the named holders did not deliver the payloads whose
-    places are the bytes of the body. If `left`, the payloads stay until `Heard`, as long as `Keep`
+    places are the bytes of the body. "stranger": no view known to the sender lists the receiver's
+    life; nothing was done. If `left`, the payloads stay until `Heard`, as long as `Keep`
     renews their lease."""
 
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -405,12 +509,16 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 class Lineage(_Message, frozen=True, tag="lineage"):
     """The sender's chain of views up to view `number`, and its agreed tokens as far as it knows.
     `trail` holds 8 bytes of each kept view's hash, oldest first; `views` are those that the
-    receiver is missing, if it asked and has fewer tokens."""
+    receiver is missing, if it asked and its chain is the weaker one. `stands`: the sender is in
+    that view, and sees a quorum of it. `statement` is number and hash of the founder's newest
+    statement that the sender knows."""
 
     tokens: Count
     number: Count
     trail: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8 * MAX_TRAIL)]
     views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_TRAIL)] = ()
+    stands: bool = False
+    statement: tuple[Count, Digest] = (0, bytes(32))
 
 
 ChunkMessage = Want | Piece | Miss
@@ -418,10 +526,12 @@ ContentMessage = Offer | Reduced | Holds
 PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
 LogMessage = LogQuery | Forgotten
 PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
-ViewMessage = ViewQuery | Views | Join | Leave
+ViewMessage = ViewQuery | Views | Join | Knock | Leave | GiveUp
+StatementMessage = StatementQuery | Statements | Proven
 SnapshotMessage = StateQuery | StateOffer
 TimeMessage = Ping | Pong
 CallMessage = Call | Answer | Heard | Keep
+EvaluationMessage = EvaluationQuery | Evaluated
 BranchMessage = BranchAsk | BranchSign | Lineage
 
 Message = (
@@ -435,7 +545,9 @@ Message = (
     | TimeMessage
     | CallMessage
     | Tally
+    | EvaluationMessage
     | Load
     | Reads
+    | StatementMessage
     | BranchMessage
 )

@@ -24,3 +24,8 @@ def stage_of(role: str) -> int:
         return EVERY
     found = _STAGE.fullmatch(role)
     return int(found[1]) if found and int(found[1]) < MAX_STAGES else NOTHING
+
+
+def is_role(role: str) -> bool:
+    """Return whether a text is a role as `role_of` writes it."""
+    return role_of(stage_of(role)) == role

@@ -8,6 +8,7 @@ begin with `sys.executable`. Tests of imports, of packaging and of the processes
 itself starts do without it.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -227,6 +228,10 @@ def become(request):
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    # torch's compiler would import it at exit, where it is installed; then Python forgets that a
+    # Ctrl-C ended the process.
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("tabulate")
     gc.collect()
     gc.freeze()  # a fork that ends need not look through all of it
     become(serve(sys.argv[1]))

@@ -6,10 +6,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 from generate.page import Words, code, docstring, page, paragraphs, table
 
-from farflock.node.model.llama import _LIMITS, PRESETS, ModelConfig
-from farflock.node.model.tokenizer import TOKENIZERS
+from farflock.node.model.llama import _LIMITS, PRESETS
 from farflock.node.run import planned_paths, policies
+from farflock.node.run.data_section import DataSection
 from farflock.node.run.manifest import Manifest, resolve
+from farflock.node.run.model_section import ModelSection
 from farflock.node.run.sections import MAX_MANIFEST_BYTES
 from farflock.optimizers.parts.inner import InnerName
 
@@ -28,7 +29,13 @@ COMPUTED = {  # filled in when the manifest is resolved
         [f"model.{name}" for name in ("heads", "kv_heads", "ffn_dim", "context")],
         "the preset's, or computed",
     ),
+    "model.start": "computed",
+    "model.files": "computed",
+    "model.experts_per_token": "2, if there are experts",
+    "model.balance": "0.01, if there are experts",
     "data.sha256": "computed",
+    "data.root": "computed",
+    "data.vocabulary": "computed",
     "train.warmup_tokens": "computed",
     "pipeline.asynchronous.versions": "computed",
     "pipeline.kept": "computed, at least 256",
@@ -79,8 +86,11 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 def _rows(section: str, kind: type[msgspec.Struct], words: Words) -> list[tuple[str, ...]]:
     rows = []
-    if kind is ModelConfig:
+    if kind is ModelSection:
         rows.append((code("preset"), "text", code("demo"), "", _filled(words["model.preset"])))
+        rows.append((code("from"), "text", "", "", words["model.from"]))
+    if kind is DataSection:
+        rows.append((code("from"), "text", "", "", words["data.from"]))
     for field in msgspec.structs.fields(kind):
         if any(_is_struct(part) for part in _parts(field.type)):
             continue
@@ -95,7 +105,6 @@ def _rows(section: str, kind: type[msgspec.Struct], words: Words) -> list[tuple[
 def _filled(text: str) -> str:
     known = {
         "presets": PRESETS,
-        "tokenizers": TOKENIZERS,
         "inner": get_args(InnerName),
         "policies": policies.NAMES,
     }

@@ -10,10 +10,17 @@ import msgspec
 from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import (
+    EvaluationStatus,
+    PartnerStatus,
+    Status,
+    Suspect,
+    Waiting,
+)
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
+from farflock.swarm.peer.rounds.round_log import Verdict
 
 ROOT = Path(__file__).parents[2]
 EVENTS = """
@@ -26,6 +33,7 @@ the node writes.
 | `receipts.jsonl`, `receipts.1.jsonl` | one applied round a line |
 | `run.db` | the numbers of inner steps (SQLite) |
 | `status.json` | what the node does now: see [status](status.md) |
+| `views.bin`, `votes.bin`, `proofs.bin` | what must outlast it: members, votes, proofs of lies |
 
 Each line is a JSON object with `time_s`, the wall clock in seconds since 1970. [Read the
 receipts](../how-to/read-receipts.md) shows how to use them.
@@ -57,8 +65,10 @@ def make_status() -> str:
     heads = ("field", "meaning")
     sections = {
         "Fields": described("status", Status.__struct_fields__, heads),
+        "evaluation": described("evaluation", EvaluationStatus.__struct_fields__, heads),
         "partners": described("partner", PartnerStatus.__struct_fields__, heads),
         "waits": described("waiting", Waiting.__struct_fields__, heads),
+        "suspects": described("suspect", Suspect.__struct_fields__, heads),
     }
     example = Status(
         pid=1234, run="…", peer="12D3KooW…", invite="farflock:…", step=120, tokens=61_440,
@@ -68,6 +78,8 @@ def make_status() -> str:
         waits=(Waiting("pairs", 3, ("12D3KooX…",), 12.5),), sent_bytes=940_000,
         received_bytes=939_000, unsure_rounds=0, dropped={}, rounds={"ok": 2}, last_round=2,
         tokens_per_s=5120.0,
+        evaluation=EvaluationStatus(20, "12D3KooX…", 3.412, 0.01, 64, 51_200, 0.8, 4900.0, 0.9),
+        busy=0.93, flops_per_s=2.1e11, mfu=None,
     )  # fmt: skip
     text = msgspec.json.format(msgspec.json.encode(example), indent=2).decode()
     sections["An example"] = f"```json\n{text}\n```"
@@ -121,7 +133,9 @@ def _receipt() -> list[str]:
     """Return the fields of the summary of a round, and those that are added to it."""
     exchange = Exchange(ExchangeKey("delta", 0), "mean", All(), {})
     summary = Apply(exchange, Result("ok", 1)).summary
-    return [*(name for name in summary if name != "peers"), "stage", "sent_bytes", "received_bytes"]
+    decided = [field.name for field in dataclasses.fields(Verdict)]
+    own = [name for name in summary if name != "peers"]
+    return [*own, "stage", *decided, "sent_bytes", "received_bytes"]
 
 
 def _statuses() -> tuple[str, ...]:
@@ -130,8 +144,9 @@ def _statuses() -> tuple[str, ...]:
 
 def _database() -> str:
     return (
-        f"The table `metrics` of `{history.DATABASE}` has a row for each number: `name` (`loss`),"
-        " `step`, `time_s`, `value` (null for NaN), `span` and `count`. The newest"
+        f"The table `metrics` of `{history.DATABASE}` has a row for each number: `name` (`loss`, or"
+        " `held_out` of an evaluation, whose step is its round), `step`, `time_s`, `value` (null"
+        " for NaN), `span` and `count`. The newest"
         f" {history.KEPT:,} steps are kept as they are; older ones become means over"
         f" {history.ROLL} rows, `span` steps long and of `count` values. The file is in WAL mode,"
         " so that readers never disturb the node."

@@ -173,8 +173,9 @@ def command(
     but gpu.
 
     NAME is codec, loop, sim, memory, sync, overlap, control, kill, planner, round, whole,
-    checkpoint, idle, pipeline, gpu, or one metric such as codec.int8. `farflock bench quality`
-    takes hours and has its own options: see `farflock bench quality --help`.
+    checkpoint, idle, pipeline, gpu, or one metric such as codec.int8, with its parts. `farflock
+    bench quality` takes hours and has its own options: see `farflock bench quality --help`. The
+    largest swarms of control are measured by name only, such as control.round.64.4096.
 
     Each line is one JSON object: metric, value, yardstick (the baseline; its runs alternate with
     those of the metric), ratio, n, load (of the machine, per core; above 1 the numbers are noisy),
@@ -205,14 +206,15 @@ def command(
 
 
 def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
-    """Yield a benchmark's metrics, or only the requested one; raise `Usage` for an unknown one."""
+    """Yield a benchmark's metrics, or only the requested one and its parts; raise `Usage` for an
+    unknown one."""
     run = import_module(BENCHMARKS[benchmark]).run
     seen = []
     for metric in run(options):
         seen.append(metric.metric)
         if options.wants(metric.metric):
             yield metric
-    if options.only is not None and options.only not in seen:
+    if options.only is not None and not any(map(options.wants, seen)):
         remedy = (
             nearest(options.only, seen)
             if seen

@@ -70,7 +70,7 @@ async def _before_and_after(
     known = await node.hear("record", START_TIMEOUT_S)
     alone = await _watch(node, size, repeats)
     for holder in holders:
-        holder.tell("join", run=known["run"], record=known["record"])
+        holder.tell("join", run=known["run"], record=known["record"], invite=known["invite"])
     await hear_all(holders, "joined", size.join_s + JOIN_TIMEOUT_S)
     return alone, await _watch(node, size, repeats)
 

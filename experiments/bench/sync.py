@@ -8,13 +8,14 @@ all-gather: no all-reduce moves fewer bytes). Each peer sends (N-1)/N · out, it
 others to reduce, and (N-1) · back/N, its reduced part to each of the others, and receives as much;
 both directions are equally busy, so
 
-    ideal seconds = (N-1)/N · (out + back) · 8 / rate
+    ideal seconds = ((N-1)/N · (out + back) − burst) · 8 / rate
 
-for payload alone. Headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other
-direction, encryption, hashing, encoding, agreement and idle links all show as a ratio below 1. So
-does a machine too small for N hosts: the note has the workers' computing time (the kernel's work on
-packets comes on top). Loopback has no rate: the yardstick is then the same bytes between the same
-processes over plain TCP, all pairs at once.
+for payload alone, where `burst` is what an idle link passes on at once (64 KiB). Headers of
+Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other direction, encryption, hashing,
+encoding, agreement and idle links all show as a ratio below 1. So does a machine too small for N
+hosts: the note has the workers' computing time (the kernel's work on packets comes on top).
+Loopback has no rate: the yardstick is then the same bytes between the same processes over plain
+TCP, all pairs at once.
 
 `sync.N.gloo` compares with gloo's ring all-reduce of as many bytes in the same processes, and on
 loopback `sync.N.fp32` with its ring of the same values as they are, in fp32. `sync.N.hivemind`
@@ -36,7 +37,13 @@ from dataclasses import dataclass, field
 from farflock.compression.catalog import codec
 from farflock.experiments.bench.workers import fleet
 from farflock.experiments.bench.workers.fleet import Fields
-from farflock.experiments.bench.workers.netns import Host, congestion_control, hosts, obstacle
+from farflock.experiments.bench.workers.netns import (
+    BURST_BYTES,
+    Host,
+    congestion_control,
+    hosts,
+    obstacle,
+)
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
 WORKER = "farflock.experiments.bench.workers.sync_peer"
@@ -88,7 +95,7 @@ def measure(size: Size, peers: int, options: Options) -> tuple[Metric, ...]:
         if rate_bits is not None:
             places = stack.enter_context(hosts(peers, rate_bits))
         timed = asyncio.run(_rounds(size, places, yardsticks(size, peers, rate_bits), options))
-    ideal_s = None if rate_bits is None else each_way_bytes(size, peers) * 8 / rate_bits
+    ideal_s = None if rate_bits is None else ideal(size, peers, rate_bits)
     note = _note(timed, ideal_s, rate_bits)
     if size.out in AVERAGED and "hivemind" not in timed:
         note += LOST
@@ -151,6 +158,11 @@ def _ratio(yardstick: float, value: float) -> float:
 def each_way_bytes(size: Size, peers: int) -> float:
     """Return the bytes that each peer must send; it must receive as many."""
     return (peers - 1) / peers * size.payload_bytes
+
+
+def ideal(size: Size, peers: int, rate_bits: float) -> float:
+    """Return the seconds below which no sync can be at `rate_bits` each way."""
+    return max(0.0, each_way_bytes(size, peers) - BURST_BYTES) * 8 / rate_bits
 
 
 Yardsticks = Mapping[str, tuple[str, int]]

@@ -191,11 +191,14 @@ class _Peer:
     """A process of the run."""
 
     def __init__(self, settings: Settings) -> None:
-        command = [sys.executable, "-m", WORKER, msgspec.json.encode(settings).decode()]
+        command = [sys.executable, "-m", WORKER]
         self._number = settings.number
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(settings).decode() + "\n")
+        self._process.stdin.flush()
 
     def __enter__(self) -> "_Peer":
         return self

@@ -48,8 +48,8 @@ class Options:
     device: str = "auto"  # of the GPU benchmark
 
     def wants(self, metric: str) -> bool:
-        """Return whether to measure this metric."""
-        return self.only in (None, metric)
+        """Return whether to measure this metric: `codec.int8.x` is a part of `codec.int8`."""
+        return self.only is None or f"{metric}.".startswith(f"{self.only}.")
 
 
 def load() -> float:

@@ -2,9 +2,10 @@
 that a restart takes."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from farflock.node.assembly.resume import STEPPED, Resumable, checkpoint_state
-from farflock.node.model.llama import Llama
+from farflock.node.data.index import TOKENIZER_NAME
+from farflock.node.model.hf_model import AnyModel
 from farflock.node.state import checkpoint
+from farflock.node.state.base_note import BASE_NAME, BaseNote
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
@@ -29,7 +32,7 @@ class SavedNode(Resumable, Protocol):
     """A node whose model is saved with its state."""
 
     @property
-    def model(self) -> Llama: ...
+    def model(self) -> AnyModel: ...
 
 
 class CheckpointCut(NamedTuple):
@@ -38,6 +41,13 @@ class CheckpointCut(NamedTuple):
     step: int
     parts: dict[str, Cut]
     meta: dict[str, object]
+
+
+class SavedTokenizer(NamedTuple):
+    """A run's tokenizer as its checkpoints carry it: the file, and the token that ends a text."""
+
+    raw: bytes
+    end_of_text: int
 
 
 @dataclass(slots=True)
@@ -58,6 +68,11 @@ class CheckpointManager:
     keep: int = KEPT
     keep_bytes: int | None = None
     compute: Compute = inline
+    tokenizer: SavedTokenizer | None = None  # None: bytes
+    base: BaseNote | None = None  # None: all weights are trained
+    facts: Callable[[], dict[str, object]] = dict  # that go into `meta`
+    # the last round at which the run was well: its checkpoint is kept for as long as it is
+    good_round: Callable[[], int | None] = lambda: None
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -111,16 +126,24 @@ class CheckpointManager:
             "manifest": self.manifest,
             "node": cursors,
         }
+        meta |= self.facts()
+        if self.tokenizer is not None:
+            meta["end_of_text"] = self.tokenizer.end_of_text
         return CheckpointCut(step, cuts, meta)
 
     async def _write(self, moment: CheckpointCut) -> Path:
         folder = folder_of(self.folder, self.role)
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
+        if self.tokenizer is not None:
+            config[TOKENIZER_NAME] = self.tokenizer.raw
+        if self.base is not None:
+            config[BASE_NAME] = self.base.encode()
         with self.node.loop.driver.cuts.added(*moment.parts.values()):
             write = partial(checkpoint.save, folder, moment.step, moment.parts, moment.meta, config)
             written = await asyncio.to_thread(write)
         self._intact.add(written)
-        prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact)
+        spared = last_good(folder, self.good_round())
+        prune = partial(checkpoint.prune, folder, self.keep, self.keep_bytes, self._intact, spared)
         await asyncio.to_thread(prune)
         size_bytes = checkpoint.bytes_of(written)
         if self.keep_bytes is not None and size_bytes > self.keep_bytes:
@@ -141,6 +164,19 @@ async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> P
 def folder_of(folder: RunFolder, role: str) -> Path:
     """Return the folder of a role's checkpoints."""
     return folder.checkpoints if role == "replica" else folder.checkpoints / role.replace(":", "-")
+
+
+def last_good(folder: Path, good_round: int | None) -> Path | None:
+    """Return the newest checkpoint whose state has no round after this one; None if there is
+    none."""
+    if good_round is None:
+        return None
+    for _, path in reversed(checkpoint.steps(folder)):
+        with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
+            rounds = checkpoint.meta_of(path)["node"]["place"]["rounds"].values()
+            if all(int(number) <= good_round for number in rounds):
+                return path
+    return None
 
 
 def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:

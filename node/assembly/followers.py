@@ -5,23 +5,27 @@ follower knows no swarm: it builds its shard when the leader says of which run, 
 it hears until it is sent home.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from farflock.node.assembly.text import text_here
+from farflock.node.data.local_data import LocalData
+from farflock.node.data.sequences import Text, stream_of
 from farflock.node.errors import Usage
-from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
+from farflock.node.model.hf_shape import HfShape
 from farflock.node.model.llama import Llama
 from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.model.sharded_llama import build_sharded
 from farflock.node.model.step_options import logits_on
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.manifest import Manifest, parse
+from farflock.node.run.model_section import first_weights
 from farflock.node.run.terms import RunPlan
+from farflock.node.train.shared_meter import SharedMeter, shared_meter
 from farflock.node.train.shared_task import SharedTask
 
 WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselves
@@ -36,6 +40,8 @@ class Assignment(msgspec.Struct, frozen=True):
     checkpoints: bool = False
     compiles: bool = False
     micro_batch: int = 0  # 0: all rows of a rank
+    folders: tuple[str, ...] = ()  # of prepared data, the cache last
+    weights: str = ""  # the folder that the run starts from, at a founder's leader only
 
 
 class SharedPart(NamedTuple):
@@ -46,7 +52,7 @@ class SharedPart(NamedTuple):
     training_task: SharedTask
 
 
-def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device) -> SharedPart:
+def lead(ranks: Ranks, assignment: Assignment, text: Text, device: Device) -> SharedPart:
     """Let the followers build their shards, and return the leader's; raise `Usage` if the run's
     inner optimizer cannot step them."""
     plan = parse(assignment.manifest).plan()
@@ -56,22 +62,32 @@ def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device)
             f"its inner optimizer, {plan.inner.name}, needs whole matrices",
             "start this peer as one process",
         )
+    if isinstance(plan.model, HfShape):
+        raise Usage(
+            "several processes cannot train this run as one peer",
+            "its model is of a class of transformers, which is not cut into shards",
+            "start this peer as one process",
+        )
     with ranks.call(Order("begin", text=msgspec.msgpack.encode(assignment))):
-        return shared_part(plan, tokens, assignment, ranks, device)
+        return shared_part(plan, text, assignment, ranks, device)
 
 
 def shared_part(
-    plan: RunPlan, tokens: TokenIds, assignment: Assignment, ranks: Ranks, device: Device
+    plan: RunPlan, text: Text, assignment: Assignment, ranks: Ranks, device: Device
 ) -> SharedPart:
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
-    model = build_sharded(plan.model, plan.run_seed, computing)
+    folder = Path(assignment.weights) if assignment.weights else None
+    weights = None if folder is None else first_weights(plan, folder)
+    fill = None if weights is None else weights.fill
+    model = build_sharded(plan.model, plan.run_seed, computing, fill)
     model.checkpointing, model.logits_at_once = assignment.checkpoints, logits_on(device)
-    for layer in model.blocks() if assignment.compiles else ():
+    compiles = assignment.compiles and plan.model.experts is None
+    for layer in model.blocks() if compiles else ():
         layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)
     terms = plan.run_seed, assignment.peer, plan.batch, plan.seq
-    batches = Batches(tokens, *terms, recurring=plan.samples)
+    batches = stream_of(text, *terms, recurring=plan.samples)
     computed = device, assignment.micro_batch or None
     task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, *computed)
     return SharedPart(model, replica, task)
@@ -80,25 +96,39 @@ def shared_part(
 def follow(ranks: Ranks, device: Device, threads: int) -> None:
     """Do what the leader says until it sends this process home."""
     torch.set_num_threads(threads)
-    part: SharedPart | None = None
+    following: tuple[SharedPart, SharedMeter] | None = None
     while (order := ranks.hear()).act != "end":
         if order.act == "begin":
-            part = None  # a second one: its leader found no swarm to join, and began a run
-            part = _assigned(msgspec.msgpack.decode(order.text, type=Assignment), ranks, device)
+            following = None  # a second one: its leader found no swarm to join, and began a run
+            assignment = msgspec.msgpack.decode(order.text, type=Assignment)
+            following = _assigned(assignment, ranks, device)
             continue
-        assert part is not None, f"the leader says {order.act} before it has begun"
-        if order.act == "train":
-            part.training_task.take_part(order.start)
-        else:
-            assert part.replica.obey(order), f"the leader says {order.act}"
+        assert following is not None, f"the leader says {order.act} before it has begun"
+        _obey(*following, order)
 
 
-def _assigned(assignment: Assignment, ranks: Ranks, device: Device) -> SharedPart:
+def _obey(part: SharedPart, meter: SharedMeter, order: Order) -> None:
+    if order.act == "train":
+        part.training_task.take_part(order.start)
+    elif order.act == "measure":
+        meter.take_part(order)
+    else:
+        assert part.replica.obey(order), f"the leader says {order.act}"
+
+
+def _assigned(
+    assignment: Assignment, ranks: Ranks, device: Device
+) -> tuple[SharedPart, SharedMeter]:
     manifest = parse(assignment.manifest)
-    return shared_part(manifest.plan(), tokens_of(manifest), assignment, ranks, device)
+    text = text_here(manifest.data, _local_data_of(manifest, assignment))
+    part = shared_part(manifest.plan(), text, assignment, ranks, device)
+    return part, shared_meter(part.model, part.training_task)
 
 
-def tokens_of(manifest: Manifest) -> TokenIds:
-    """Return the training tokens of a run."""
-    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
-    return ByteTokenizer().encode(corpus.train)
+def _local_data_of(manifest: Manifest, assignment: Assignment) -> LocalData | None:
+    """Return the files of prepared data, which the leader fetches for all; None for a corpus."""
+    root = manifest.data.root
+    if root is None:
+        return None
+    *folders, cache = map(Path, assignment.folders)
+    return LocalData(root, folders, cache)

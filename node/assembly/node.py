@@ -8,20 +8,34 @@ passed in.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farflock.node.assembly.resume import Newcomer
+from farflock.node.data.sequences import SequenceStream, Text, stream_of
 from farflock.node.loop import Loop
 from farflock.node.model.compiled import CompiledLayers
-from farflock.node.model.data import Batches
+from farflock.node.model.data import evaluation
 from farflock.node.model.device import Device
-from farflock.node.model.llama import Llama, build
+from farflock.node.model.hf_model import AnyModel
+from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions, logits_on
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
+from farflock.node.run.entitled import entitlement_of
 from farflock.node.run.terms import RunPlan
+from farflock.node.state.weights_file import WeightsFolder, adapted, whole_model
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
+from farflock.node.train.ending import Barrier
+from farflock.node.train.evaluator import (
+    UNEQUAL_BASES,
+    Evaluator,
+    GuardedEnd,
+    Pace,
+    WholeModel,
+    meter_of,
+    schedule_of,
+)
 from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.shared_meter import shared_meter
 from farflock.node.train.state_sync import Spool, StateSync
 from farflock.node.train.task import LanguageModelTask, Train
 from farflock.optimizers.catalog import method
@@ -33,6 +47,7 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 
 if TYPE_CHECKING:
     from farflock.node.assembly.followers import SharedPart
+    from farflock.node.train.shared_task import SharedTask
 
 
 @dataclass(slots=True)
@@ -43,11 +58,13 @@ class ReplicaNode:
     a trainer (node/pipeline/node.py)."""
 
     peer: Peer
-    model: Llama
+    model: AnyModel
     state_sync: StateSync
     loop: Loop
-    training_task: Newcomer
+    training_task: "LanguageModelTask | SharedTask"
     role: str = "replica"
+    evaluator: Evaluator | None = None  # None: the run is not evaluated
+    pace: Pace | None = None
     # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
 
@@ -93,7 +110,31 @@ class ReplicaNode:
         """Train; if the method is exact, end when all peers have ended with the same state."""
         exact = self.loop.driver.method.equality == "exact"
         self.together = EndBarrier(self.peer, self.loop.driver, self.state_sync) if exact else None
-        await self.loop.run(total_tokens, barrier=self.together)
+        await self.loop.run(total_tokens, barrier=self.guarded(self.together))
+
+    def guarded(self, end: Barrier | None) -> Barrier | None:
+        """Begin to take part in evaluations, if the run has any; return an end that may come before
+        this one, if the guard says so."""
+        if self.evaluator is None:
+            return end
+        self.evaluator.begin()
+        return GuardedEnd(self.evaluator, end, lambda: self.loop.driver.tokens)
+
+    def evaluates_on(self, held_out: TokenIds, plan: RunPlan) -> None:
+        """Measure on these tokens from now on, when this node is drawn; raise `BadData` if they are
+        too few."""
+        if self.evaluator is None:
+            return
+        task, measuring = self.training_task, self.evaluator.measuring
+        assert isinstance(measuring, WholeModel), "no other measuring is assembled here"
+        windows = evaluation(held_out, plan.seq, plan.evaluation.sequences)
+        if isinstance(task, LanguageModelTask):
+            parts = task.parts
+            meter = meter_of(self.model, task.device, windows, lambda: parts.at_once)
+            measuring.measures_with(meter)
+        else:
+            assert isinstance(self.model, Llama), "several processes share native models only"
+            measuring.measures_with(shared_meter(self.model, task, windows))
 
     def found(self) -> None:
         """Start the run with this node's initial weights."""
@@ -117,7 +158,7 @@ class ReplicaNode:
 
 
 def task_of(
-    plan: RunPlan, model: Llama, batches: Batches, device: Device, options: StepOptions
+    plan: RunPlan, model: AnyModel, batches: SequenceStream, device: Device, options: StepOptions
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
@@ -126,7 +167,8 @@ def task_of(
     replica = PlainReplica(model, inner, plan.clip_norm)
     terms = (plan.schedule, plan.accumulate, plan.autocast)
     task = LanguageModelTask(model, replica, batches, *terms, device, options.micro_batch)
-    if options.compiles_on(device):
+    # the tokens of an expert are of another number in each step
+    if options.compiles_on(device) and plan.model.experts is None:
         task.compiled = CompiledLayers(model)
     return task
 
@@ -134,7 +176,7 @@ def task_of(
 def replica_node(
     plan: RunPlan,
     peer: Peer,
-    tokens: TokenIds,
+    text: Text,
     *,
     compute: Compute,
     train: Train,
@@ -145,27 +187,64 @@ def replica_node(
     device: Device | None = None,
     step_options: StepOptions | None = None,
     shared: "SharedPart | None" = None,
+    weights: WeightsFolder | None = None,
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
+    """Assemble a node over this peer; `text` is what the run trains on, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, `device` where the model trains (None: the CPU), `step_options` how, and
-    `shared` this process' part of it if several train it."""
-    part = shared or _whole_part(
-        plan, tokens, peer.me, device or Device(), step_options or StepOptions()
-    )
+    check payloads, `device` where the model trains (None: the CPU), `step_options` how,
+    `shared` this process' part of it if several train it, and `weights` what a founder's model
+    begins with (None: what the seed gives, which a joiner replaces)."""
+    computed = device or Device(), step_options or StepOptions()
+    part = shared or _whole_part(plan, text, peer.me, *computed, weights)
     model, replica, training_task = part
     replica.storage = storage
     driver = Driver(method(plan.method, **plan.options), replica)
-    client = ExchangeClient(peer, plan.run_seed, spread=spread, home=replica.home)
+    step_tokens = plan.accumulate * plan.batch * plan.seq
+    entitlement = entitlement_of(plan, step_tokens, driver.method)
+    client = ExchangeClient(
+        peer, plan.run_seed, spread=spread, home=replica.home, entitlement=entitlement
+    )
     state_sync = StateSync(peer, driver, client, compute, spool)
-    loop = Loop(driver, client, state_sync, training_task, compute, train, report)
-    return ReplicaNode(peer, model, state_sync, loop, training_task)
+    pace = Pace(train, peer.context.now)
+    loop = Loop(driver, client, state_sync, training_task, compute, pace, report)
+    node = ReplicaNode(peer, model, state_sync, loop, training_task, pace=pace)
+    if plan.evaluation.every and driver.streams:
+        node.evaluator = _evaluator(plan, node, pace)
+        loop.pause = node.evaluator.between_steps
+    return node
+
+
+def _evaluator(plan: RunPlan, node: ReplicaNode, pace: Pace) -> Evaluator:
+    loop = node.loop
+    schedule = schedule_of(loop.driver, loop.client, plan.evaluation.every)
+    known, report, stop = node.peer.evaluations, loop.report, loop.stop
+    measuring = WholeModel(loop.driver, pace, lambda: node.trained_tokens)
+    made = Evaluator(known, measuring, schedule, plan.guard, report, stop)
+    if plan.lora is not None:
+        made.tolerance = UNEQUAL_BASES
+    return made
+
+
+def model_of(
+    plan: RunPlan, device: Device, options: StepOptions, weights: WeightsFolder | None
+) -> AnyModel:
+    """Return the model on its device: with adapters beside the frozen `weights` if only these are
+    trained, which every peer has to have then."""
+    if plan.lora is None:
+        return whole_model(plan.model, plan.run_seed, weights).to(device.place)
+    assert weights is not None, "a run of adapters is not begun without its base"
+    return adapted(weights, plan.lora, plan.run_seed, options.base, device.place)
 
 
 def _whole_part(
-    plan: RunPlan, tokens: TokenIds, me: str, device: Device, options: StepOptions
-) -> tuple[Llama, PlainReplica, LanguageModelTask]:
-    model = build(plan.model, plan.run_seed).to(device.place)
-    batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
+    plan: RunPlan,
+    text: Text,
+    me: str,
+    device: Device,
+    options: StepOptions,
+    weights: WeightsFolder | None,
+) -> tuple[AnyModel, PlainReplica, LanguageModelTask]:
+    model = model_of(plan, device, options, weights)
+    batches = stream_of(text, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = task_of(plan, model, batches, device, options)
     return model, training_task.replica, training_task

@@ -12,7 +12,9 @@ import torch
 from farflock.node.assembly.node import task_of
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
-from farflock.node.model.llama import Llama, ModelConfig
+from farflock.node.model.frozen_base import frozen_model
+from farflock.node.model.hf_model import AnyModel, model_of_shape
+from farflock.node.model.lora import add_adapters
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.task import NoRoom
@@ -55,7 +57,7 @@ def _tried(plan: RunPlan, device: Device, options: StepOptions, beside_bytes: in
 
 
 def _stepped(plan: RunPlan, device: Device, options: StepOptions) -> int:
-    model = _blank(plan.model, device)
+    model = _blank(plan, options, device)
     batches = Batches(np.zeros(plan.seq + 1, dtype="<u2"), 0, "", plan.batch, plan.seq)
     # a third batch takes no more memory than a second one
     plan = replace(plan, accumulate=min(plan.accumulate, 2))
@@ -64,17 +66,25 @@ def _stepped(plan: RunPlan, device: Device, options: StepOptions) -> int:
     for step in range(STEPS):
         if METHODS[unfolded(plan.method)[0]].keeps_gradients:
             for one in model.parameters():
-                one.grad = torch.zeros_like(one)
+                one.grad = torch.zeros_like(one) if one.requires_grad else None
         task.forward_backward(step, Progress(step))
         task.replica.inner_step()
     return task.parts.at_once
 
 
-def _blank(config: ModelConfig, device: Device) -> Llama:
+def _blank(plan: RunPlan, options: StepOptions, device: Device) -> AnyModel:
     """Return a model whose weights are small enough for any precision."""
+
+    def fill(name: str, weight: torch.Tensor) -> None:
+        weight.fill_(1.0 if weight.dim() == 1 else 1 / plan.model.dim)
+
+    if plan.lora is not None:
+        model = frozen_model(plan.model, fill, options.base, device.place)
+        add_adapters(model, plan.lora, plan.run_seed)
+        return model
     with device.place:
-        model = Llama(config)
+        whole = model_of_shape(plan.model)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.fill_(1.0 if weight.dim() == 1 else 1 / config.dim)
-    return model
+        for name, weight in whole.named_parameters():
+            fill(name, weight)
+    return whole

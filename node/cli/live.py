@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from farflock.node.cli import words
+from farflock.node.cli.output import clean
 from farflock.node.demo.demo import Child, Moment
 from farflock.node.process.status import Status
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 LINE_EVERY = 0.05  # without a terminal: one line per twentieth of the run
+MAX_SHOWN_LIES = 3  # at once; `farflock status --suspects` has all
 LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 40
@@ -78,7 +81,7 @@ def _shown(
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{clean(line)}\n")
     sys.stderr.flush()
 
 
@@ -117,6 +120,7 @@ class _News:
         self.lines: list[str] = []
         self.had_partner = True
         self._members: frozenset[str] = frozenset()
+        self._fragile = ""
         self._rounds: dict[str, int] = {}
 
     def of(self, status: Status) -> list[str]:
@@ -127,6 +131,9 @@ class _News:
         if before:
             new += [f"{peer[-8:]} joined" for peer in sorted(self._members - before)]
             new += [f"{peer[-8:]} left" for peer in sorted(before - self._members)]
+        if status.fragile != self._fragile:
+            self._fragile = status.fragile
+            new.append(status.fragile or "three votes or more are alive")
         self.lines = [*self.lines, *new][-NEWS_LINES:]
         return new
 
@@ -174,22 +181,34 @@ def _numbers(status: Status) -> dict[str, str]:
     """Return a node's measurements by label, empty where there is none yet."""
     roads = sorted({words.road(each) for each in status.partners if each.road != "none"})
     pace = "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s"
+    pace += "" if status.mfu is None else f", MFU {status.mfu:.0%}"
     applied = words.rounds(status)
     return {
         "step": f"{status.step:,}",
         "work": ", ".join(f"{count:,} {name}" for name, count in status.work.items()),
         "loss": "" if status.loss is None else f"{status.loss:.3f}",
+        "held-out": "" if status.evaluation is None else status.evaluation.said(),
         "pace": pace,
         "round": "" if status.last_round is None else f"{status.last_round} ({applied})",
-        "run": words.several(len(status.members), "member"),
+        "run": f"{words.several(len(status.members), 'member')}, {len(status.voters)} with a vote",
         "sent": words.size(status.sent_bytes),
         "received": words.size(status.received_bytes),
+        "forwarded": words.size(status.relayed_bytes) if status.relayed_bytes else "",
         "via": ", ".join(roads),
     }
 
 
 def _waits(status: Status) -> list[str]:
-    return [f"waiting for {wait.said({})}" for wait in status.waits]
+    wrong = [f"going wrong: {status.guard}"] if status.guard else []
+    lies = [f"lies: {each.said()}" for each in status.suspects[-MAX_SHOWN_LIES:]]
+    return wrong + lies + [f"waiting for {wait.said({})}" for wait in status.waits]
+
+
+def _text(text: str, style: str = "", *, no_wrap: bool | None = None) -> "Text":
+    """Return text for a table. It is never read as markup, and holds no commands to a terminal."""
+    from rich.text import Text
+
+    return Text(clean(text), style=style, no_wrap=no_wrap)
 
 
 def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
@@ -197,30 +216,27 @@ def node_table(title: str, seen: Seen, news: _News) -> "RenderableType":
     each other member, the waits and the news."""
     from rich.console import Group
     from rich.table import Table
-    from rich.text import Text
 
     status = seen.status
     news.of(status)
     numbers = Table.grid(padding=(0, 2))
     for label, value in _numbers(status).items():
         if value:
-            numbers.add_row(Text(label, style="dim"), Text(value))
+            numbers.add_row(_text(label, style="dim"), _text(value))
     members = Table("member", "role", "state", "via", "latency", title=None, expand=False)
     for partner in status.partners:
         latency = "" if partner.rtt_ms is None else f"{partner.rtt_ms:.0f} ms"
         state, via = words.life(partner), words.road(partner)
-        members.add_row(
-            *map(Text, (partner.peer[-8:], partner.role, state, via, latency))
-        )  # `Text`, so that it is never read as markup
+        members.add_row(*map(_text, (partner.peer[-8:], partner.role, state, via, latency)))
     does = words.doing(status, seen.view_s, news.had_partner)
     return Group(
-        Text(f"{title}: run {status.run[:8]}"),
-        Text(does, style="bold"),
+        _text(f"{title}: run {status.run[:8]}"),
+        _text(does, style="bold"),
         _bar(status.tokens / status.total_tokens, status.total_tokens),
         numbers,
         *([members] if status.partners else []),
-        *(Text(line, style="cyan") for line in _waits(status)),
-        *(Text(line, style="yellow") for line in news.lines),
+        *(_text(line, style="cyan") for line in _waits(status)),
+        *(_text(line, style="yellow") for line in news.lines),
     )
 
 
@@ -228,19 +244,17 @@ def _bar(share: float, total_tokens: int | None = None) -> "RenderableType":
     """Return the run's bar with its share of the tokens, on one line."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
-    from rich.text import Text
 
     of = "the run's tokens" if total_tokens is None else f"{words.short(total_tokens)} tokens"
     row = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=1.0, completed=min(share, 1.0), width=BAR_CELLS)
-    row.add_row(bar, Text(f"{share:.0%} of {of}", no_wrap=True))
+    row.add_row(bar, _text(f"{share:.0%} of {of}", no_wrap=True))
     return row
 
 
 def _demo_table(title: str, moment: Moment) -> "RenderableType":
     from rich.console import Group
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 2), title_justify="left")
     table.add_column("peer", no_wrap=True)
@@ -250,15 +264,15 @@ def _demo_table(title: str, moment: Moment) -> "RenderableType":
     statuses = {child.name: child.status() for child in moment.children}
     names = {status.peer: name for name, status in statuses.items() if status is not None}
     for child in moment.children:
-        table.add_row(*map(Text, _row(child, statuses[child.name])))
+        table.add_row(*map(_text, _row(child, statuses[child.name])))
     waits = [
-        Text(f"{name} is waiting for {wait.said(names)}", style="cyan")
+        _text(f"{name} is waiting for {wait.said(names)}", style="cyan")
         for name, status in statuses.items()
         if status is not None
         for wait in status.waits
     ]
-    news = Text("\n".join(moment.news[-NEWS_LINES:]), style="yellow")
-    members = Text(_membership([status for status in statuses.values() if status is not None]))
+    news = _text("\n".join(moment.news[-NEWS_LINES:]), style="yellow")
+    members = _text(_membership([status for status in statuses.values() if status is not None]))
     return Group(table, _bar(moment.share), members, *waits, news)
 
 

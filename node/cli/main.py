@@ -16,7 +16,7 @@ from types import FrameType
 import click
 
 from farflock import __version__
-from farflock.node.cli.output import Output
+from farflock.node.cli.output import Output, clean_logs
 from farflock.node.errors import INTERRUPTED, Terminated, explained
 
 COMMANDS = {  # name: (module:attribute, short help); nothing is imported until a command runs
@@ -25,19 +25,60 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "Watch a swarm train on this machine, lose a peer, and recover.",
     ),
     "join": ("farflock.node.cli.commands.join:command", "Join a run by its invite."),
+    "invite": (
+        "farflock.node.cli.commands.invite:command",
+        "Make an invite for one peer or some.",
+    ),
     "leave": (
         "farflock.node.cli.commands.leave:command",
         "Stop the node on this machine; it saves first.",
     ),
     "run": ("farflock.node.cli.commands.run:command", "Start a new run from a manifest."),
+    "finetune": (
+        "farflock.node.cli.commands.finetune:command",
+        "Train adapters for a model on conversations.",
+    ),
+    "anchor": (
+        "farflock.node.cli.commands.orders:anchor",
+        "State which of several lines your run is.",
+    ),
+    "ban": (
+        "farflock.node.cli.commands.orders:ban",
+        "Put a peer out of your run for good.",
+    ),
+    "close": (
+        "farflock.node.cli.commands.orders:close",
+        "Let nobody new into your run.",
+    ),
+    "open": (
+        "farflock.node.cli.commands.orders:reopen",
+        "Let new peers in again after `close`.",
+    ),
+    "promote": (
+        "farflock.node.cli.commands.orders:promote",
+        "State a member's votes.",
+    ),
     "status": (
         "farflock.node.cli.commands.status:command",
         "Show what a node is doing, or look at a run.",
+    ),
+    "data": ("farflock.node.cli.commands.data:command", "Turn texts into data to train on."),
+    "tokenizer": (
+        "farflock.node.cli.commands.tokenizer:command",
+        "Train, convert or look at a tokenizer.",
     ),
     "generate": ("farflock.node.cli.commands.generate:command", "Sample text from a checkpoint."),
     "export": (
         "farflock.node.cli.commands.export:command",
         "Convert a checkpoint to a Hugging Face folder.",
+    ),
+    "push": (
+        "farflock.node.cli.commands.push:command",
+        "Upload an exported folder to the Hugging Face hub.",
+    ),
+    "evaluate": (
+        "farflock.node.cli.commands.evaluate:command",
+        "Score a checkpoint on tasks of the lm-evaluation-harness.",
     ),
     "sim": ("farflock.node.cli.commands.sim:command", "Run a manifest on a simulated network."),
     "reproduce": (
@@ -51,8 +92,10 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
 }
 GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
-    "Start and watch a run": ("run", "status"),
-    "Use the model": ("generate", "export"),
+    "Start and watch a run": ("run", "finetune", "status"),
+    "Lead your run": ("invite", "ban", "close", "open", "promote", "anchor"),
+    "Prepare texts": ("data", "tokenizer"),
+    "Use the model": ("generate", "evaluate", "export", "push"),
     "Study": ("sim", "reproduce", "bench"),
 }
 
@@ -92,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted, 143 terminated.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    with _signals_raise():
+    with _signals_raise(), clean_logs():
         sys.exit(_run(given, Output("--json" in given)))
 
 

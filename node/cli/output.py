@@ -3,9 +3,14 @@ programs.
 
 A terminal gets tables and bars from rich, which is not imported otherwise; files, pipes and logs
 get plain lines.
+
+Text may be a peer's, and to a terminal control characters are commands: `clean` removes them from
+everything that is printed, shown in the live view (node/cli/live.py) or logged.
 """
 
 import contextlib
+import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +20,46 @@ from typing import Any, TextIO
 import click
 
 from farflock.node.errors import INTERRUPTED
+
+# Sequences of the standard ECMA-48, first those with a text of their own, such as a window's title.
+# None goes past the end of a line, so that two of them cannot hide honest lines in between.
+_SEQUENCE = re.compile(
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\n\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|\x1b[ -/]*[0-~]"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+_UNESCAPED = re.compile(r"[\x7f-\x9f]")  # control characters that JSON need not escape
+
+
+def clean(text: str) -> str:
+    """Return text without escape sequences and control characters, but with its lines and tabs."""
+    return _CONTROL.sub("", _SEQUENCE.sub("", text))
+
+
+class CleanRecord(logging.LogRecord):
+    """A log record whose message and traceback hold no control characters: names, addresses and
+    errors in them may be a peer's."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:  # noqa: ANN401 - logging's own types
+        super().__init__(*arguments, **more)
+        if self.exc_info:  # handlers take a text that is there already
+            self.exc_text = clean(logging.Formatter().formatException(self.exc_info))
+
+    def getMessage(self) -> str:
+        """Return the message with its arguments."""
+        return clean(super().getMessage())
+
+
+@contextlib.contextmanager
+def clean_logs() -> Iterator[None]:
+    """Log without control characters while the block runs."""
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(CleanRecord)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(before)
 
 
 class Output:
@@ -28,7 +73,14 @@ class Output:
 
     def line(self, text: str) -> None:
         """Print a line of text while the command runs."""
-        click.echo(text, err=self._as_json)
+        click.echo(clean(text), err=self._as_json)
+
+    def piece(self, text: str) -> None:
+        """Print a part of a text that has no end yet. A terminal gets no control characters, which
+        could be commands to it: the text may be a model's."""
+        if self._words().isatty():
+            text = "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+        click.echo(text, nl=False, err=self._as_json, color=True)  # or click would drop some
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table while the command runs; columns of numbers are aligned to the right."""
@@ -43,11 +95,11 @@ class Output:
 
         A command with several results calls this once for each.
         """
-        click.echo(one_line(facts) if self._as_json else text)
+        click.echo(one_line(facts) if self._as_json else clean(text))
 
     def failure(self, sentence: str, exit_code: int) -> int:
         """Print an error as one sentence, and as JSON if that was asked for; return `exit_code`."""
-        click.echo(f"farflock: {sentence}", err=True)
+        click.echo(clean(f"farflock: {sentence}"), err=True)
         if self._as_json:
             click.echo(one_line({"error": sentence, "exit_code": exit_code}))
         return exit_code
@@ -59,13 +111,14 @@ class Output:
         A terminal gets a bar, everything else a line for each tenth.
         """
         if not sys.stderr.isatty():
-            yield _Tenths(what)
+            yield _Tenths(clean(what))
             return
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=1.0)
+            task = bar.add_task(escape(clean(what)), total=1.0)
             yield lambda share: bar.update(task, completed=share)
 
     def _words(self) -> TextIO:
@@ -73,10 +126,12 @@ class Output:
 
 
 def one_line(facts: Mapping[str, Any]) -> str:
-    """Return facts as one line of JSON; raise `TypeError` for a value that JSON cannot hold."""
+    """Return facts as one line of JSON, with control characters escaped; raise `TypeError` for a
+    value that JSON cannot hold."""
     import msgspec
 
-    return msgspec.json.encode(facts, enc_hook=_plain).decode()
+    text = msgspec.json.encode(facts, enc_hook=_plain).decode()
+    return _UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -100,9 +155,11 @@ def _print_rich(stream: TextIO, columns: Sequence[str], rows: Sequence[Sequence[
 
     table = Table()
     for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="right" if _all_numbers(rows, place) else "left")
+        table.add_column(
+            Text(clean(name)), justify="right" if _all_numbers(rows, place) else "left"
+        )
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # Text: cells are never markup
+        table.add_row(*(Text(clean(str(cell))) for cell in row))  # Text: cells are never markup
     Console(file=stream).print(table)
 
 

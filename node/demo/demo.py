@@ -26,7 +26,7 @@ from farflock.node.process.brake import BRAKE
 from farflock.node.process.signals import LEASH
 from farflock.node.process.status import Status, read_status
 from farflock.node.state.history import RECEIPTS
-from farflock.node.state.paths import write_whole
+from farflock.node.state.paths import OWNER_ONLY, RunFolder, write_whole
 
 KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # shares of the run's tokens
 STOP_BY = 0.8  # latest freeze: a frozen founder admits no peer, so it first waits for the newcomer
@@ -160,7 +160,7 @@ class Demo:
         """Start all peers, let the demo's events happen, and return when all survivors are done."""
         self._brake(self._min_step_s())
         founder = self.start("founder", ["run", str(self.manifest)])
-        invite = self._invite_of(founder)
+        invite = self.invite_file(self._invite_of(founder))
         for name, arguments in self.others():
             self.start(name, ["join", invite, *arguments])
         progressed_s, best = time.monotonic(), -1.0
@@ -262,7 +262,8 @@ class Demo:
         self._tell(share, f"{victim.name} killed", f"{victim.name} was killed (SIGKILL)")
 
     def let_happen(self, share: float, invite: str) -> None:
-        """Kill a peer, let a newcomer join, freeze the founder: each once, at its time."""
+        """Kill a peer, let a newcomer join, freeze the founder: each once, at its time. `invite` is
+        the path of a file with it."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
             self._kill(self.children[1], share)
         if share >= JOIN_AT and not self.newcomers():
@@ -292,7 +293,7 @@ class Demo:
 
     def start(self, name: str, command: list[str]) -> Child:
         folder = self.folder / name.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
+        RunFolder(folder).make()
         arguments = [
             sys.executable,
             "-m",
@@ -335,6 +336,12 @@ class Demo:
             f"no invite within {START_TIMEOUT_S:.0f} s",
             self._where_logs_are(),
         )
+
+    def invite_file(self, invite: str) -> str:
+        """Return the path of a file with the invite, which a command line would show to all."""
+        path = self.folder / "invite.txt"
+        write_whole(path, f"{invite}\n".encode(), OWNER_ONLY)
+        return str(path)
 
     def require_success(self) -> None:
         late = (

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from farflock.node.errors import Failure, RefusedByRun
@@ -17,30 +18,31 @@ from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.process.freed import trimmed
 from farflock.node.process.host import require_host
+from farflock.node.process.inviting import Inviter
 from farflock.node.process.network import (
     MachineOptions,
+    forward_for,
     identity_of,
     keep_published,
     learn_terms,
     network,
 )
-from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
+from farflock.node.run.invite import Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.shelf import Shelf
 from farflock.node.train.state_sync import Spool
-from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunk_store import TERMS, digest_of
 from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
-from farflock.swarm.tasks import cancel
+from farflock.swarm.tasks import cancel, kept_up
 from farflock.swarm.zmq.links import ZmqLinks
-
-INVITE_LASTS_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +107,18 @@ class NetworkEntryPoint:
                 else:
                     head, records, founder = _sealed(identity, run, raw), [], identity.peer
                 assert terms is not None
-                peer = _peer(terms, run, identity, links, directory, codecs)
+                peer = _peer(terms, run, founder, identity, links, directory, codecs)
+                peer.membership.bring(None if invite is None else invite.ticket)
                 peer.context.shelve = Shelf(machine.folder.rounds, files)
                 report = trimmed(join_request.report, files, peer.context.spawn)
+                inviter = Inviter(identity, peer, run, founder)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
                 here = OptimizerNode.assemble(
                     replace(join_request, report=report),
                     terms,
                     peer,
                     state,
-                    lambda: _mint(run, founder, doors),
+                    lambda: _mint(inviter, doors),
                     founder=invite is None,
                     spool=Spool(files, OuterFiles(machine.folder.snapshots).allocate),
                 )
@@ -127,8 +131,9 @@ async def _published(
     directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer
 ) -> AsyncIterator[None]:
     """Serve the run's terms from this peer, and keep their head published in the directory."""
-    peer.context.store.put(raw, "manifest")
-    publishing = asyncio.create_task(keep_published(directory, run, head))
+    peer.context.store.put(raw, TERMS)
+    publish = partial(keep_published, directory, run, head)
+    publishing = asyncio.create_task(kept_up("publishing the run", publish))
     try:
         yield
     finally:
@@ -138,12 +143,14 @@ async def _published(
 def _peer(
     terms: UserTerms,
     run: str,
+    founder: PeerId,
     identity: Identity,
     links: ZmqLinks,
     directory: DhtDirectory,
     compute: Compute,
 ) -> Peer:
-    known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
+    waits = terms.exchange.view_s, terms.exchange.branch_after_s
+    known = RunTerms(run, terms.run.seed, founder, *waits)
     incarnation = unseal(links.record(), run).incarnation
     peer = Peer(
         known,
@@ -154,6 +161,8 @@ def _peer(
         record=links.record,
         compute=compute,
     )
+    forward_for(peer, links)
+    peer.context.entrance.unix_s, peer.context.entrance.refuse = time.time, links.refuse
     peer.ticks.rests = True
     return peer
 
@@ -162,15 +171,21 @@ def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
     return seal_head(identity, Head(run, identity.peer, digest_of(raw), len(raw), 0))
 
 
-def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
-    addresses = tuple(dict.fromkeys(doors))[:MAX_ADDRESSES]
-    if not addresses:
+def _mint(inviter: Inviter, doors: Sequence[str]) -> str:
+    if not doors:
         raise Failure(
             "no invite can be made",
             "this peer has no address that others could reach",
             "get one from another member",
         )
-    return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))
+    invite = inviter.invite(doors)
+    if invite is None:
+        raise Failure(
+            "no invite can be made",
+            "this peer is not a member of its run yet",
+            "ask again in some seconds",
+        )
+    return mint(invite)
 
 
 def _require_same_run(raw: bytes, invite: Invite) -> None:

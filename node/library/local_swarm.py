@@ -25,6 +25,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 
 T = TypeVar("T")
 Optimize = Callable[..., SwarmOptimizer]  # SwarmOptimizer's constructor, but for `invite`
@@ -131,11 +132,13 @@ class LocalSwarm:
         terms = await self._terms_for(rank, join_request)
         run, identity = self._run, self._identities[rank]
         record = self._record(rank)
-        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
+        founder, waits = self._identities[0], (terms.exchange.view_s, terms.exchange.branch_after_s)
+        known = RunTerms(run, terms.run.seed, founder.peer, *waits)
         links = self.network.links(identity.peer)
         peer = Peer(
             known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs
         )
+        peer.membership.bring(ticket_of(founder, run))
         here = OptimizerNode.assemble(
             join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0
         )

@@ -17,6 +17,7 @@ from farflock.node.errors import RefusedByRun
 from farflock.node.library.background import BackgroundContext
 from farflock.node.loop import Loop
 from farflock.node.reporting import Report
+from farflock.node.run.entitled import entitlement_of_users
 from farflock.node.run.user_terms import TomlTable, UserTerms
 from farflock.node.train.driver import Driver
 from farflock.node.train.ending import drop
@@ -101,7 +102,9 @@ class OptimizerNode:
     ) -> "OptimizerNode":
         """Assemble the method, driver, exchange client, state sync and loop over this peer."""
         driver = Driver(terms.build(), join_request.replica)
-        client = ExchangeClient(peer, terms.run.seed, home=join_request.replica.home)
+        entitlement = entitlement_of_users(terms.exchange.max_tokens_per_round, driver.method)
+        home = join_request.replica.home
+        client = ExchangeClient(peer, terms.run.seed, home=home, entitlement=entitlement)
         state_sync = StateSync(peer, driver, client, compute, spool)
         loop = Loop(
             driver,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflock.node.model import loss
-from farflock.node.model.llama import Llama
+from farflock.node.model.hf_model import AnyModel
 
 log = logging.getLogger("farflock")
 
@@ -22,7 +22,7 @@ class CompiledLayers:
     """The layers of a model, which `settle` has to try before the first step with each number of
     sequences: code is compiled for one shape."""
 
-    def __init__(self, model: Llama, backend: Backend = "inductor") -> None:
+    def __init__(self, model: AnyModel, backend: Backend = "inductor") -> None:
         self._model, self._backend = model, backend
         self._settled: set[int] = set()  # numbers of sequences
         self.failed = False

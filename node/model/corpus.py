@@ -1,7 +1,8 @@
-"""Text to train on and text held out: the shipped plays of Shakespeare, or a user's own file.
+"""Text to train on and text held out: the plays of Shakespeare, which come with Farflock.
 
-Every peer of a run must have the same text. Its hash is checked on loading. The corpus itself fixes
-which part is held out; that part is never drawn at random.
+A user's own texts become prepared data (node/data/index.py). Every peer of a run must have the same
+text. Its hash is checked on loading. The corpus itself fixes which plays are held out; they are
+never drawn at random.
 """
 
 import hashlib
@@ -9,14 +10,10 @@ import lzma
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from pathlib import Path
 
 import msgspec
 
 SHIPPED = "shakespeare"
-HELD_OUT_SHARE = 0.05  # the end of a user's file
-MIN_HELD_OUT_BYTES = 256
-MAX_TEXT_BYTES = 1 << 30  # larger texts belong in token files (data.py)
 
 
 class BadCorpus(ValueError):
@@ -53,22 +50,18 @@ class Corpus:
 
 
 def load_corpus(name: str, sha256: str | None = None) -> Corpus:
-    """Return the corpus `shakespeare`, or the one in a UTF-8 .txt file; raise `BadCorpus`.
+    """Return the corpus `shakespeare`; raise `BadCorpus` for any other.
 
     `sha256` is the manifest's hash of the whole text: any other text is refused.
     """
-    if name == SHIPPED:
-        corpus = shakespeare(files("farflock.node") / "texts")
-    elif name.endswith(".txt"):
-        corpus = from_file(Path(name))
-    else:
+    if name != SHIPPED:
         raise BadCorpus(
-            f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; "
-            "name one of them"
+            f"{name!r:.80} does not come with Farflock, only {SHIPPED!r} does; prepare a text of"
+            " your own with `farflock data prepare`, and name that folder as data.from"
         )
+    corpus = shakespeare(files("farflock.node") / "texts")
     if sha256 is not None:
-        remedy = "get the run's text from its founder, or the same version of Farflock"
-        _require_hash(corpus.sha256, sha256, f"the corpus {name}", remedy)
+        _require_hash(corpus.sha256, sha256, f"the corpus {name}", "use the founder's version")
     return corpus
 
 
@@ -86,37 +79,6 @@ def shakespeare(folder: Traversable) -> Corpus:
     digest, what = hashlib.sha256(text).hexdigest(), f"the shipped corpus in {folder}"
     _require_hash(digest, about.sha256, what, "reinstall farflock")
     return _cut_plays(text, about)
-
-
-def from_file(path: Path) -> Corpus:
-    """Return a user's UTF-8 text, with its last twentieth (by lines) held out; raise
-    `BadCorpus`."""
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes > MAX_TEXT_BYTES:
-            raise BadCorpus(
-                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; "
-                "turn it into a token file first"
-            )
-        raw = path.read_bytes()
-        text = raw.decode()
-    except OSError as error:
-        raise BadCorpus(
-            f"the corpus {path} cannot be read ({error.strerror}); check the path"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise BadCorpus(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT_SHARE))) + 1
-    train, held_out = text[:cut], text[cut:]
-    if not train or len(held_out.encode()) < MIN_HELD_OUT_BYTES:
-        raise BadCorpus(
-            f"{path} has {size_bytes} bytes, too few to train on and to hold out "
-            f"{MIN_HELD_OUT_BYTES} in whole lines; "
-            f"use a text of at least {40 * MIN_HELD_OUT_BYTES} bytes"
-        )
-    return Corpus(
-        path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest()
-    )
 
 
 def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:

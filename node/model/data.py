@@ -9,17 +9,18 @@ epochs, each time in another order, for fine-tuning and for codecs that remember
 """
 
 import functools
-import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.node.model.tokenizer import TokenIds, Tokenizer, tokenizer_hash
+from farflock.node.model.loss import IGNORED
+from farflock.node.model.random_order import philox_key, random_order, raw_outputs
+from farflock.node.tokens.marks import PLAIN
+from farflock.node.tokens.tokenizer import TokenIds
 
 MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them again
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
@@ -27,13 +28,6 @@ _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
 
 class BadData(ValueError):
     """Tokens that cannot be trained on; the message names the remedy."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """The content of `NAME.bin.json`: describes the little-endian uint16 tokens in `NAME.bin`."""
-
-    tokenizer: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +52,7 @@ class Batches:
     recurring: int = field(default=0, kw_only=True)  # 0: each sequence is new
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recurring <= MAX_RECURRING:
-            raise BadData(
-                f"the number of recurring samples is {self.recurring}; "
-                f"it must be between 0 and {MAX_RECURRING}"
-            )
-        if self.batch_size < 1 or self.seq < 1:
-            raise BadData(
-                f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; "
-                "use 1 or more of each"
-            )
+        require_batch(self.batch_size, self.seq, self.recurring)
         if len(self.tokens) <= self.seq:
             raise BadData(
                 f"{len(self.tokens)} tokens are too few for a sequence of {self.seq} and its next "
@@ -86,35 +71,59 @@ class Batches:
             chosen = list(self.samples(step, round))
             draws = _sample_draws(self.run_seed, self.peer, self.recurring)[chosen]
             return (draws % count).astype(np.int64)
-        self._require_cursor(step, round)
-        philox = np.random.Philox(
-            key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round)
-        )
-        draws = np.asarray(philox.random_raw(self.batch_size), dtype=np.uint64)
+        require_cursor(step, round)
+        key = philox_key(f"farflock-data-order-v1 {self.run_seed} {self.peer}")
+        draws = raw_outputs(key, (step, round), self.batch_size)
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
         """Return the batch's recurring samples, numbered from 0: the same in each of the peer's
         lives."""
-        self._require_cursor(step, round)
-        first = step * self.batch_size
-        places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
-        given = self.run_seed, self.peer, self.recurring, round
-        return tuple(
-            int(_epoch_order(*given, epoch % _CURSOR_LIMIT)[place]) for epoch, place in places
+        require_cursor(step, round)
+        first, given = step * self.batch_size, (self.run_seed, self.peer, self.recurring)
+        return recurring_samples(*given, range(first, first + self.batch_size), round)
+
+
+def require_batch(batch_size: int, seq: int, recurring: int) -> None:
+    """Raise `BadData` for an empty batch, or an impossible number of recurring samples."""
+    if not 0 <= recurring <= MAX_RECURRING:
+        raise BadData(
+            f"the number of recurring samples is {recurring}; "
+            f"it must be between 0 and {MAX_RECURRING}"
+        )
+    if batch_size < 1 or seq < 1:
+        raise BadData(
+            f"a batch of {batch_size} sequences of {seq} tokens is empty; use 1 or more of each"
         )
 
-    def _require_cursor(self, step: int, round: int) -> None:
-        if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
-            raise BadData(
-                f"step {step} of round {round} is out of range; use numbers from 0 to 2^63 - 1"
-            )
+
+def require_cursor(step: int, round: int = 0) -> None:
+    """Raise `BadData` unless both are 64-bit counters."""
+    if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
+        raise BadData(
+            f"step {step} of round {round} is out of range; use numbers from 0 to 2^63 - 1"
+        )
+
+
+def recurring_samples(
+    run_seed: int, peer: str, recurring: int, places: range, round: int = 0
+) -> tuple[int, ...]:
+    """Return which of a peer's recurring samples its sequences at `places` are: each of them once
+    in each epoch of `recurring` sequences."""
+    found = []
+    for place in places:
+        epoch, at = divmod(place, recurring)
+        order = _epoch_order(run_seed, peer, recurring, round, epoch % _CURSOR_LIMIT)
+        found.append(int(order[at]))
+    return tuple(found)
 
 
 def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
     """Return inputs and next tokens, int64 (n, seq), of n ≤ `sequences` held-out windows.
 
-    The windows do not overlap, are evenly spread, and are the same on every peer.
+    The windows do not overlap, are evenly spread, and are the same on every peer. Those in which
+    the loss counts no token are left out; raise `BadData` if that leaves none, or there are too few
+    tokens.
     """
     fitting = (len(held_out) - 1) // seq
     if fitting < 1 or sequences < 1:
@@ -124,86 +133,46 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
         )
     count = min(fitting, sequences)
     starts = np.arange(count, dtype=np.int64) * fitting // count * seq
-    return _windows(held_out, starts, seq)
+    return with_targets(*_windows(held_out, starts, seq))
 
 
-def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the tokenizer and the tokens; peers with another hash are refused."""
-    digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
-    for part in (train, held_out):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(part, dtype="<u2").data)
-    return digest.hexdigest()
-
-
-def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
-    """Write a token file and its header; never overwrite an existing file."""
-    header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
-    with path.open("xb") as file:
-        file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
-    _header_path(path).write_bytes(msgspec.json.encode(header))
-
-
-def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
-    """Map a token file without reading it; raise `BadData` if it was cut short or made by
-    another tokenizer."""
-    try:
-        header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
-        size_bytes = path.stat().st_size
-    except OSError as error:
+def with_targets(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequences, (n, seq) inputs and next tokens, in which any next token counts; raise
+    `BadData` if there is none."""
+    counts = (y != IGNORED).any(dim=1)
+    if not counts.any():
         raise BadData(
-            f"{error.filename} cannot be read ({error.strerror}); a token file needs its .json"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise BadData(
-            f"{_header_path(path)} is not the header of a token file ({error}); write it again"
-        ) from None
-    if header.tokenizer != tokenizer_hash(tokenizer):
-        raise BadData(
-            f"{path} was made with tokenizer {header.tokenizer[:16]}…, not with this run's; "
-            "tokenize it again"
+            f"no answer is in any of {len(y)} held-out sequences of {y.shape[1]} tokens, so there"
+            " is no loss to measure; hold out more text"
         )
-    if header.count < 1 or size_bytes != 2 * header.count:
-        raise BadData(
-            f"{path} has {size_bytes} bytes, but its header says {2 * header.count}; copy it again"
-        )
-    return np.memmap(path, dtype="<u2", mode="r")
-
-
-def _header_path(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:
-    digest = hashlib.sha256(f"farflock-{domain}-v1 {run_seed} {peer}".encode()).digest()
-    return np.frombuffer(digest[:16], dtype="<u8")
+    return (x, y) if counts.all() else (x[counts], y[counts])
 
 
 @functools.lru_cache(maxsize=8)
 def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64]:
-    return _raw(run_seed, peer, recurring, _words(0, 0, 0, 0))
+    return raw_outputs(_samples_key(run_seed, peer), (0, 0), recurring)
 
 
 @functools.lru_cache(maxsize=8)
 def _epoch_order(
     run_seed: int, peer: str, recurring: int, round: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return a permutation of the samples; equal draws (very rare) keep their order."""
-    return np.argsort(
-        _raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable"
-    )
+    return random_order(_samples_key(run_seed, peer), (epoch, round + 1), recurring)
 
 
-def _raw(run_seed: int, peer: str, count: int, counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    philox = np.random.Philox(key=_philox_key(run_seed, peer, "recurring-samples"), counter=counter)
-    return np.asarray(philox.random_raw(count), dtype=np.uint64)
-
-
-def _words(*values: int) -> NDArray[np.uint64]:
-    return np.array(values, dtype=np.uint64)
+def _samples_key(run_seed: int, peer: str) -> NDArray[np.uint64]:
+    return philox_key(f"farflock-recurring-samples-v1 {run_seed} {peer}")
 
 
 def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
-    rows = np.stack([tokens[start : start + seq + 1] for start in starts]).astype(np.int64)
-    both = torch.from_numpy(rows)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    return shifted(np.stack([tokens[start : start + seq + 1] for start in starts]))
+
+
+def shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the next tokens, int64 (n, seq), of n rows of seq + 1 tokens. Negative
+    ones have a mark (node/tokens/marks.py): as next tokens they are `IGNORED`."""
+    both = torch.from_numpy(rows.astype(np.int64))
+    x, y = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    if rows.dtype.kind == "u":
+        return x, y
+    return x & PLAIN, y.masked_fill(y < 0, IGNORED)

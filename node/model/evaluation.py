@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farflock.node.model.data import with_targets
+from farflock.node.model.hf_model import HfModel
 from farflock.node.model.llama import Llama, cross_entropy
-from farflock.node.model.tokenizer import TokenIds
+from farflock.node.model.loss import IGNORED
+from farflock.node.tokens.tokenizer import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
     """Return a model's loss on `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
+    Raise `BadData` if none of them counts.
 
     The standard error is over sequences, because the tokens of one sequence are not independent.
     """
@@ -45,7 +49,8 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Lo
 @torch.no_grad()
 def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
     """Return each held-out sequence's mean loss, float64 (n,); leave the model in its present
-    mode."""
+    mode. Sequences in which no next token counts are left out; raise `BadData` if all are."""
+    x, y = with_targets(x, y)
     was_training = model.training
     model.eval()
     try:
@@ -65,6 +70,14 @@ def summarise(losses: Tensor) -> LossEstimate:
 def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean loss of each sequence, float64 (n,)."""
     device = next(model.parameters()).device
-    x, y = x.to(device), y.to(device)
-    each = model(x, y, "none") if isinstance(model, Llama) else cross_entropy(model(x), y, "none")
-    return each.double().mean(dim=1).cpu()
+    a, b = x.to(device), y.to(device)
+    gives_losses = isinstance(model, Llama | HfModel)
+    each = model(a, b, "none") if gives_losses else cross_entropy(model(a), b, "none")
+    return sequence_means(each, y)
+
+
+def sequence_means(losses_NL: Tensor, targets_NL: Tensor) -> Tensor:
+    """Return the mean loss of each sequence over its targets that count, float64 (N,) on the CPU,
+    from that of each token, which is 0 for others. A sequence without any has no mean (NaN)."""
+    share_N = (targets_NL.cpu() != IGNORED).double().mean(dim=1)
+    return losses_NL.double().mean(dim=1).cpu() / share_N

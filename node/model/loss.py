@@ -5,9 +5,12 @@ much again. Here each chunk's logits are turned into their gradient in place, wh
 of the hidden states and of the head's weights at once, and their memory is used for the next chunk
 ("Cut Your Losses", arXiv:2411.09009, does the same in one kernel and chunks the vocabulary too).
 
+A target `IGNORED` is left out: it has no loss and no gradient.
+
 Shapes: N tokens, D model width, V vocabulary; C tokens of a chunk.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100  # a target that is left out, as for torch's own losses
 MAX_LOGITS = 2**25  # at once: 128 MiB in float32, 256 tokens of a vocabulary of 128k
 
 ALIGNED = 64  # rows of a part of a table: products of other numbers of rows are slow on GPUs
@@ -22,6 +26,26 @@ ALIGNED = 64  # rows of a part of a table: products of other numbers of rows are
 # Of logits (C, V), targets (C,) and the type of sums: the summed loss, and the logits' gradient,
 # which may take the logits' memory.
 ChunkLoss = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def counted_targets(targets: Tensor) -> int:
+    """Return how many targets are not left out; on a device, this waits for it."""
+    return int((targets != IGNORED).sum())
+
+
+def counted_share(targets: Tensor, like: Tensor) -> Tensor:
+    """Return which part of the targets is not left out, a scalar of the type of `like`: exactly 1
+    if all count. Nothing waits for a device."""
+    counted = (targets != IGNORED).sum().to(like.dtype)
+    # by a tensor: some devices multiply by the reciprocal of a number
+    return counted / torch.full_like(counted, targets.numel())
+
+
+def mean_of(total: Tensor, targets: Tensor) -> Tensor:
+    """Return a sum of losses over the number of targets that are not left out; 0 if all are. If
+    none is, the bits are those of a plain division."""
+    share = counted_share(targets, total)
+    return total / targets.numel() / torch.where(share > 0, share, 1.0)
 
 
 def logits_at_once(memory_bytes: int) -> int:
@@ -50,10 +74,12 @@ def fusible(logits_CV: Tensor, targets_C: Tensor, sums: torch.dtype) -> tuple[Te
     top_C = values_CV.amax(1)
     exponentials_CV = (values_CV - top_C[:, None]).exp()
     sums_C = exponentials_CV.sum(1)
+    counts_C = targets_C != IGNORED
     is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
     losses_C = sums_C.log() + top_C - torch.where(is_target_CV, values_CV, 0.0).sum(1)
-    gradient_CV = exponentials_CV / sums_C[:, None] - is_target_CV.to(sums)
-    return losses_C.sum(), gradient_CV.to(logits_CV.dtype)
+    divisors_C = torch.where(counts_C, sums_C, math.inf)
+    gradient_CV = exponentials_CV / divisors_C[:, None] - is_target_CV.to(sums)
+    return torch.where(counts_C, losses_C, 0.0).sum(), gradient_CV.to(logits_CV.dtype)
 
 
 def summed_loss(
@@ -95,9 +121,10 @@ class _Products:
     def __init__(self, weight_VD: Tensor) -> None:
         self._place = weight_VD.device.type
         is_lower = torch.is_autocast_enabled(self._place)
-        self.dtype = torch.get_autocast_dtype(self._place) if is_lower else weight_VD.dtype
-        self._weight_VD = weight_VD.to(self.dtype)
         self.sums = torch.promote_types(weight_VD.dtype, torch.float32)
+        # weights of fewer bits are frozen ones, whose products are not rounded to these
+        self.dtype = torch.get_autocast_dtype(self._place) if is_lower else self.sums
+        self._weight_VD = weight_VD.to(self.dtype)
 
     def as_given(self) -> torch.autocast:
         """Let operations in the block keep the types of their arguments."""
@@ -175,15 +202,23 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _losses_(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's loss, and the sum by which softmax divides (C,); leave exponentials in
-    place of the logits."""
-    top_C = logits_CV.amax(1)
-    at_targets_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - top_C
+    """Return each token's loss, and the sum by which softmax divides (C,), infinite for a token
+    that is left out; leave exponentials in place of the logits."""
+    top_C, (counts_C, indices_C) = logits_CV.amax(1), _counted(targets_C)
+    at_targets_C = logits_CV.gather(1, indices_C[:, None])[:, 0] - top_C
     sums_C = logits_CV.sub_(top_C[:, None]).exp_().sum(1)
-    return sums_C.log() - at_targets_C, sums_C
+    losses_C = torch.where(counts_C, sums_C.log() - at_targets_C, 0.0)
+    return losses_C, torch.where(counts_C, sums_C, math.inf)
 
 
 def _gradient_(exponentials_CV: Tensor, sums_C: Tensor, targets_C: Tensor) -> Tensor:
     """Turn exponentials into the gradient of the logits: probabilities, less 1 at the targets."""
     exponentials_CV.div_(sums_C[:, None])
-    return exponentials_CV.scatter_add_(1, targets_C[:, None], -torch.ones_like(sums_C)[:, None])
+    counts_C, indices_C = _counted(targets_C)
+    return exponentials_CV.scatter_add_(1, indices_C[:, None], -counts_C.to(sums_C)[:, None])
+
+
+def _counted(targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which targets count, and the targets with 0 in place of the others."""
+    counts_C = targets_C != IGNORED
+    return counts_C, torch.where(counts_C, targets_C, 0)

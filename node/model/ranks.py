@@ -34,7 +34,18 @@ HEAD_BYTES = 256  # of an order, with its length; longer ones follow in a second
 LENGTH_BYTES = 4
 
 Act = Literal[
-    "beat", "begin", "block", "closure", "end", "put", "read", "release", "step", "train", "write"
+    "beat",
+    "begin",
+    "block",
+    "closure",
+    "end",
+    "measure",
+    "put",
+    "read",
+    "release",
+    "step",
+    "train",
+    "write",
 ]
 
 
@@ -186,6 +197,10 @@ class Ranks:
         values = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(values, group=self._group)
         return float(values)
+
+    def add_up(self, values: Tensor) -> None:
+        """Replace each of these values on the CPU by its sum over all ranks."""
+        dist.all_reduce(values, group=self._group)
 
     # ends
 

@@ -35,6 +35,7 @@ class Slots:
             name: entry for name, entry in module.named_parameters() if entry.requires_grad
         }
         self._inner, self._clip_norm = inner, clip_norm
+        self.norm: Tensor | float | None = None  # of the gradient that was clipped last
         # by name, in the module's order
         self.shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
 
@@ -107,9 +108,9 @@ class Slots:
     def _clip(self, max_norm: float) -> None:
         parameters = self.parameters.values()
         if is_portable(self._inner) and not any(hasattr(x, "to_local") for x in parameters):
-            clip_norm_(parameters, max_norm)
+            self.norm = clip_norm_(parameters, max_norm)
         else:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+            self.norm = nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def _first_moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor | PackedMoment]:
         """Return all moments that the optimizer starts with, as it would not create one that is
@@ -158,6 +159,12 @@ class PlainReplica:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by name."""
         return self._slots.shapes
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the last step's gradient before it was clipped; None if none is clipped."""
+        norm = self._slots.norm
+        return None if norm is None else float(norm)
 
     @property
     def storage(self) -> Storage:

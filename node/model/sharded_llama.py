@@ -1,10 +1,14 @@
 """The decoder in shards under FSDP2, with the initial weights of the whole one.
 
-Each rank draws the weights tensor by tensor and keeps its rows, so none ever has the whole model.
+Each rank draws or reads the weights tensor by tensor and keeps its rows, so none ever has the whole
+model.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,8 +18,14 @@ from farflock.node.model.llama import Llama, ModelConfig, initialize, rotary
 from farflock.node.model.replica_fsdp import rows_of
 
 
-def build_sharded(config: ModelConfig, seed: int, device: Device) -> Llama:
-    """Return this rank's shard of `build(config, seed)`, over the default process group.
+def build_sharded(
+    config: ModelConfig,
+    seed: int,
+    device: Device,
+    fill: Callable[[str, Tensor], None] | None = None,
+) -> Llama:
+    """Return this rank's shard of `build(config, seed)`, over the default process group; `fill`
+    puts other values into the whole tensor of a name.
 
     Layers are gathered one at a time, in bf16 if that is the device's precision. Master weights,
     gradients and their sums stay float32."""
@@ -32,7 +42,10 @@ def build_sharded(config: ModelConfig, seed: int, device: Device) -> Llama:
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor), f"{name} is not sharded"
         whole = torch.empty(weight.shape, dtype=torch.float32)
-        initialize(whole, name, config, seed)
+        if fill is None:
+            initialize(whole, name, config, seed)
+        else:
+            fill(name, whole)
         rows = rows_of(len(whole), mesh.get_rank(), mesh.size())
         with torch.no_grad():
             weight.to_local().copy_(whole[rows.start : rows.stop])

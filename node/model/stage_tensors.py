@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from farflock.node.model.hf_shape import HfShape
 from farflock.node.model.llama import Llama, ModelConfig
 
 _NAME = re.compile(r"(?:.*?\.)??((?:model|lm_head)\..+)", re.S)
@@ -21,7 +22,10 @@ class Misfit(ValueError):
 
 
 def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
-    """Return a stage's tensor names and shapes, in order, without allocating the tensors."""
+    """Return a stage's tensor names and shapes, in order, without allocating the tensors. A
+    model of transformers has no stages."""
+    if isinstance(config, HfShape):
+        return dict(config.facts.shapes)
     with torch.device("meta"):
         return {
             name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farflock.node.model.device import Device
+from farflock.node.model.frozen_base import BasePrecision
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.loss import logits_at_once
 from farflock.optimizers.parts.small_adamw import MomentType
@@ -20,12 +21,14 @@ COMPILING = ("cuda", "xpu")  # devices on which compiled code is worth its compi
 class StepOptions:
     """`checkpointing` is of activations: backward passes compute each layer again. `compile` is
     torch.compile, layer by layer. `moments` is the type of AdamW's. `micro_batch` sequences are
-    computed at once, at first (None: a batch)."""
+    computed at once, at first (None: a batch). `base` is the precision of weights that are not
+    trained."""
 
     checkpointing: Switch = "auto"
     compile: Switch = "auto"
     moments: MomentType = "fp32"
     micro_batch: int | None = None
+    base: BasePrecision = "fp32"
 
     @property
     def checkpoints(self) -> bool:
@@ -44,9 +47,11 @@ def logits_on(device: Device) -> int | None:
     return None if device.place.type == "cpu" else logits_at_once(device.memory()[1])
 
 
-def activation_bytes(config: ModelConfig, is_lower: bool, checkpointing: bool) -> int:
+def activation_bytes(
+    config: ModelConfig, is_lower: bool, checkpointing: bool, layers: int | None = None
+) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass at most, with
-    products in float32 or, if `is_lower`, in a type of two bytes.
+    products in float32 or, if `is_lower`, in a type of two bytes; of so many layers (None: all).
 
     With checkpointing, the layer that is computed again is counted too. Logits are not
     (loss.MAX_LOGITS), and attention is one that keeps no probabilities, as fused ones are."""
@@ -56,8 +61,11 @@ def activation_bytes(config: ModelConfig, is_lower: bool, checkpointing: bool) -
     # Autocast makes a copy for each product; float32 products share the norm's output.
     inputs = (5 if is_lower else 2) * width
     attention, hidden = 2 * width + pairs, 4 * config.ffn_dim
+    if config.experts is not None:  # each chosen one has its own rows of the input and the output
+        hidden = config.used_experts * (hidden + 3 * width) + 4 * config.experts
     layer = 2 * norm + 4 * config.heads + size * (inputs + attention + hidden)
     ends = norm + 4 * width + 2 * 8  # the last norm and its output; a token and its target
+    layers = config.layers if layers is None else layers
     if checkpointing:
-        return config.layers * 4 * width + layer + ends
-    return config.layers * layer + ends
+        return layers * 4 * width + layer + ends
+    return layers * layer + ends

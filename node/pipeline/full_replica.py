@@ -88,6 +88,8 @@ class FullTrainer:
         """True if the next microbatch may begin now."""
         if self.kept >= self._max_kept or not self._peer.membership.is_member:
             return False
+        if not self.source.is_ready():
+            return False
         me = self._peer.me
         ready = [part for part in self._parts if part.server.accounts.untaken(me) >= self._ahead]
         # a stage without a full batch may be waiting for this peer alone, so go on for it

@@ -12,10 +12,17 @@ from functools import partial
 
 import torch
 
-from farflock.node.model.data import Batches
+from farflock.node.assembly.text import require_all_counted
+from farflock.node.data.sequences import Text, stream_of
+from farflock.node.model.data import evaluation
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
-from farflock.node.model.tokenizer import TokenIds
+from farflock.node.pipeline.evaluation import (
+    ThroughStages,
+    evaluate_beside,
+    path_meter,
+    stage_evaluator,
+)
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
@@ -30,14 +37,17 @@ from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_num
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.composition import steps_of
+from farflock.node.run.entitled import entitlement_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.tokens.tokenizer import TokenIds
+from farflock.node.train.evaluator import Pace
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
-from farflock.swarm.peer.call_server import Handler
+from farflock.swarm.peer.calls.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.protocol.allowance import Allowance
@@ -52,7 +62,8 @@ class PipelineNode:
     """One life of one node.
 
     `stage` is the stage that it serves: `NOTHING` for none, `EVERY` for a full replica. It
-    trains if it is given `tokens`, the run's text. `saved` holds its last checkpoints, by stage."""
+    trains if it is given `text`, what the run trains on. `saved` holds its last checkpoints, by
+    stage."""
 
     def __init__(
         self,
@@ -61,7 +72,7 @@ class PipelineNode:
         peer: Peer,
         means: NodeServices,
         stage: int,
-        tokens: TokenIds | None = None,
+        text: Text | None = None,
         saved: Mapping[int, Checkpoint] | None = None,
     ) -> None:
         self.peer, self.plan, self.pipeline, self.means = peer, plan, pipeline, means
@@ -83,7 +94,8 @@ class PipelineNode:
         if self.servings:
             # before `run`: path policies ban servers that fail, but not slow ones
             handler = self._handler()
-            peer.calls.handler = reservations_of(peer, len(pipeline.stages), handler)
+            reservations = reservations_of(peer, len(pipeline.stages), handler)
+            peer.calls.handler, peer.calls.serving.to_strangers = reservations, reservations.greet
             if not isinstance(handler, Closed):
                 peer.codec_offers.reads = lambda: self.edges.reads
         for serving in self.servings:
@@ -94,7 +106,23 @@ class PipelineNode:
         self.stage_directory = StageDirectory(
             peer, self._streams, whole=pipeline.constrain == "all"
         )
-        self.trainer = self._training(tokens) if tokens is not None else None
+        self.trainer = self._training(text) if text is not None else None
+        self.text = text  # of which some is held out; a process gives it to servers too
+        pace, trained = Pace(means.train, self._now), lambda: self.trained_tokens
+        known = plan, peer, self.stage_directory, pace, trained, means.report
+        # None: the run is not evaluated
+        self.evaluator = stage_evaluator(*known) if plan.evaluation.every else None
+
+    def evaluates_on(self, held_out: TokenIds, plan: RunPlan) -> None:
+        """Measure on these tokens from now on, when this node is drawn; raise `BadData` if they are
+        too few."""
+        if self.evaluator is None:
+            return
+        windows = evaluation(held_out, plan.seq, plan.evaluation.sequences)
+        known = self.peer, self.stage_directory, self.edges, self.pipeline
+        measuring = self.evaluator.measuring
+        assert isinstance(measuring, ThroughStages), "no other measuring is assembled here"
+        measuring.meter, measuring.unable = path_meter(*known, windows), ""
 
     # start
 
@@ -232,6 +260,8 @@ class PipelineNode:
                 for each in self.servings
             ]
         serve.append(self.embedding.run())
+        if self.evaluator is not None:
+            serve.append(evaluate_beside(self.evaluator))
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -309,12 +339,14 @@ class PipelineNode:
         servers = {serving.index: serving.server for serving in self.servings}
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
-    def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
-        """Return a trainer that asks the servers of stages, or a full replica's own."""
+    def _training(self, text: Text) -> Trainer | FullTrainer:
+        """Return a trainer that asks the servers of stages, or a full replica's own; raise
+        `BadData` for text of which only a part counts."""
+        require_all_counted(text)
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self.edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
-        batches = Batches(
-            tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples
+        batches = stream_of(
+            text, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples
         )
         lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
@@ -332,7 +364,9 @@ class PipelineNode:
         return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
 
     def _exchange_client(self, index: int) -> ExchangeClient:
-        return ExchangeClient(self.peer, self.plan.run_seed, index)
+        made = method(self.plan.method, **self.plan.options)
+        entitlement = entitlement_of(self.plan, self.pipeline.batch_tokens, made)
+        return ExchangeClient(self.peer, self.plan.run_seed, index, entitlement=entitlement)
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:

@@ -12,15 +12,20 @@ from pathlib import Path
 import msgspec
 
 from farflock.node.process.network import MachineOptions, identity_of, learn_run, network
+from farflock.node.process.status import EvaluationStatus
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.links import Links
+from farflock.swarm.peer.evaluations import Evaluations
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 
 ANSWER_TIMEOUT_S = 5.0  # for members to show that they are alive
 POLL_S = 0.1
+EVALUATIONS_TIMEOUT_S = 2.0  # a run without any has no answer
+MAX_ASKED = 3  # members that are asked for them
+SHOWN_EVALUATIONS = 5
 
 
 class MemberInspection(msgspec.Struct, frozen=True):
@@ -35,12 +40,14 @@ class MemberInspection(msgspec.Struct, frozen=True):
 
 class RunInspection(msgspec.Struct, frozen=True):
     """The facts about a run that are visible from outside. `branch` names the newest view's
-    branch; None is the main line."""
+    branch; None is the main line. `evaluations` are the newest that members signed, oldest
+    first."""
 
     manifest: Manifest
     view: int
     branch: str | None
     members: tuple[MemberInspection, ...]
+    evaluations: tuple[EvaluationStatus, ...] = ()
 
 
 async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
@@ -64,13 +71,14 @@ async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float)
         async with network(visitor, identity, invite.run, invite.addresses) as (directory, links):
             _, manifest, records = await learn_run(directory, links, invite, timeout_s)
             terms, life = (
-                RunTerms(invite.run, manifest.run.seed),
+                RunTerms(invite.run, manifest.run.seed, invite.founder),
                 unseal(links.record(), invite.run).incarnation,
             )
             peer = Peer(terms, identity, links, None, incarnation=life, record=links.record)
             async with peer.running():
                 await peer.meet(records, timeout_s)
                 await _heard(peer, links)
+                await _evaluated(peer, links)
                 return _sight(peer, links, manifest)
 
 
@@ -87,6 +95,23 @@ async def _heard(peer: Peer, links: Links) -> None:
         await asyncio.sleep(POLL_S)
 
 
+async def _evaluated(peer: Peer, links: Links) -> None:
+    """Ask some members that answer for the run's evaluations, and wait for the first answer."""
+    alive = [member for member in peer.context.views.newest.peers if links.life(member) == "alive"]
+    for member in alive[:MAX_ASKED]:
+        peer.evaluations.look_on(member)
+    ends_s = time.monotonic() + EVALUATIONS_TIMEOUT_S
+    while alive and not peer.evaluations.known and time.monotonic() < ends_s:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+
+
+def _shown(known: Evaluations) -> tuple[EvaluationStatus, ...]:
+    values = known.known.items()
+    measured = [(at, each) for at, each in values if each.outcome != "missed" and not each.place]
+    newest = measured[-SHOWN_EVALUATIONS:]
+    return tuple(EvaluationStatus.of(each, known.signer(at)) for at, each in newest)
+
+
 def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
     view, records = peer.context.views.newest, peer.membership.records
     members = []
@@ -98,4 +123,5 @@ def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
             MemberInspection(member, addresses, answers, None if rtt_s is None else rtt_s * 1000)
         )
     branch = peer.membership.branch
-    return RunInspection(manifest, view.number, branch[0] if branch else None, tuple(members))
+    on_branch, evaluations = branch[0] if branch else None, _shown(peer.evaluations)
+    return RunInspection(manifest, view.number, on_branch, tuple(members), evaluations)

@@ -13,29 +13,43 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from farflock.node.errors import Failure, RefusedByRun, explained
+from farflock.node.errors import RefusedByRun
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import Ranks
 from farflock.node.model.step_options import StepOptions
-from farflock.node.run.invite import Invite
+from farflock.node.run.invite import Grant, Invite, is_address
 from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
 from farflock.node.run.memory import OuterPlace
 from farflock.node.run.sections import require_same_protocol
-from farflock.node.state.paths import RunFolder, write_whole
+from farflock.node.state.paths import OWNER_ONLY, RunFolder, data_cache, write_whole
+from farflock.swarm.addresses import is_door
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.bootstrap import fetch_chunk
+from farflock.swarm.peer.peer import Peer
 from farflock.swarm.record import BadRecord, unseal
+from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 LEARN_TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 20.0
 MAX_TERMS_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
+DATA_CACHE_BYTES = 20 * 10**9
 DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The folder in which this machine keeps what it downloads of a run's data, and its size."""
+
+    folder: Path = field(default_factory=data_cache)
+    max_bytes: int = DATA_CACHE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +71,16 @@ class MachineOptions:
     device: Device = field(default_factory=Device)  # that trains
     step_options: StepOptions = field(default_factory=StepOptions)  # how it does
     ranks: Ranks | None = None  # the processes of this peer, if there are several
+    model: Path | None = None  # the folder of a Hugging Face model that a founder's run starts from
+    base: tuple[Path, ...] = ()  # folders with the model beside which adapters are trained
+    data: tuple[str, ...] = ()  # folders and web addresses of copies of the run's data
+    cache: CacheOptions = field(default_factory=CacheOptions)  # of what was downloaded
+    relay_bytes_per_s: float | None = None  # at most, for others; 0: none, None: the links' own
 
 
 def identity_of(folder: RunFolder) -> Identity:
     """Return the identity in this folder's key file; the first start creates it."""
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        known, what = explained(error), f"the node's folder {folder.path} cannot be created"
-        raise Failure(what, str(error.strerror).lower(), known.remedy if known else "") from None
+    folder.make()
     if not folder.identity.exists():
         Identity.generate().save(folder.identity)
     return Identity.load(folder.identity)
@@ -97,19 +112,35 @@ async def network(
         client_mode=machine.client_mode,
     )
     try:
-        options = LinkOptions(
-            incarnation=secrets.randbits(62),
-            sequence=int(time.time() * 1000),
-            listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
-            doors=directory.addresses,
-        )
-        links = await ZmqLinks.open(identity, run, options)
+        links = await ZmqLinks.open(identity, run, _link_options(machine, identity, directory))
         try:
             yield directory, links
         finally:
             await links.close()
     finally:
         await directory.close()
+
+
+def _link_options(
+    machine: MachineOptions, identity: Identity, directory: DhtDirectory
+) -> LinkOptions:
+    rate = machine.relay_bytes_per_s
+    return LinkOptions(
+        incarnation=secrets.randbits(62),
+        sequence=int(time.time() * 1000),
+        listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
+        doors=[door for door in directory.addresses if is_door(door, identity.peer)],
+        relay=rate != 0,
+        forward_bytes_per_s=min(FORWARD_BYTES_PER_S, rate or FORWARD_BYTES_PER_S),
+        forward_all_bytes_per_s=rate or None,
+        standing=lambda peer: "stranger",
+    )
+
+
+def forward_for(peer: Peer, links: ZmqLinks) -> None:
+    """Let the links forward what members send, and a little for candidates, as this peer knows
+    them."""
+    links.detours.standing = peer.context.entrance.standing
 
 
 async def learn_run(
@@ -201,24 +232,42 @@ def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
     return owner
 
 
+def owners(records: Sequence[bytes], run: str) -> tuple[str, ...]:
+    """Return the peers that these records are of; a bad one counts for nobody."""
+    found = []
+    for blob in records:
+        with contextlib.suppress(BadRecord):
+            found.append(unseal(blob, run).peer)
+    return tuple(found)
+
+
+_Kept = tuple[
+    str, str, list[Any], int, Grant | None
+]  # an invite whose addresses are not checked yet
+
+
 class AddressCache:
     """The last known addresses of members, by which a restarted node finds its run again even if
     some of them are gone.
 
-    They are in `doors.json` in the node's folder: the run, its founder, and up to
-    `MAX_ADDRESSES` addresses."""
+    They are in `doors.json` in the node's folder: the run, its founder, up to `MAX_ADDRESSES`
+    addresses, and the grant by which this node came in, if any."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / "doors.json"
 
     def write(self, invite: Invite) -> None:
         """Store an invite."""
-        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
+        content = msgspec.json.encode(invite)
+        write_whole(self._path, content, OWNER_ONLY)
 
     def read(self, run: str) -> Invite | None:
-        """Return the invite stored for this run, or None if there is none or it cannot be read."""
+        """Return the invite stored for this run, without addresses that are none; None if there is
+        no such invite, or no address is left."""
         try:
-            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
-        except (OSError, msgspec.MsgspecError):
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Kept)
+            invite = Invite(kept[0], kept[1], tuple(filter(is_address, kept[2])), *kept[3:])
+            msgspec.convert(msgspec.to_builtins(invite, builtin_types=(bytes,)), Invite)
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are `ValueError`s
             return None
         return invite if invite.run == run else None

@@ -5,80 +5,96 @@ as simulations do. Everything lives on one asyncio loop; computation runs in wor
 """
 
 import asyncio
-import collections
 import contextlib
+import functools
 import gc
 import logging
-import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 
+from farflock.compression.codec import UnencodableTensor
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
-from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.node import ReplicaNode
 from farflock.node.assembly.resume import load_moments, load_state
+from farflock.node.assembly.text import require_all_counted, require_described, text_here
+from farflock.node.data.sequences import Text
 from farflock.node.errors import Failure, RefusedByRun
-from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.ranks import FollowerLost
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.passes.stage import used_by_stages
-from farflock.node.process.brake import with_brake
+from farflock.node.process.base_supply import BaseSupply, base_supply_of
+from farflock.node.process.data_supply import DataSupply, others_in, supply_of
 from farflock.node.process.freed import trimmed
+from farflock.node.process.held_out import (
+    bring_held_out,
+    gone_wrong,
+    has_gone_wrong,
+    measure_start,
+    require_unended,
+    require_well,
+)
+from farflock.node.process.inviting import Inviter
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
     MachineOptions,
+    forward_for,
     identity_of,
     keep_published,
     learn_run,
     network,
+    owners,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
-from farflock.node.process.room import fitted, storage_of, with_room
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.replica_role import replica_part
+from farflock.node.process.room import fitted, with_room
+from farflock.node.process.statement_files import StatementKeeper
+from farflock.node.process.status import Status
+from farflock.node.process.status_writer import StatusWriter
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.model_section import first_weights, require_founder
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
-from farflock.node.state.outer_files import OuterFiles
-from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
+from farflock.node.state.sample_cursor import SampleCursor
 from farflock.node.state.shelf import Shelf
+from farflock.node.state.voting_files import VotingFiles
+from farflock.node.state.weights_file import WeightsFolder
 from farflock.node.train.run_size import require_carried
-from farflock.node.train.state_sync import Spool
 from farflock.node.train.task import StepImpossible
-from farflock.optimizers.parts.spread import spread_over
-from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunk_store import TERMS, digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import Links
+from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.rounds.round_log import verdict
 from farflock.swarm.peer.snapshots import DownloadProgress
-from farflock.swarm.protocol.views import Member
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
-from farflock.swarm.tasks import cancel
+from farflock.swarm.tasks import cancel, kept_up
 from farflock.swarm.zmq.links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
+REFUSED_EVERY_S = 1.0  # between looks at whether this peer is let in
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 REMEMBER_EVERY_S = 1.0  # a founder killed before it knows other members would start the run again
-INVITE_LASTS_S = 7 * 24 * 3600
-INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes only with the node
-STATUS_EVERY_S = 1.0
-PACE_SAMPLES = 10  # seconds over which the pace is measured
+
+# (what is downloaded, how much of it is here, how much there is)
+NamedProgress = Callable[[Literal["model", "state"], int, int], None]
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +107,17 @@ class NodeProcess:
     manifest: Manifest
     run: str
     founder: str
+    inviter: Inviter
     member: ReplicaNode | PipelineNode
     directory: DhtDirectory
     links: ZmqLinks
     history: History
     journal: RunRecorder
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
+    cursor: SampleCursor
+    supply: DataSupply | None = None  # of prepared data
     doors: tuple[str, ...] = ()  # addresses used to join
+    came_by: Invite | None = None  # with the grant that let this node in
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     @property
@@ -122,7 +142,9 @@ class NodeProcess:
             at_once = options.micro_batch or rows
             some = "" if at_once >= rows else f", {at_once} of a batch's {rows} sequences at once"
             again = ", with layers computed again" if options.checkpoints else ""
-            return f"this node trains on {device}{some}{again}"
+            adapted = self.manifest.train.lora is not None
+            beside = f", beside a model in {options.base}" if adapted else ""
+            return f"this node trains on {device}{some}{again}{beside}"
         device = used_by_stages(device)
         if len(part.servings) > 1:
             return f"this node trains on {device}"
@@ -136,27 +158,24 @@ class NodeProcess:
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """Return an invite with this node's address and those of others, since this node may have
-        none, or may stop."""
-        return mint(self._invite((*self.directory.addresses[:1], *self._others())))
+        """Return an invite with this node's address and those of other members, since this node may
+        have none, or may stop; an empty one if this node may not invite (yet)."""
+        made = self.inviter.invite((*self.directory.addresses[:1], *self._others()))
+        return "" if made is None else mint(made)
 
     def _others(self) -> tuple[str, ...]:
-        """Return one address of each member that has any, followed by the addresses used to
-        join."""
-        records = self.member.peer.membership.records.values()
-        return (
-            *(
-                record.doors[0]
-                for record in records
-                if record.doors and record.peer != self.links.me
-            ),
-            *self.doors,
-        )
+        """Return one address of each other member that has any, followed by the addresses used to
+        join. A stranger's record is no reason to send newcomers to it."""
+        chain, records = self.member.peer.context.chain, self.member.peer.membership.records
+        members = () if chain is None else chain.newest.peers
+        others = [records[peer] for peer in members if peer in records]
+        return (*(record.doors[0] for record in others if record.doors), *self.doors)
 
-    def _invite(self, addresses: Sequence[str]) -> Invite:
+    def _way_back(self, addresses: Sequence[str]) -> Invite:
+        """Return what lets this node find its run again, and in, after a restart."""
+        came_by = self.came_by or Invite(self.run, self.founder, (), 0)
         distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
-        ends = math.ceil((time.time() + INVITE_LASTS_S) / INVITE_ROUND_S) * INVITE_ROUND_S
-        return Invite(self.run, self.founder, distinct, ends)
+        return msgspec.structs.replace(came_by, addresses=distinct)
 
     async def remember(self) -> None:
         """Keep the addresses of other members on disk for the next start."""
@@ -164,124 +183,9 @@ class NodeProcess:
         while True:
             if (others := self._others()) and others != known:
                 with contextlib.suppress(OSError):  # a full disk must not end the node
-                    AddressCache(self.machine.folder).write(self._invite(others))
+                    AddressCache(self.machine.folder).write(self._way_back(others))
                     known = others
             await asyncio.sleep(REMEMBER_EVERY_S)
-
-
-class StatusWriter:
-    """Writes a node's status to `status.json` in its folder, atomically, and shows it in the
-    live view."""
-
-    def __init__(self, node: NodeProcess) -> None:
-        self._node = node
-        self._path = node.machine.folder.path / "status.json"
-        # (loop time in s, trained tokens)
-        self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)
-        self._fails = False
-        self._written: Status | None = None
-
-    async def run(self, show: Callable[[Status], None]) -> None:
-        """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
-        while True:
-            self._pace.append((asyncio.get_running_loop().time(), self._node.member.trained_tokens))
-            show(self.write())
-            await asyncio.sleep(STATUS_EVERY_S)
-
-    def write(self, doing: str | None = None) -> Status:
-        """Write one status now, if it has changed; a full disk must not end the node."""
-        status = status_of(self._node, doing, self._tokens_per_s())
-        if status == self._written:
-            return status
-        try:
-            write_whole(self._path, msgspec.json.encode(status))
-            self._fails, self._written = False, status
-        except OSError as error:
-            if not self._fails:
-                log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
-            self._fails = True
-        return status
-
-    def _tokens_per_s(self) -> float | None:
-        if len(self._pace) < 2:
-            return None
-        (began_s, first), (ended_s, last) = self._pace[0], self._pace[-1]
-        return (last - first) / (ended_s - began_s)
-
-
-def status_of(
-    node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None
-) -> Status:
-    """Return the node's current status; `doing` overrides what the node says it is doing."""
-    part, links = node.member, node.links
-    peer = part.peer
-    view = peer.context.views.newest
-    sent_bytes, received_bytes = links.total_bytes()
-    return Status(
-        pid=os.getpid(),
-        run=node.run,
-        peer=peer.me,
-        invite=node.invite(),
-        step=part.step,
-        tokens=part.tokens,
-        total_tokens=node.manifest.run.total_tokens,
-        loss=None if part.last_loss is None or math.isnan(part.last_loss) else part.last_loss,
-        view=view.number,
-        members=view.peers,
-        is_member=peer.membership.is_member,
-        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
-        waits=tuple(
-            Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s)
-            for wait in part.waits()
-        ),
-        sent_bytes=sent_bytes,
-        received_bytes=received_bytes,
-        unsure_rounds=peer.pairing.unsure_rounds,
-        dropped=dict(peer.context.counters) | dict(links.counters),
-        doing=doing or _doing(node),
-        rounds=dict(node.journal.rounds),
-        last_round=node.journal.last_round,
-        tokens_per_s=tokens_per_s,
-        branch=peer.membership.branch,
-        role=part.role,
-        work=part.work,
-        exchanges=exchanges_of(part),
-    )
-
-
-def exchanges_of(part: ReplicaNode | PipelineNode) -> str:
-    """Return where a node's method computes, as status says it; nothing if that is the CPU."""
-    if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
-        return ""
-    client = part.loop.client
-    codecs = ", ".join(client.codecs_on_cpu)
-    return f"{client.home}, {codecs} on the CPU" if codecs else f"{client.home}"
-
-
-def _doing(node: NodeProcess) -> str:
-    part, here, wanted = (
-        node.member,
-        len(node.member.peer.context.views.newest.peers),
-        node.awaited(),
-    )
-    if part.stopping:
-        return "is leaving"
-    if here < wanted:
-        return f"waits for members: {here} of {wanted} are here"
-    does = (
-        "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
-    )
-    if part.peer.membership.is_member:
-        return does
-    view_s = node.manifest.exchange.view_s
-    return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
-
-
-def _partner(links: Links, member: Member) -> PartnerStatus:
-    peer = member.peer
-    rtt_s = links.rtt_s(peer)
-    rtt_ms = None if rtt_s is None else rtt_s * 1000
-    return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
 
 
 async def found(
@@ -294,6 +198,7 @@ async def found(
     require_carried(manifest.plan(), manifest.pipeline_plan())
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
+    require_unended(machine.folder, run)
     pipeline = manifest.pipeline_plan()
     if pipeline is None:
         stage, trains, saved = EVERY, True, last_of(machine.folder, run)
@@ -324,14 +229,25 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
+    plan = manifest.plan()
+    from_folder = saved is None and plan.lora is None
+    weights = first_weights(plan, machine.model) if from_folder else None
+    if weights is not None and manifest.pipeline is not None:
+        require_founder(stage, machine.role)
     machine = await fitted(machine, manifest, Failure)
     async with network(machine, identity, run, ()) as (directory, links):
-        peer = _peer(machine, manifest, run, identity, directory, links, stage)
-        node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
-        text = manifest.canonical()
-        head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
-        part = node.member
+        peer = _peer(machine, manifest, run, identity.peer, identity, directory, links, stage)
+        sources = peer.context.chunks, lambda: ()
+        supply = supply_of(machine, manifest.data, *sources)
+        base = base_supply_of(machine, manifest.model, *sources)
         async with peer.running():
+            text = await _text(manifest, supply)
+            weights = weights or await _base(manifest, base)
+            names = machine, manifest, run, identity.peer, identity
+            node = _node(*names, peer, directory, links, stage, trains, text, supply, weights)
+            terms = manifest.canonical()
+            head = Head(run, identity.peer, digest_of(terms), len(terms), 0)
+            part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
                 part.peer.found()
                 load_state(part, saved)
@@ -339,7 +255,8 @@ async def _found(
                 part.found()  # a stage loads its checkpoint by itself
             if saved is not None:
                 node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
-            return await _train(node, head, on_start)
+            async with _supplied(node):
+                return await _train(node, seal_head(identity, head), on_start)
 
 
 async def join(
@@ -347,7 +264,7 @@ async def join(
     invite: Invite,
     on_start: Callable[[NodeProcess], None],
     learn_timeout_s: float = LEARN_TIMEOUT_S,
-    downloaded: DownloadProgress = lambda here, total: None,
+    downloaded: NamedProgress = lambda what, here, total: None,
 ) -> Path:
     """Join the run of an invite and train it to its end; return the final checkpoint's folder.
 
@@ -382,7 +299,7 @@ async def _join(
     invite: Invite,
     on_start: Callable[[NodeProcess], None],
     learn_timeout_s: float,
-    downloaded: DownloadProgress,
+    downloaded: NamedProgress,
 ) -> Path:
     identity = identity_of(machine.folder)
     known, saved = (
@@ -395,50 +312,126 @@ async def _join(
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = with_room(machine, manifest, RefusedByRun)
-        require_corpus(manifest)
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
-        peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
+        names = invite.run, invite.founder, identity
+        peer = _peer(machine, manifest, *names, directory, links, stage)
+        came_by = invite if invite.grant is not None or known is None else known
+        peer.membership.bring(came_by.ticket, records)
+        known_peers = owners(records, invite.run)
+        sources = peer.context.chunks, lambda: others_in(peer) or known_peers
+        supply = supply_of(machine, manifest.data, *sources)
+        base = base_supply_of(machine, manifest.model, *sources)
         async with peer.running():
+            text = await _text(manifest, supply)
+            weights = await _base(manifest, base, partial(downloaded, "model"))
             if pipeline is not None:
-                with _answered(peer):
+                async with _answered(peer):
                     # a founder that rejoins trains as before
                     founded = identity.peer == invite.founder
                     stage, trains = await joiners(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
-            node = _node(
-                machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains
-            )
-            node.doors = doors
+            known_as = machine, manifest, *names
+            node = _node(*known_as, peer, directory, links, stage, trains, text, supply, weights)
+            node.doors, node.came_by = doors, came_by
             part = node.member
-            if saved is not None and isinstance(part, ReplicaNode):
-                load_moments(part, saved)
-            with _answered(peer):
-                await part.join(records, JOIN_TIMEOUT_S, downloaded)
-            node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
-            return await _train(node, head, on_start)
+            if isinstance(part, ReplicaNode):
+                if saved is not None:
+                    load_moments(part, saved)
+                part.loop.step = max(part.loop.step, node.cursor.read())
+            async with _supplied(node):
+                async with _answered(peer):
+                    await part.join(records, JOIN_TIMEOUT_S, partial(downloaded, "state"))
+                node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
+                if (why := peer.membership.sync.choice) != "":
+                    node.history.event("chose", why=why)
+                return await _train(node, head, on_start)
 
 
-def require_corpus(manifest: Manifest) -> None:
-    """Refuse a run whose text is not on this machine; call this before its members count this
-    node."""
-    name, digest = manifest.data.corpus, manifest.data.sha256
-    if name == SHIPPED or Path(name).is_file():
+async def _text(manifest: Manifest, supply: DataSupply | None) -> Text:
+    """Return what the run trains on; raise `RefusedByRun` if it cannot be had: before the members
+    count this node."""
+    if supply is None:
+        return text_here(manifest.data, None)
+    text = await supply.text()
+    require_described(manifest.data, text.index)
+    if manifest.pipeline is not None:
+        require_all_counted(text)
+    return text
+
+
+async def _base(
+    manifest: Manifest,
+    supply: BaseSupply | None,
+    downloaded: DownloadProgress = lambda here, total: None,
+) -> WeightsFolder | None:
+    """Return the weights beside which the run trains adapters; None if it trains all weights."""
+    if supply is None:
+        return None
+    return WeightsFolder(await supply.folder(downloaded), manifest.model.shape)
+
+
+@contextlib.asynccontextmanager
+async def _supplied(node: NodeProcess) -> AsyncIterator[None]:
+    """Keep the data of the steps to come on its way while the block runs, and wait for the first
+    of it."""
+    supply, part = node.supply, node.member
+    if supply is None:
+        yield
         return
-    why = f"it has SHA-256 {digest[:16]}…, and there is no file {Path(name).absolute()}"
-    remedy = "get that file from the run's founder, and put it there"
-    raise RefusedByRun(f"the run trains on {name!r}, which is not on this machine", why, remedy)
+    if isinstance(part, ReplicaNode):
+        task = part.training_task
+        async with supply.running(task.batches, lambda: part.step * task.accumulate):
+            async with _status_written(node):
+                await supply.ready((part.step + 1) * task.accumulate - 1, lambda: part.stopping)
+            yield
+    elif part.trainer is None:
+        yield
+    else:
+        source = part.trainer.source
+        source.has_data = supply.is_ready
+        async with supply.running(source.stream, lambda: source.position):
+            yield
 
 
-@contextlib.contextmanager
-def _answered(peer: Peer) -> Iterator[None]:
-    """Turn a `TimeoutError` into an error that names what did not arrive in time."""
+@contextlib.asynccontextmanager
+async def _status_written(node: NodeProcess) -> AsyncIterator[None]:
+    """Keep the status file up to date while the block runs."""
+    task = asyncio.create_task(kept_up("the status file", StatusWriter(node).run))
     try:
         yield
+    finally:
+        await cancel(task)
+
+
+async def _stop_if_refused(peer: Peer, limit: asyncio.Timeout) -> None:
+    """End the wait once this peer knows that it is not let in: nobody serves it then."""
+    while peer.membership.admission.own_refusal is None:  # noqa: ASYNC110
+        await asyncio.sleep(REFUSED_EVERY_S)
+    limit.reschedule(asyncio.get_running_loop().time())
+
+
+@contextlib.asynccontextmanager
+async def _answered(peer: Peer) -> AsyncIterator[None]:
+    """Turn a `TimeoutError` into an error that names what did not arrive in time, or why this peer
+    is not let in."""
+    try:
+        async with asyncio.timeout(None) as limit:
+            looking = asyncio.create_task(_stop_if_refused(peer, limit))
+            try:
+                yield
+            finally:
+                await cancel(looking)
     except TimeoutError:
+        if (refusal := peer.membership.admission.own_refusal) is not None:
+            raise RefusedByRun(
+                "the run does not let this peer in",
+                refusal,
+                "ask for a new invite, and join with that",
+            ) from None
         if peer.membership.known.is_set():
             why = f"no member sent all of it within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure(
@@ -465,20 +458,22 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
     gc.freeze()  # some 200,000 objects of the imports, which each full collection would visit
     part = node.member
     peer = part.peer
-    peer.context.store.put(node.manifest.canonical(), "manifest")
+    peer.context.store.put(node.manifest.canonical(), TERMS)
     status = StatusWriter(node)
-    helpers = [
-        asyncio.create_task(keep_published(node.directory, node.run, head)),
-        asyncio.create_task(status.run(lambda now: node.show(now))),
-        asyncio.create_task(node.remember()),
-    ]
+    helpers = [asyncio.create_task(kept_up(*each)) for each in _helpers(node, status, head)]
     try:
         on_start(node)
         await _until(node, lambda: len(peer.context.views.newest.members) >= node.awaited())
+        if node.links.me == node.founder:
+            await measure_start(part, helpers[-1])
         await unless_lost(node.machine.ranks, part.run(node.manifest.run.total_tokens))
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        return await _leave(node, part.stopping)
+        saved = await _leave(node, part.stopping or has_gone_wrong(part))
+        require_well(part, node.keepers)
+        return saved
+    except UnencodableTensor as error:
+        raise gone_wrong(part, node.keepers, str(error)) from error
     except StepImpossible:
         await _leave(node, True)
         raise
@@ -486,11 +481,24 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await peer.part()
         raise
     finally:
-        for ended in await cancel(*helpers):
-            if isinstance(ended, Exception):
-                log.error("a background task of the node failed", exc_info=ended)
-        status.write("has ended")
+        await cancel(*helpers)
+        status.write_last()
         node.history.close()
+        node.cursor.close()
+
+
+def _helpers(
+    node: NodeProcess, status: StatusWriter, head: bytes
+) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+    """Return what runs beside the training, by name; the last brings the held-out text."""
+    return [
+        ("publishing the run", partial(keep_published, node.directory, node.run, head)),
+        ("the founder's statements", StatementKeeper(node.machine.folder, node.member.peer).run),
+        ("the status file", status.run),
+        ("the live view", partial(status.show, lambda now: node.show(now))),
+        ("remembering addresses", node.remember),
+        ("the held-out text", partial(bring_held_out, node.member, node.manifest, node.supply)),
+    ]
 
 
 async def _leave(node: NodeProcess, stopped: bool) -> Path:
@@ -513,15 +521,16 @@ def _peer(
     machine: MachineOptions,
     manifest: Manifest,
     run: str,
+    founder: PeerId,
     identity: Identity,
     directory: DhtDirectory,
     links: ZmqLinks,
     stage: int,
 ) -> Peer:
     """Return the peer, with its record as a server of this stage."""
-    terms = RunTerms(
-        run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s
-    )
+    trust, waits = manifest.trust, (manifest.exchange.view_s, manifest.exchange.branch_after_s)
+    keys = trust.authorities, trust.members_invite
+    terms = RunTerms(run, manifest.run.seed, founder, *waits, *keys, votes=trust.votes)
     incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
     peer = Peer(
         terms,
@@ -532,6 +541,9 @@ def _peer(
         record=links.record,
         compute=Worker("codec"),
     )
+    forward_for(peer, links)
+    peer.membership.remember(VotingFiles(machine.folder))
+    peer.context.entrance.unix_s, peer.context.entrance.refuse = time.time, links.refuse
     peer.ticks.rests = True
     peer.context.shelve = Shelf(machine.folder.rounds, Worker("files"))
     return peer
@@ -542,59 +554,33 @@ def _node(
     manifest: Manifest,
     run: str,
     founder: str,
+    identity: Identity,
     peer: Peer,
     directory: DhtDirectory,
     links: ZmqLinks,
     stage: int,
     trains: bool,
+    text: Text,
+    supply: DataSupply | None,
+    weights: WeightsFolder | None = None,
 ) -> NodeProcess:
     """Assemble the node; its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
-    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
-    tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
-    journal = RunRecorder(history, links.total_bytes)
-    files, copies = Worker("files"), OuterFiles(machine.folder.snapshots).allocate
+    decided = functools.partial(verdict, peer.rounds.streams)
+    journal = RunRecorder(history, links.total_bytes, decided)
+    peer.context.accusations.on_new = journal.accused
+    peer.branching.on_refounded = journal.refounded
+    files, cursor = Worker("files"), SampleCursor(machine.folder, run)
     report = trimmed(journal.report, files, peer.context.spawn)
+    tokenizer = None if supply is None else supply.tokenizer
+    terms = machine, manifest, run, peer, text, report
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
+        part, keepers = part_of(*terms, stage, trains, tokenizer, weights)
     else:
-        plan, ranks, shared = manifest.plan(), machine.ranks, None
-        if ranks is not None:
-            from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
-
-            options = machine.step_options
-            how = options.checkpoints, options.compile == "on", options.micro_batch or 0
-            assignment = Assignment(manifest.canonical(), peer.me, *how)
-            shared = lead(ranks, assignment, tokens, machine.device)
-            shared.replica.spool = copies
-        part = replica = replica_node(
-            plan,
-            peer,
-            tokens,
-            compute=Worker("state"),  # training waits for it, not for what others need reduced
-            train=Worker("train"),
-            report=report,
-            storage=storage_of(machine),
-            spool=Spool(files, copies),
-            spread=spread_over(machine.codec_threads),
-            device=machine.device,
-            step_options=machine.step_options,
-            shared=shared,
-        )
-        keepers = [
-            CheckpointManager(
-                part,
-                machine.folder,
-                run,
-                manifest.canonical().decode(),
-                machine.checkpoint_s,
-                keep=machine.keep,
-                keep_bytes=machine.keep_bytes,
-            )
-        ]
-        replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)
-    return NodeProcess(
-        machine, manifest, run, founder, part, directory, links, history, journal, keepers
-    )
+        part, keeper = replica_part(*terms, files, cursor, supply, weights)
+        keepers = [keeper]
+    parts = part, directory, links, history, journal, keepers, cursor, supply
+    inviter = Inviter(identity, peer, run, founder)
+    return NodeProcess(machine, manifest, run, founder, inviter, *parts)

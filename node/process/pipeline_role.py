@@ -8,15 +8,16 @@ from functools import partial
 
 import psutil
 
-from farflock.node.assembly.checkpoints import CheckpointManager, last_of
+from farflock.node.assembly.checkpoints import CheckpointManager, SavedTokenizer, last_of
+from farflock.node.data.sequences import Text
 from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
+from farflock.node.process.held_out import facts_of
 from farflock.node.process.network import MachineOptions
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
@@ -31,6 +32,7 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.state.weights_file import WeightsFolder
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
@@ -107,10 +109,12 @@ def part_of(
     manifest: Manifest,
     run: str,
     peer: Peer,
-    tokens: TokenIds,
+    text: Text,
     report: Report,
     stage: int,
     trains: bool,
+    tokenizer: SavedTokenizer | None = None,
+    weights: WeightsFolder | None = None,
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
     """Return the node, and one checkpoint manager per stage, because any peer may later resume a
     single stage. All computation shares one thread: no pass may see weights in the middle of a
@@ -133,19 +137,23 @@ def part_of(
         storage=storage,
         spool=spool,
         device=machine.device,
+        weights=weights,
     )
-    node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
-    text, keepers = manifest.canonical().decode(), []
+    node = PipelineNode(plan, pipeline, peer, means, stage, text if trains else None, known)
+    node.text = text
+    written, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
         role = role_of(serving.index)
         keepers.append(
             CheckpointManager(
-                *(serving, machine.folder, run, text, machine.checkpoint_s, role),
+                *(serving, machine.folder, run, written, machine.checkpoint_s, role),
                 keep=machine.keep,
                 keep_bytes=machine.keep_bytes,
                 compute=worker,
+                tokenizer=tokenizer,
             )
         )
+        keepers[-1].facts = partial(facts_of, node)
         serving.loop.pause = keepers[-1].pause
     brake = brake_of(lambda: node.stopping)
     if brake is not None and isinstance(node.trainer, Trainer):

@@ -9,6 +9,7 @@ from functools import partial
 from farflock.node.assembly.trial_step import fitting
 from farflock.node.errors import FarflockError, Usage
 from farflock.node.model.device import Device
+from farflock.node.model.frozen_base import obstacle_to
 from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.model.replica import OnDevice, Storage, in_memory
 from farflock.node.model.step_options import StepOptions, logits_on
@@ -40,6 +41,7 @@ def with_room(
     model fits the memory, and `Usage` if the run cannot have such moments or several processes. A
     pipeline's node checks its memory once it knows its stage."""
     plan, computing = manifest.plan(), _computing(machine)
+    _require_base_precision(machine, plan)
     made, in_stages = method(plan.method, **plan.options), manifest.pipeline is not None
     require_moments(plan.method, made, plan.inner, computing.moments, in_stages)
     if in_stages:
@@ -67,6 +69,26 @@ def with_room(
         terms = machine.device, error, beside, computing, _state_beside(machine, beside)
         require_device_memory(plan, *terms)
     return machine
+
+
+def _require_base_precision(machine: MachineOptions, plan: RunPlan) -> None:
+    """Raise `Usage` unless this machine may hold the model's weights in the precision that it
+    wants, and several processes may hold them."""
+    base, device = machine.step_options.base, machine.device
+    if plan.lora is None and base != "fp32":
+        raise Usage(
+            f"--base-precision {base}",
+            "this run trains all weights, which are kept in float32",
+            "leave this option out",
+        )
+    if plan.lora is not None and machine.ranks is not None:
+        raise Usage(
+            "several processes cannot be one peer of this run",
+            "it trains adapters, and each peer of it is one process",
+            "start it without torchrun",
+        )
+    if why_not := obstacle_to(base, device):
+        raise Usage(f"--base-precision {base}", why_not, "choose another precision")
 
 
 def _require_shard(plan: RunPlan, device: Device, error: type[FarflockError], count: int) -> None:
@@ -152,6 +174,7 @@ def choices_of(options: StepOptions, device: Device) -> StepChoices:
         options.checkpoints,
         device.precision != "fp32",
         logits_on(device) or MAX_LOGITS,
+        options.base,
     )
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 LEASH = "FARFLOCK_LEASH"  # if set, stop when standard input ends, that is, when the parent does
-STOP_TIMEOUT_S = 20.0  # then the node is cancelled without saving
+SLOW_STOP_S = 20.0  # then the node says that it still stops
+STOP_TIMEOUT_S = 600.0  # then it is cancelled without saving: checkpoints of large models take long
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")
@@ -67,7 +68,16 @@ class GracefulStop:
             owner.cancel()
         else:
             self.gently()
-            asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, owner.cancel)
+            loop = asyncio.get_running_loop()
+            loop.call_later(SLOW_STOP_S, _say_slow)
+            loop.call_later(STOP_TIMEOUT_S, owner.cancel)
+
+
+def _say_slow() -> None:
+    log.warning(
+        "still stopping: the step, the checkpoint and a goodbye come first; stop it once more to"
+        " quit at once, without saving"
+    )
 
 
 def run_until_asked(ending: GracefulStop, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:

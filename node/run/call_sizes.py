@@ -9,8 +9,8 @@ from farflock.compression.activation_catalog import (
 )
 from farflock.compression.subspace import id_bytes
 from farflock.node.run.terms import PipelinePlan, RunPlan
-from farflock.swarm.peer.call_server import ROOM_BYTES
-from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
+from farflock.swarm.peer.calls.call_server import ROOM_BYTES
+from farflock.swarm.peer.calls.payloads import MAX_PAYLOAD_BYTES
 
 
 def oversize(plan: RunPlan, pipeline: PipelinePlan, batch: int) -> str | None:

@@ -6,7 +6,6 @@ a preset or a default can change a run. A misspelt key, a wrong type or an impos
 refused with its place and the nearest valid one.
 """
 
-import functools
 import hashlib
 import math
 import tomllib
@@ -17,11 +16,33 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from farflock.node.errors import RefusedByRun, Usage
-from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
-from farflock.node.model.llama import PRESETS, ModelConfig
-from farflock.node.model.tokenizer import TOKENIZERS
+from farflock.node.model.lora import LoraTerms
+from farflock.node.run.data_section import (
+    DataSection,
+    fill_data,
+    folder_of_data,
+    require_data,
+)
+from farflock.node.run.entitled import usual_tokens
+from farflock.node.run.evaluation_section import (
+    EvaluationSection,
+    GuardSection,
+    fill_evaluation,
+    require_guard,
+)
 from farflock.node.run.fit import require_inner, require_layers, require_members
+from farflock.node.run.model_section import (
+    ModelSection,
+    fill_model,
+    folder_of_model,
+    path_of_hf,
+    require_adapters,
+    require_base,
+    require_codec,
+    start_of,
+    take_sizes,
+)
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
 from farflock.node.run.pipeline_section import (
     PipelineSection,
@@ -34,19 +55,16 @@ from farflock.node.run.sections import (
     USER_MODEL,
     ExchangeSection,
     MethodSection,
-    PlainText,
     Section,
     constructor_options,
     convert,
     fill_method,
     require_codecs,
     require_method,
-    require_name,
     require_protocol,
     tables,
 )
-from farflock.node.run.sizes import completed
-from farflock.node.run.spelling import near_value, place_of, spell_counts
+from farflock.node.run.spelling import place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
@@ -54,7 +72,11 @@ from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.parts.inner import InnerConfig, InnerName
 from farflock.optimizers.parts.schedule import Schedule
+from farflock.swarm.capability import MAX_AUTHORITIES
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
+from farflock.swarm.messages import MAX_MEMBERS
+from farflock.swarm.protocol.entitlement import MAX_COUNTED
+from farflock.swarm.protocol.votes import VoteTerms
 
 MAX_HEAD_BYTES = 512
 _HEAD_DOMAIN = b"head"
@@ -63,6 +85,8 @@ SEQ = 64  # tokens of a sequence, if the manifest does not say
 WARMUP_SHARE = 0.05  # of the run's tokens, if the manifest names no warm-up
 
 
+# of an Ed25519 key: base58 of its fixed head begins with these characters
+KeyId = Annotated[str, msgspec.Meta(max_length=64, pattern=r"\A12D3Koo[1-9A-HJ-NP-Za-km-z]+\Z")]
 BatchCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -70,23 +94,16 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class RunSection(Section, frozen=True):
-    """[run]: the name, the seed of all randomness, and the total number of tokens."""
+    """[run]: the name, the seed of all randomness, the total number of tokens, and under which
+    licence the model comes (an SPDX identifier, for its card)."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     total_tokens: TokenCount = 1_000_000
     protocol: Annotated[int, msgspec.Meta(ge=0)] = PROTOCOL
-
-
-class DataSection(Section, frozen=True, kw_only=True):
-    """[data]: the text, how it is cut into tokens, and the SHA-256 of exactly that text.
-
-    A resolved manifest always has the hash: without it a founder could make a volunteer train on
-    any local file of that name."""
-
-    corpus: PlainText = SHIPPED
-    tokenizer: PlainText = "bytes"
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    licence: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]{0,63}$")] | None = (
+        None
+    )
 
 
 class TrainSection(Section, frozen=True, kw_only=True):
@@ -95,7 +112,8 @@ class TrainSection(Section, frozen=True, kw_only=True):
     joiner's rate also ramps up over `joiner_steps` of its own. With `samples`, each trainer draws
     that many sequences once and repeats them in epochs; otherwise each sequence is new. `momentum`
     and `nesterov` are for sgd and muon (optimizers/parts/inner.py). `clip` is the largest gradient
-    norm, 0 for none."""
+    norm, 0 for none. With `lora`, adapters are trained beside the model's weights, which stay as
+    `[model]` begins them (node/model/lora.py)."""
 
     batch: BatchCount = 8
     seq: BatchCount = SEQ
@@ -112,24 +130,42 @@ class TrainSection(Section, frozen=True, kw_only=True):
     clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
     autocast: bool = False
     joiner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
+    lora: LoraTerms | None = None
 
 
 class TrustSection(Section, frozen=True):
-    """[trust]: the peers that may take part. This version supports invited peers only."""
+    """[trust]: the peers that may take part, and those that decide. This version supports invited
+    peers only. The founder may invite, and so may the keys `authorities` (peer ids) and, unless
+    `members_invite` is false, all members; what members issue brings no votes. A member comes to
+    vote after `vote_after` rounds that counted it, if its invite brings a vote. A change of members
+    adds one voter for each `new_voter_per` that stay, and at least one (0: no limit). While there
+    are fewer than `vote_at_once_below` voters, a peer whose invite brings a vote has it at once."""
 
     level: Literal["trusted"] = "trusted"
+    authorities: Annotated[tuple[KeyId, ...], msgspec.Meta(max_length=MAX_AUTHORITIES)] = ()
+    members_invite: bool = True
+    vote_after: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)] = 3
+    new_voter_per: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS)] = 3
+    vote_at_once_below: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS)] = 3
+
+    @property
+    def votes(self) -> VoteTerms:
+        """The terms on which members come to vote."""
+        return VoteTerms(self.vote_after, self.new_voter_per, self.vote_at_once_below)
 
 
 class Manifest(Section, frozen=True, kw_only=True):
     """A whole run, resolved."""
 
     run: RunSection = RunSection()
-    model: ModelConfig
+    model: ModelSection
     data: DataSection
     train: TrainSection
     method: MethodSection = MethodSection()
     exchange: ExchangeSection = ExchangeSection()
     trust: TrustSection = TrustSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    guard: GuardSection = GuardSection()
     pipeline: PipelineSection | None = None  # None: whole models
 
     def canonical(self) -> bytes:
@@ -150,7 +186,7 @@ class Manifest(Section, frozen=True, kw_only=True):
         train = self.train
         return RunPlan(
             run_seed=self.run.seed,
-            model=self.model,
+            model=self.model.shape,
             inner=InnerConfig(
                 train.optimizer,
                 train.lr,
@@ -174,6 +210,11 @@ class Manifest(Section, frozen=True, kw_only=True):
             samples=train.samples or 0,
             clip_norm=train.clip or None,
             autocast=train.autocast,
+            start=self.model.start,
+            lora=train.lora,
+            max_tokens_per_round=self.exchange.max_tokens_per_round,
+            evaluation=self.evaluation,
+            guard=self.guard,
         )
 
     def pipeline_plan(self) -> PipelinePlan | None:
@@ -185,17 +226,8 @@ class Manifest(Section, frozen=True, kw_only=True):
         """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
         require_codecs(self.exchange)
-        if self.data.tokenizer not in TOKENIZERS:
-            raise Usage(
-                "data.tokenizer",
-                f"{self.data.tokenizer!r} is not known",
-                near_value(self.data.tokenizer, TOKENIZERS),
-            )
-        vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
-        if self.model.vocab_size < vocabulary:
-            why = f"the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
-            place = f"model.vocab_size: {self.model.vocab_size}"
-            raise Usage(place, why, f"set it to {vocabulary} or more")
+        require_data(self.data, self.model.vocab_size)
+        require_adapters(self.train.lora, self.model, self.pipeline is not None)
         if self.train.seq > self.model.context:
             why = (
                 f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
@@ -211,16 +243,48 @@ class Manifest(Section, frozen=True, kw_only=True):
         except ValueError as error:
             raise Usage("the manifest cannot run", str(error), "") from None
         require_inner(plan.method, made, plan.inner, plan.clip_norm)
+        require_guard(self.evaluation, self.guard, has_stages=self.pipeline is not None)
         require_layers(made, self.model.layers)
         require_members(made, self.exchange.start_peers, "exchange.start_peers")
         if self.pipeline is not None:
             require_pipeline(self.pipeline, plan, made)
+            require_codec(self.pipeline.codec, self.model)
         return self
 
 
 def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
     """Read and resolve a founder's file with `a.b=c` overrides; raise `Usage` or `RefusedByRun`."""
-    return resolve(tables(path.read_bytes(), str(path)), assignments)
+    return resolve(_written(path), assignments)
+
+
+def data_folder(path: Path, assignments: Sequence[str] = ()) -> Path | None:
+    """Return the folder of prepared data that a founder's file names; None if it names none."""
+    table = _written(path)
+    for assignment in assignments:
+        override(table, assignment)
+    return folder_of_data(table.get("data", {}))
+
+
+def model_folder(path: Path | None, assignments: Sequence[str] = ()) -> Path | None:
+    """Return the folder of the model that a founder's file or an assignment starts from; None if
+    neither names one."""
+    table = {} if path is None else _written(path)
+    for assignment in assignments:
+        override(table, assignment)
+    return folder_of_model(table.get("model", {}))
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """Return the tables of a founder's file; its folders are relative to that of the file."""
+    table = tables(path.read_bytes(), str(path))
+    for name, folder_of in (("data", folder_of_data), ("model", folder_of_model)):
+        section = table.get(name)
+        if isinstance(section, dict) and (folder := folder_of(section)) is not None:
+            section["from"] = str(path.parent / folder)
+    model = table.get("model")
+    if isinstance(model, dict) and (named := path_of_hf(model)) is not None:
+        model["hf"] = str(path.parent / named)
+    return table
 
 
 def parse(text: str | bytes) -> Manifest:
@@ -228,33 +292,55 @@ def parse(text: str | bytes) -> Manifest:
     try:
         table = tables(text, "the manifest")
         _require_known_model(table)
-        return convert(table, Manifest).check()
+        manifest = convert(table, Manifest).check()
+        require_base(manifest.train.lora, manifest.model)
+        if manifest.exchange.max_tokens_per_round is None:
+            raise Usage("exchange.max_tokens_per_round", "it is missing", "give it a value")
     except Usage as error:
         raise RefusedByRun(
             "this version cannot take part in that run",
             str(error),
             "update farflock, or tell the run's founder",
         ) from None
+    return manifest
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
-    """Resolve a founder's tables into a complete manifest; this may read the corpus to hash it."""
+    """Resolve a founder's tables into a complete manifest; this may read the corpus, or the weights
+    of a folder, to hash them."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
     _require_tables(table)
     spell_counts(table)
-    _fill_model(table)
+    folder = take_sizes(table)
+    fill_data(table)
+    train = table.get("train", {})
+    fill_model(table, train.get("seq", SEQ) if isinstance(train, dict) else None)
     if "pipeline" in table:
         table.setdefault("method", {}).setdefault("name", PIPELINE_METHOD)
     fill_method(table)
     _fill_train(table)
+    fill_evaluation(table)
     if "pipeline" in table:
         fill_pipeline(table)
-    data = table.setdefault("data", {})
-    if "sha256" not in data:
-        data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
-    return convert(table, Manifest).check()
+    manifest = _with_claims(convert(table, Manifest).check())
+    lora = manifest.train.lora
+    if folder is not None:
+        begun = start_of(folder, manifest.model, is_base=lora is not None)
+        manifest = msgspec.structs.replace(manifest, model=begun).check()
+    require_base(lora, manifest.model)
+    return manifest
+
+
+def _with_claims(manifest: Manifest) -> Manifest:
+    """Spell out what members may claim in a round; raise `Usage` if that is less than a batch."""
+    exchange, train = manifest.exchange, manifest.train
+    steps = train.accumulate if manifest.pipeline is None else manifest.pipeline.batch
+    usual = usual_tokens(steps * train.batch * train.seq, manifest.method.options)
+    if exchange.max_tokens_per_round is None:
+        exchange = msgspec.structs.replace(exchange, max_tokens_per_round=usual)
+    return msgspec.structs.replace(manifest, exchange=exchange)
 
 
 def override(table: dict[str, Any], assignment: str) -> None:
@@ -337,22 +423,6 @@ def _require_tables(table: Mapping[str, Any]) -> None:
             raise Usage(name, "a key outside any table is not allowed", remedy)
 
 
-def _fill_model(table: dict[str, Any]) -> None:
-    """Replace a preset by its sizes, or fill in those that are left out; a size that is also given
-    overrides the preset's."""
-    model = dict(table.get("model", {}))
-    named = any(size in model for size in ("dim", "layers", "heads"))
-    preset = model.pop("preset", None if named else "demo")
-    if preset is not None:
-        require_name("model.preset", preset, PRESETS)
-        model = msgspec.to_builtins(PRESETS[preset]) | model
-    else:
-        train = table.get("train", {})
-        seq = train.get("seq", SEQ) if isinstance(train, dict) else None
-        model = completed(model, seq)
-    table["model"] = model
-
-
 def _fill_train(table: dict[str, Any]) -> None:
     """Spell out the warm-up and, if the method's step is a sign, an inner optimizer that leaves
     it unchanged."""
@@ -363,15 +433,6 @@ def _fill_train(table: dict[str, Any]) -> None:
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
         table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
-
-
-@functools.cache
-def _corpus_hash(name: str) -> str:
-    """Return the SHA-256 of a corpus; each corpus is read only once."""
-    try:
-        return load_corpus(name).sha256
-    except BadCorpus as error:
-        raise Usage("data.corpus", str(error), "") from None
 
 
 class BadHead(ValueError):

@@ -7,7 +7,6 @@ A pipeline is for models that fit no single machine; each of its stages has to f
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import msgspec
 import psutil
 
 from farflock.compression.activation import ActivationContext
@@ -15,6 +14,7 @@ from farflock.compression.activation_catalog import max_bytes, subspace_terms
 from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
 from farflock.node.model.device import Device
+from farflock.node.model.frozen_base import BasePrecision, frozen_bytes
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.loss import MAX_LOGITS
 from farflock.node.model.step_options import activation_bytes
@@ -25,7 +25,7 @@ from farflock.node.state.cut import SAVED_SHARE
 from farflock.optimizers.catalog import METHODS, unfolded
 from farflock.optimizers.parts.packed_moment import BYTES
 from farflock.optimizers.parts.small_adamw import MomentType
-from farflock.swarm.peer.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
+from farflock.swarm.peer.calls.left import MAX_LEFT_BYTES, MIN_LEFT_BYTES
 
 OuterPlace = Literal["auto", "device", "host", "disk"]  # where the method's state is kept
 
@@ -57,8 +57,8 @@ class Exchanged(NamedTuple):
 class StepChoices(NamedTuple):
     """The machine's choices on which memory depends: sequences computed at once (None: a batch),
     whether a device computes them, the type of AdamW's moments, whether layers are computed again
-    for their gradients, whether a device's products are in two bytes, and how many logits exist at
-    once."""
+    for their gradients, whether a device's products are in two bytes, how many logits exist at
+    once, and the precision of weights that are not trained."""
 
     micro_batch: int | None = None
     on_device: bool = False
@@ -66,6 +66,7 @@ class StepChoices(NamedTuple):
     checkpoints: bool = False
     is_lower: bool = True
     logits: int = MAX_LOGITS
+    base: BasePrecision = "fp32"
 
 
 WHOLE_BATCH = StepChoices()
@@ -83,14 +84,15 @@ def needed_bytes(plan: RunPlan, exchanged: Exchanged, computing: StepChoices = W
     while a checkpoint is written."""
     payloads = int(PAYLOAD_SHARE * exchanged.payload_bytes) + exchanged.kept_bytes
     state = exchanged.state_bytes + exchanged.pending_bytes
-    weights, moments = VALUE_BYTES * plan.model.parameters(), moment_bytes(plan)
+    weights, trained = weights_bytes(plan, computing), VALUE_BYTES * plan.trained_values
+    moments = moment_bytes(plan)
     if computing.on_device:
-        copied = 2 * weights + moments + exchanged.state_bytes // SAVED_SHARE
+        copied = weights + trained + moments + exchanged.state_bytes // SAVED_SHARE
         return state + payloads + copied
-    written = 2 * weights + moments + exchanged.state_bytes
+    written = 2 * trained + moments + exchanged.state_bytes
     if computing.moments != "fp32":
         moments += moment_bytes(plan, computing.moments)
-    held = 2 * weights + moments + state + payloads + written // SAVED_SHARE
+    held = weights + trained + moments + state + payloads + written // SAVED_SHARE
     layer = layer_values(plan.model, plan.seq)
     kept = plan.model.layers * (plan.model.dim if computing.checkpoints else layer)
     a_token = VALUE_BYTES * (kept + (layer if computing.checkpoints else 0))
@@ -105,9 +107,15 @@ def needed_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> 
     computed at once, half a layer's more while gradients are computed, and weights in lower
     precision), or the inner step, which computes with copies. Where a device has no fused
     attention, its probabilities come on top."""
-    weights = VALUE_BYTES * plan.model.parameters()
+    lower = VALUE_BYTES * plan.model.parameters() // 2
     passes = _device_passes_bytes(plan, computing)
-    return _kept_bytes(plan, computing) + max(passes + weights // 2, weights)
+    return _kept_bytes(plan, computing) + max(passes + lower, VALUE_BYTES * plan.trained_values)
+
+
+def weights_bytes(plan: RunPlan, computing: StepChoices) -> int:
+    """Return the bytes of a model's weights, trained and frozen, as this machine holds them."""
+    trained = VALUE_BYTES * plan.trained_values
+    return trained if plan.lora is None else trained + frozen_bytes(plan.model, computing.base)
 
 
 def needed_shard_bytes(plan: RunPlan, computing: StepChoices, count: int) -> int:
@@ -125,35 +133,35 @@ def needed_shard_bytes(plan: RunPlan, computing: StepChoices, count: int) -> int
 def _kept_bytes(plan: RunPlan, computing: StepChoices) -> int:
     """Return what a device keeps of a model: its weights, gradients and moments."""
     kinds = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 2
-    weights = VALUE_BYTES * plan.model.parameters()
-    return kinds * weights + moment_bytes(plan, computing.moments)
+    added = (kinds - 1) * VALUE_BYTES * plan.trained_values
+    return weights_bytes(plan, computing) + added + moment_bytes(plan, computing.moments)
 
 
 def _device_passes_bytes(plan: RunPlan, computing: StepChoices) -> int:
     """Return what passes take of a device, with the batch's tokens and the tables of angles."""
     model = plan.model
     kept, one = (
-        activation_bytes(shape, computing.is_lower, computing.checkpoints)
-        for shape in (model, msgspec.structs.replace(model, layers=1))
+        activation_bytes(model, computing.is_lower, computing.checkpoints, layers)
+        for layers in (model.layers, 1)
     )
     angles = 2 * VALUE_BYTES * model.context * model.head_dim
     tokens = 2 * TOKEN_BYTES * plan.batch * plan.seq
     return angles + tokens + _passes_bytes(plan, computing, kept + one // 2)
 
 
-def min_device_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
+def min_device_bytes(plan: RunPlan, computing: StepChoices = WHOLE_BATCH) -> int:
     """Return a device's bytes without which no step can be taken, whatever is computed at once."""
-    some = moment_bytes(plan, moments)
+    some = moment_bytes(plan, computing.moments)
     if plan.inner.name == "muon":  # two moments are kept for some of the weights only
         some //= 2
-    return 2 * VALUE_BYTES * plan.model.parameters() + some
+    return weights_bytes(plan, computing) + VALUE_BYTES * plan.trained_values + some
 
 
 def moment_bytes(plan: RunPlan, moments: MomentType = "fp32") -> int:
     """Return the bytes of the inner optimizer's moments, at most."""
     if plan.inner.name == "sgd" and not plan.inner.momentum:
         return 0
-    return int(MOMENT_BYTES[moments] * plan.model.parameters() * MOMENTS[plan.inner.name])
+    return int(MOMENT_BYTES[moments] * plan.trained_values * MOMENTS[plan.inner.name])
 
 
 def _passes_bytes(plan: RunPlan, computing: StepChoices, a_token: int) -> int:
@@ -165,7 +173,10 @@ def _passes_bytes(plan: RunPlan, computing: StepChoices, a_token: int) -> int:
 
 def layer_values(model: ModelConfig, seq: int) -> int:
     """Return how many numbers per token a layer's backward pass reads again."""
-    return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
+    net = 4 * model.ffn_dim
+    if model.experts is not None:  # each chosen one has its own rows of the input and the output
+        net = model.used_experts * (net + 3 * model.dim) + 4 * model.experts
+    return 10 * model.dim + net + model.heads * seq
 
 
 def kept_outer(
@@ -230,7 +241,7 @@ def require_device_memory(
 ) -> None:
     """Raise `error` if this run's weights, gradients and moments alone, and what is there beside
     them, do not fit the device, so that no step has to be tried."""
-    if min_device_bytes(plan, computing.moments) + beside_bytes > device.memory()[0]:
+    if min_device_bytes(plan, computing) + beside_bytes > device.memory()[0]:
         raise error(*refusal(plan, device, exchanged, computing, beside_bytes))
 
 

@@ -22,6 +22,7 @@ from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.swarm.frame import VERSION as FRAME_VERSION
+from farflock.swarm.messages import MAX_OFFERED_TOKENS
 
 # one number covers all that peers exchange; a peer with another is refused before it dials
 PROTOCOL = FRAME_VERSION
@@ -69,13 +70,15 @@ class ExchangeSection(Section, frozen=True):
     """[exchange]: the codecs of what peers send, and how long they wait for each other; an
     option that the method lacks is None. Membership changes at most once every `view_s` seconds,
     members without a majority for `branch_after_s` continue as a branch, and the founder starts
-    to train once there are `start_peers` members."""
+    to train once there are `start_peers` members. Of a member's tokens, at most
+    `max_tokens_per_round` count for each round since it was last counted (decision 040)."""
 
     codec: PlainText | None = None
     return_codec: PlainText | None = None
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     view_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 30.0
     branch_after_s: Annotated[float, msgspec.Meta(ge=10, le=1e6)] = 600.0
+    max_tokens_per_round: Annotated[int, msgspec.Meta(ge=1, le=MAX_OFFERED_TOKENS)] | None = None
     start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 

@@ -3,6 +3,8 @@
 from typing import Any, TypeGuard
 
 HEAD_DIM = 64  # the widest head that is chosen
+EXPERTS_PER_TOKEN = 2
+BALANCE = 0.01  # Switch Transformer's weight (arXiv:2101.03961, section 2.2)
 FFN_MULTIPLE = 64  # of the inner width: products of such widths are fast on GPUs
 
 
@@ -23,6 +25,14 @@ def completed(sizes: dict[str, Any], seq: object) -> dict[str, Any]:
     if _is_whole(seq):
         sizes.setdefault("context", seq)
     return sizes
+
+
+def with_experts(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's sizes with what its router needs, if it has experts."""
+    if sizes.get("experts") is None:
+        return sizes
+    given = {name: value for name, value in sizes.items() if value is not None}
+    return {"experts_per_token": EXPERTS_PER_TOKEN, "balance": BALANCE} | given
 
 
 def heads_of(dim: int) -> int:

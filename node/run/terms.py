@@ -4,6 +4,7 @@ Nothing here has a swarm, a tensor's values or a thread. The code that does the 
 from here, so a manifest is read and checked without importing that code.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,14 @@ from torch import nn
 
 from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.node.model.llama import ModelConfig
+from farflock.node.model.lora import LoraTerms, adapter_shapes
+from farflock.node.model.stage_tensors import shapes_of
+from farflock.node.run.evaluation_section import (
+    NEVER,
+    UNGUARDED,
+    EvaluationSection,
+    GuardSection,
+)
 from farflock.node.run.fit import SHARED_MOMENTS
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.portable_inner import make_portable
@@ -51,7 +60,25 @@ class RunPlan:
     clip_norm: float | None = 1.0
     autocast: bool = False
     samples: int = 0  # recurring ones of each trainer; 0: each sequence is new
+    evaluation: EvaluationSection = NEVER
+    guard: GuardSection = UNGUARDED
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
+    start: str | None = None  # the hash of the first weights; None: drawn from the seed
+    lora: LoraTerms | None = None  # None: all weights are trained
+    max_tokens_per_round: int | None = None  # None: as usual (node/run/entitled.py)
+
+    def trained_shapes(self, span: range | None = None) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of what is trained, of the model or of a stage, in order."""
+        if self.lora is None:
+            return shapes_of(self.model, span or range(self.model.layers))
+        return adapter_shapes(self.model, self.lora)
+
+    @property
+    def trained_values(self) -> int:
+        """The number of weights that are trained, and so exchanged."""
+        if self.lora is None:
+            return self.model.parameters()
+        return sum(map(math.prod, adapter_shapes(self.model, self.lora).values()))
 
     def inner_of(
         self, model: nn.Module, *, fused: bool = False, moments: MomentType = "fp32"

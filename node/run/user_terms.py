@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run.entitled import MAX_TOKENS_OF_USERS
 from farflock.node.run.fit import require_members
 from farflock.node.run.sections import (
     PROTOCOL,
@@ -39,6 +40,7 @@ from farflock.swarm.messages import MAX_MEMBERS
 TomlTable = dict[str, Any]
 
 DEFAULT_METHOD = "diloco"
+_EXCHANGE = (*SENT, "view_s", "max_tokens_per_round")  # options that live in [exchange]
 DEFAULT_VIEW_S = 5.0  # joiners are let in at the next view: loops in notebooks are short
 
 
@@ -110,8 +112,8 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
 
 def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
     """Return a caller's arguments as tables of the terms; arguments left out (None) are omitted."""
-    sent = {name: options[name] for name in (*SENT, "view_s") if options.get(name) is not None}
-    rest = {name: value for name, value in options.items() if name not in (*SENT, "view_s")}
+    sent = {name: options[name] for name in _EXCHANGE if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in _EXCHANGE}
     table: TomlTable = {"run": {name: value for name, value in run.items() if value is not None}}
     table[USER_MODEL] = msgspec.to_builtins(model)
     table["method"] = {"options": rest} if method is None else {"name": method, "options": rest}
@@ -121,7 +123,8 @@ def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTabl
 def founded(wished: TomlTable) -> UserTerms:
     """Return a founder's terms with defaults spelt out; raise `Usage` if no run can have them."""
     table = {**wished, "method": {"name": DEFAULT_METHOD} | wished["method"]}
-    table["exchange"] = {"view_s": DEFAULT_VIEW_S} | wished["exchange"]
+    usual = {"view_s": DEFAULT_VIEW_S, "max_tokens_per_round": MAX_TOKENS_OF_USERS}
+    table["exchange"] = usual | wished["exchange"]
     fill_method(table)
     table["run"] = {**table["run"], "protocol": PROTOCOL}
     return _checked(table)

@@ -17,21 +17,34 @@ from dataclasses import dataclass, field
 import torch
 
 from farflock.node.process.worker_processes import end_with_parent, warm
+from farflock.node.run.entitled import usual_tokens
 from farflock.node.simulate.chaos_methods import PHASES, ChaosCase, case_of
-from farflock.node.simulate.invariants import DEADLINE_S, InvariantChecker
+from farflock.node.simulate.invariants import (
+    DEADLINE_S,
+    TOKENS_PER_STEP,
+    Distrust,
+    InvariantChecker,
+    RoundId,
+)
+from farflock.node.simulate.lies import HonestWatch, LieReport, Lies, liars_of
 from farflock.node.simulate.phase_tap import PhaseTap
 from farflock.node.simulate.population import SLICE_S, PeerLife, Population
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.protocol.quorum import is_quorum
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.protocol.entitlement import MAX_CLAIMED_ROUNDS
+from farflock.swarm.protocol.views import View
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
+from farflock.swarm.tasks import cancel
 
 FAULTS = 4  # per seed
 ENOUGH_SEEDS = 100  # for every kind of fault to meet every phase of an exchange
 GAP_S = 2.0  # maximum time from a fault's end to the wait for the next fault's phase
 RECOVERY_S = 30.0  # after the start and the last fault: by then all are members and make progress
+VOTES_S = 60.0  # after the start, among liars: by then all have earned their votes
 PROGRESS_STEPS = 4  # by every peer
+QUIET_S = 15.0  # among liars, after the recovery: without a fault, nobody may be voted out
 RECOVERED_ROUNDS = 3  # applied by every peer after the last fault
 LOOK_S = 1.0  # between checks of what peers hold and wait for
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
@@ -58,20 +71,28 @@ class SeedReport:
     rounds: int
     state_hash: str
     recovery_s: float = 0.0  # from the last fault until all were in and had made progress
+    lasted_s: float = 0.0  # virtual
+    lies: LieReport = field(default_factory=LieReport)
+    pace: float = 0.0  # rounds a minute, from when liars may lie to the end
 
 
 @dataclass(slots=True)
 class Chaos:
-    """One seeded disaster with a given method and, optionally, a given number of peers."""
+    """One seeded disaster with a given method and, optionally, a given number of peers, and a share
+    of them that lies, or would if it were not a twin."""
 
     seed: int
     arm: ChaosCase
     peers: int = 0  # 0: the seed decides
+    liars: float = 0.0
+    is_twin: bool = False
     watch: InvariantChecker = field(init=False)
     network: SimNetwork = field(init=False)
     population: Population = field(init=False)
     tap: PhaseTap = field(init=False)
     fired: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    lies: LieReport = field(init=False)
+    _honest: HonestWatch = field(init=False)
     _random: random.Random = field(init=False)
     streams: int = field(init=False)  # how many the method has
 
@@ -86,8 +107,20 @@ class Chaos:
             for index in range(count)
         ]
         self.streams = len(self.arm.streams())
-        self.watch = InvariantChecker(self.arm.method, [identity.peer for identity in identities])
+        self.lies = LieReport(liars_of(self.seed, self.liars, count, "vote" in self.tap.phases))
+        self._people(identities)
+
+    def _people(self, identities: list[Identity]) -> None:
+        """Make the peers, and those that watch them."""
+        most = usual_tokens(TOKENS_PER_STEP, self.arm.make())
+        liars = Distrust(
+            [identities[number].peer for number in self.lies.liars], MAX_CLAIMED_ROUNDS * most
+        )
+        everybody = [identity.peer for identity in identities]
+        self.watch = InvariantChecker(self.arm.method, everybody, liars)
         self.population = Population(self.seed, self.arm, self.network, self.watch, identities)
+        self.population.max_tokens = most if self.lies.liars else None
+        self._honest = HonestWatch(self.lies, self.population, self.network, self.watch)
 
     async def run(self) -> SeedReport:
         """Run from the first peer's start until all have recovered from the last fault."""
@@ -96,19 +129,25 @@ class Chaos:
             self.population.begin(index)
             await asyncio.sleep(0.3)
         await self.progress(1, "the start")
-        for kind, wanted in self._faults():
-            phase = await self.tap.wait_for(wanted)
-            self.fired[kind, phase] += await self.strike(kind) and bool(phase)
-            await asyncio.sleep(self._random.uniform(0, GAP_S))
+        await self._give_votes()
+        lies = Lies(self.seed, self.lies, self.arm, self.population, self.tap)
+        lies.may_begin = lambda: not self.is_twin and self._quorums_stay()
+        lying = asyncio.create_task(lies.run())
+        rounds, begun_s = self.watch.rounds, asyncio.get_running_loop().time()
+        await self._strike_all()
         self._check_memory()
         self.repair()
         recovery_s = await self.progress(RECOVERED_ROUNDS, "the last fault")
+        if self.lies.liars:
+            await asyncio.sleep(QUIET_S)
+            await self.progress(RECOVERED_ROUNDS, "the quiet that followed")
+        ended_s = asyncio.get_running_loop().time()
+        pace = 60 * (self.watch.rounds - rounds) / max(ended_s - begun_s, 1e-9)
         self._check_memory()
         self._check_waits()
-        looking.cancel()
-        await asyncio.wait([looking])
+        await cancel(looking, lying)
         await self.population.end_all()
-        self.check_rest(looking)
+        self.check_rest(looking, lying)
         return SeedReport(
             self.seed,
             self.watch.violations,
@@ -116,6 +155,35 @@ class Chaos:
             self.watch.rounds,
             self.watch.digest(),
             recovery_s,
+            asyncio.get_running_loop().time(),
+            self.lies,
+            pace,
+        )
+
+    async def _strike_all(self) -> None:
+        """Let all faults of the seed happen, each at its phase."""
+        for kind, wanted in self._faults():
+            phase = await self.tap.wait_for(wanted)
+            self.fired[kind, phase] += await self.strike(kind) and bool(phase)
+            await asyncio.sleep(self._random.uniform(0, GAP_S))
+
+    async def _give_votes(self) -> None:
+        """Wait until all peers have votes, if there are liars: these are a share of the voters."""
+        begun_s = asyncio.get_running_loop().time()
+        while self.lies.liars and self.streams and not (self._all_vote() and self._quorums_stay()):
+            if asyncio.get_running_loop().time() - begun_s >= VOTES_S:
+                self.watch.violate(f"some peers have no votes after {VOTES_S:.0f} s")
+                break
+            await asyncio.sleep(SLICE_S)
+
+    def _all_vote(self) -> bool:
+        """Return whether all peers vote on what the honest ones decide next: views and rounds."""
+        count = len(self.population.identities)
+        return all(
+            len(view.electorate.voters) == count
+            for life in self._checked()
+            if life.peer is not None
+            for view in _deciding(life.peer)
         )
 
     # faults
@@ -150,8 +218,20 @@ class Chaos:
         # Only without a living slow peer, which could hold up a round until its deadline.
         if not any(lives[index].loop for index in self.population.slow):
             self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
+            self.watch.overdue = self._overdue()
         await asyncio.sleep(CALM_AFTER_DEATH_S)
         return True
+
+    def _overdue(self) -> set[RoundId]:
+        """Return the open rounds past their deadlines, which earlier faults may make fail."""
+        now_s = asyncio.get_running_loop().time()
+        peers = [life.peer for life in self.population.lives.values() if life.peer is not None]
+        return {
+            (key.stream, key.round)
+            for peer in peers
+            for key, machine in peer.rounds.machines.items()
+            if machine.ends_s <= now_s
+        }
 
     async def _restart(self, victim: int) -> bool:
         if not await self.kill(victim):
@@ -168,28 +248,23 @@ class Chaos:
         await self.population.end(victim)
         return True
 
-    def _quorums_stay(self, victim: int) -> bool:
-        """Return whether the survivors are a quorum of each newest view and of the view of each
-        next round."""
+    def _quorums_stay(self, victim: int | None = None) -> bool:
+        """Return whether the honest peers but for a victim are a quorum of each newest view and of
+        the view of each next round."""
         others = [
             life.peer
             for index, life in self.population.lives.items()
-            if index != victim and not life.task.done()
+            if index not in (victim, *self.lies.liars) and not life.task.done()
         ]
         living = {(peer.me, peer.context.incarnation) for peer in others if peer is not None}
         for peer in others:
-            chain = peer.context.chain if peer is not None else None
-            if peer is None or chain is None:
-                continue
-            next_view = chain.at(peer.rounds.floor()) if peer.rounds.names else None
-            for view in (chain.newest, next_view):
-                members = view.members if view is not None else ()
+            for view in [] if peer is None else _deciding(peer):
                 there = {
                     place
-                    for place, member in enumerate(members)
+                    for place, member in enumerate(view.members)
                     if (member.peer, member.incarnation) in living
                 }
-                if members and not is_quorum(there, len(members)):
+                if not view.electorate.is_quorum(there):
                     return False
         return True
 
@@ -238,9 +313,16 @@ class Chaos:
         """Check every peer every `LOOK_S`."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for life in self.population.lives.values():
+            for life in self._checked():
                 if life.peer is not None and not life.task.done():
                     self.watch.look(life.peer)
+            if self.lies.liars:
+                self._honest.look()
+
+    def _checked(self) -> list[PeerLife]:
+        """Return the lives of the honest peers."""
+        lives = self.population.lives
+        return [life for index, life in lives.items() if index not in self.lies.liars]
 
     async def progress(self, rounds: int, after: str) -> float:
         """Wait until all peers are members, train, and have applied `rounds` rounds.
@@ -264,6 +346,8 @@ class Chaos:
         """Return a sentence for each peer without enough progress, which says what is missing."""
         counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self.population.lives.items():
+            if index in self.lies.liars:
+                continue
             each = counts[self.population.identities[index].peer]
             applied = each.total() if len(each) == self.streams else 0
             if life.peer is None or life.loop is None:
@@ -282,19 +366,23 @@ class Chaos:
             self.watch.violate(f"peer {index} ended with an error: {error!r}")
 
     def _check_memory(self) -> None:
-        for life in self.population.lives.values():
+        for life in self._checked():
             if life.peer is not None and not life.task.done():
                 self.watch.check_memory(life.peer)
 
     def _check_waits(self) -> None:
-        for life in self.population.lives.values():
+        for life in self._checked():
             if life.peer is not None and life.loop is not None:
                 self.watch.check_waits(life.peer, life.loop)
 
-    def check_rest(self, looking: asyncio.Task[None]) -> None:
-        """Check that no life ended early, no task outlives its peer, and no bytes are missing."""
-        if not looking.cancelled():
-            looking.result()  # raises the error that ended the checks
+    def check_rest(self, *tasks: asyncio.Task[None]) -> None:
+        """Check that no life ended early, no task outlives its peer, and no bytes are missing.
+
+        `tasks` are those of the disaster itself."""
+        for task in tasks:
+            if not task.cancelled():
+                task.result()  # raises the error that ended it
+        self._honest.conclude()
         for index, life in self.population.lives.items():
             self._check_ended(index, life)
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -314,11 +402,23 @@ class Chaos:
             )
 
 
-def run_seed(seed: int, name: str | None = None) -> SeedReport:
-    """Run one seeded disaster from start to end, with the named method if a name is given."""
+def _deciding(peer: Peer) -> list[View]:
+    """Return the views whose voters decide what comes next: the newest, and that of the next
+    round; none before the peer knows one."""
+    chain = peer.context.chain
+    if chain is None:
+        return []
+    return chain.deciding(peer.rounds.floor() if peer.rounds.names else None)
+
+
+def run_seed(
+    seed: int, name: str | None = None, liars: float = 0.0, peers: int = 0, is_twin: bool = False
+) -> SeedReport:
+    """Run one seeded disaster from start to end, with the named method if a name is given, with
+    this share of liars, and so many peers (0: the seed decides). In its twin no liar lies."""
 
     async def main() -> SeedReport:
-        return await Chaos(seed, case_of(seed, name)).run()
+        return await Chaos(seed, case_of(seed, name), peers, liars, is_twin).run()
 
     torch.set_num_threads(1)
     try:
@@ -328,17 +428,24 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
 
 
 def run_seeds(
-    first: int, count: int, workers: int = 1, name: str | None = None
+    first: int,
+    count: int,
+    workers: int = 1,
+    name: str | None = None,
+    liars: float = 0.0,
+    *,
+    are_twins: bool = False,
 ) -> Iterator[SeedReport]:
     """Yield the reports of seeds in order; they are the same for any number of worker processes."""
-    seeds, names = range(first, first + count), itertools.repeat(name)
+    seeds, repeat = range(first, first + count), itertools.repeat
+    arguments = seeds, repeat(name), repeat(liars), repeat(0), repeat(are_twins)
     if workers == 1:
-        yield from map(run_seed, seeds, names)
+        yield from map(run_seed, *arguments)
         return
     level = logging.getLogger("farflock").level
     pool = concurrent.futures.ProcessPoolExecutor(workers, warm(__name__), _quieten, (level,))
     try:
-        yield from pool.map(run_seed, seeds, names)
+        yield from pool.map(run_seed, *arguments)
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -9,7 +9,7 @@ deadline; what a peer holds stays small.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,17 @@ class _Sent:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """The peers that lie, and the most tokens that one of them may claim in a round."""
+
+    peers: Collection[str] = ()
+    max_tokens: int = 0
+
+
+NO_LIARS = Distrust()
+
+
 @dataclass(slots=True)
 class _Feedback:
     """A slow reference for one life's error feedback."""
@@ -60,11 +71,11 @@ class _Feedback:
 
 
 class InvariantChecker:
-    """A record of what all peers do, and of the violations."""
+    """A record of what all peers do, and of the violations; what liars hold and apply is theirs."""
 
-    def __init__(self, arm: str, peers: Sequence[str]) -> None:
+    def __init__(self, arm: str, peers: Sequence[str], liars: Distrust = NO_LIARS) -> None:
         self._equality, self._pairs_only = METHODS[arm].equality, arm == "noloco"
-        self._peers = peers
+        self._peers, self._liars = peers, liars
         self._sent: dict[RoundId, dict[LifeId, _Sent]] = {}
         self._hashes: dict[RoundIds, dict[bytes, str]] = {}
         # for close methods: the state of the first peer that applied these rounds
@@ -81,6 +92,8 @@ class InvariantChecker:
         self._feedback: dict[LifeId, _Feedback] = {}
         self.statuses: Counter[str] = Counter()  # of applied rounds
         self.calm_until_s = 0.0  # until then the only fault is one death, and no round may fail
+        # Rounds that were past their deadline at that death: earlier faults may make them fail.
+        self.overdue: set[RoundId] = set()
         self.violations: list[str] = []
 
     def violate(self, what: str) -> None:
@@ -115,13 +128,15 @@ class InvariantChecker:
         """Return the same client, changed to record each exchange that it encodes and each
         result that it decodes."""
         encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
+        is_liar = peer.me in self._liars.peers
 
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
             lives = self._sent.setdefault((exchange.key.stream, exchange.key.round), {})
-            if life in lives:
+            if life in lives and not is_liar:
                 self.violate(f"peer {index} offered {exchange.key} twice: the key was used again")
             lives[life] = _Sent(_decoded(exchange), exchange.weight, claim.tokens)
-            self._check_feedback(index, life, driver, exchange)
+            if not is_liar:
+                self._check_feedback(index, life, driver, exchange)
             return encode(exchange, claim)
 
         def noted_decode(
@@ -133,7 +148,9 @@ class InvariantChecker:
                 self._settle_feedback(life, self._sent[key.stream, key.round][life], result)
             return result
 
-        inner.encode, inner.decode = noted_encode, noted_decode  # type: ignore[method-assign]
+        inner.encode = noted_encode  # type: ignore[method-assign]
+        if not is_liar:
+            inner.decode = noted_decode  # type: ignore[method-assign]
         return inner
 
     def reported(
@@ -150,6 +167,8 @@ class InvariantChecker:
         life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
             self._trained[life] += TOKENS_PER_STEP
+        if life[0] in self._liars.peers:
+            return
         if kind == "adopt":  # a snapshot replaces the state, its residual and its rounds
             self._feedback.pop(life, None)
             self._applied = {entry for entry in self._applied if entry[0] != life}
@@ -162,7 +181,9 @@ class InvariantChecker:
         self._rounds.add(key)
         self._times.append((now_s, life[0], stream))
         self.statuses[fields["status"]] += 1
-        if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:
+        is_calm = now_s < self.calm_until_s and key not in self.overdue
+        may_fail = self._pairs_only or self._liars.peers
+        if not may_fail and fields["status"] == "failed" and is_calm:
             self.violate(f"round {number} of {stream} failed although only one peer had died")
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
@@ -297,7 +318,7 @@ class InvariantChecker:
         taken = result.participants
         mine = {life: entry.tokens for life, entry in sent.items() if life[0] in taken}
         before = self._closes.get((stream, number - (result.next_round - number)))
-        if before is not None and before[1] + sum(mine.values()) != result.tokens:
+        if before is not None and not self._adds_up(before[1], mine, result.tokens):
             self.violate(
                 f"round {number} of {stream} has {result.tokens} tokens after {before[1]} "
                 f"and {list(mine.values())}"
@@ -305,8 +326,19 @@ class InvariantChecker:
         self._counted.update(mine)
         for life in mine:
             counted, trained = self._counted[life], self._trained[life]
-            if counted > trained:
+            if counted > trained and life[0] not in self._liars.peers:
                 self.violate(f"{counted} tokens of {life} count, but it has trained {trained}")
+
+    def _adds_up(self, before: int, claimed: Mapping[LifeId, int], tokens: int) -> bool:
+        """True if the tokens after a round are those before it and those that its participants
+        trained. Among liars they are at most that, and what the liars in it may claim."""
+        if not self._liars.peers:
+            return tokens == before + sum(claimed.values())
+        most = {
+            life: self._liars.max_tokens if life[0] in self._liars.peers else number
+            for life, number in claimed.items()
+        }
+        return before <= tokens <= before + sum(most.values())
 
     def _check_feedback(
         self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange

@@ -12,21 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from farflock.node.data.sequences import Text
 from farflock.node.model.device import Device
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.state.weights_file import WeightsFolder
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
+from farflock.swarm.protocol.votes import EARNED, VoteTerms
 from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.sim.directory import MemoryDirectory, MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.tasks import cancel
 
 JOIN_TIMEOUT_S = 120.0
@@ -51,7 +55,8 @@ class PeerRole:
 class PipelineWorld:
     """The simulated surroundings. The first peer starts the run; the others come `apart_s` seconds
     after one another. `churn_s` is the mean time
-    between kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
+    between kills of stage servers and full replicas; a killed peer stays away for `away_s`. `votes`
+    are the terms on which peers come to vote."""
 
     parts: tuple[PeerRole, ...]
     total_tokens: int
@@ -62,6 +67,7 @@ class PipelineWorld:
     view_s: float = 3.0
     branch_after_s: float = 600.0
     limit_s: float = 3600.0  # in virtual time; a longer run has failed
+    votes: VoteTerms = EARNED
 
 
 @dataclass(slots=True)
@@ -80,18 +86,22 @@ class EventLog:
 
 class PipelineSimulation:
     """All nodes of one simulated run. `made` is called with each life's number and node before it
-    begins: a hook for tests."""
+    begins: a hook for tests. Only the founder has the `weights` that the run starts from. Drawn
+    peers evaluate on the held-out tokens `measured_on`; with None, all say that they cannot."""
 
     def __init__(
         self,
         plan: RunPlan,
         pipeline: PipelinePlan,
         world: PipelineWorld,
-        tokens: TokenIds,
+        text: Text,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
+        weights: WeightsFolder | None = None,
+        measured_on: TokenIds | None = None,
     ) -> None:
         self._plan, self._pipeline, self._world = plan, pipeline, world
-        self._tokens, self._made = tokens, made
+        self._text, self._made, self._weights = text, made, weights
+        self._held_out = measured_on
         self.random = random.Random(f"{plan.run_seed}/pipeline")
         self.network = SimNetwork(plan.run_seed, world.link)
         clock = asyncio.get_running_loop().time
@@ -157,7 +167,7 @@ class PipelineSimulation:
         peer = self._peer(number, self._births, directory)
         async with peer.running():
             part = self._world.parts[number]
-            tokens = self._tokens if part.trains else None
+            text = self._text if part.trains else None
             pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
             if number in self._open:
                 await peer.meet(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
@@ -167,9 +177,11 @@ class PipelineSimulation:
                     (_now(), number, "reserved", {"stage": self._stages[number]})
                 )
             node = PipelineNode(
-                self._plan, pipeline, peer, self._means(number), self._stages[number], tokens
+                self._plan, pipeline, peer, self._means(number), self._stages[number], text
             )
             self.nodes[number] = node
+            if self._held_out is not None:
+                node.evaluates_on(self._held_out, self._plan)
             self._made(number, node)
             if self._births == 1:
                 node.found()
@@ -192,7 +204,8 @@ class PipelineSimulation:
             self.tale.events.append((_now(), number, kind, fields))
 
         device = self._world.parts[number].device or Device()
-        return NodeServices(inline, run_pass, inline, report, device=device)
+        weights = self._weights if self._births == 1 else None
+        return NodeServices(inline, run_pass, inline, report, device=device, weights=weights)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)
@@ -203,9 +216,13 @@ class PipelineSimulation:
             role, key = role_of(stage), bytes(32)
             return seal(identity, Record(run, peer, incarnation, sequence, curve=key, role=role))
 
-        terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
+        founder, waits = self._identities[0], (self._world.view_s, self._world.branch_after_s)
+        votes = self._world.votes
+        terms = RunTerms(run, self._plan.run_seed, founder.peer, *waits, votes=votes)
         links = self.network.links(identity.peer)
-        return Peer(terms, identity, links, directory, incarnation=incarnation, record=record)
+        peer = Peer(terms, identity, links, directory, incarnation=incarnation, record=record)
+        peer.membership.bring(ticket_of(founder, run))
+        return peer
 
     async def _introduced(self, me: str, directory: MemoryDirectory) -> list[bytes]:
         run = str(self._plan.run_seed)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from farflock.node.loop import Loop
+from farflock.node.run.entitled import entitlement_of_users
 from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
 from farflock.node.simulate.invariants import STORE_BYTES, InvariantChecker
 from farflock.node.train.driver import Driver
@@ -16,6 +17,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimLinks, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.tasks import cancel
 
 SLICE_S = 0.5  # of a step: a slow or stopped peer resumes this soon after the fault's end
@@ -44,15 +46,19 @@ class Population:
         watch: InvariantChecker,
         identities: list[Identity],
     ) -> None:
-        self.identities = identities
+        self.identities, self._founder = identities, identities[0]
         self.lives: dict[int, PeerLife] = {}
         self.slow: dict[int, float] = {}  # factor by which a peer computes slower
         self.lines: list[SimLinks] = []  # of all lives
+        self.peers: list[Peer] = []  # of all lives
+        self.max_tokens: int | None = None  # that a peer may claim for a round; None: no such limit
         self._seed, self._arm, self._network, self._watch = seed, arm, network, watch
         self._births = 0
 
     def begin(self, index: int) -> None:
         """Start a peer's next life; the first life of all peers starts the run."""
+        if not self._births:
+            self._founder = self.identities[index]
         self._births += 1
         life = PeerLife(asyncio.create_task(asyncio.sleep(0)))
         self.lives[index] = life
@@ -63,8 +69,9 @@ class Population:
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
+            entitled = entitlement_of_users(self.max_tokens, driver.method)
             client = self._watch.exchange_client(
-                peer, index, birth, driver, ExchangeClient(peer, self._seed)
+                peer, index, birth, driver, ExchangeClient(peer, self._seed, entitlement=entitled)
             )
             state_sync = StateSync(peer, driver, client, inline)
             loop = Loop(
@@ -102,8 +109,8 @@ class Population:
         record = self._record(index, birth)
         links = self._network.links(identity.peer)
         self.lines.append(links)
-        terms = RunTerms("chaos", self._seed, VIEW_S)
-        return Peer(
+        terms = RunTerms("chaos", self._seed, self._founder.peer, VIEW_S)
+        peer = Peer(
             terms,
             identity,
             links,
@@ -112,6 +119,9 @@ class Population:
             record=lambda: record,
             store_bytes=STORE_BYTES,
         )
+        self.peers.append(peer)
+        peer.membership.bring(ticket_of(self._founder, "chaos"))
+        return peer
 
     def _record(self, index: int, birth: int) -> bytes:
         identity = self.identities[index]

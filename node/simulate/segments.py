@@ -21,9 +21,22 @@ from farflock.node.state.paths import write_whole
 _LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
 
 
+class SimulatedEvaluation(msgspec.Struct, frozen=True, order=True):
+    """A member's measurement after a round; `by` is the number of the peer. The loss is None
+    unless the outcome is "ok"."""
+
+    round: int
+    repeated: bool
+    by: int
+    outcome: str
+    loss: float | None
+    standard_error: float
+
+
 class SegmentState(msgspec.Struct):
     """The state of a simulated run that passes from leg to leg, apart from its nodes. `losses`
-    are pairs of the run's tokens and a loss, `rounds` pairs of a stream and an applied round."""
+    are pairs of the run's tokens and a loss, `rounds` pairs of a stream and an applied round.
+    `alarm` says why the guard ended the run."""
 
     legs: int = 0
     births: int = 0
@@ -32,6 +45,8 @@ class SegmentState(msgspec.Struct):
     virtual_s: float = 0.0
     losses: list[tuple[int, float]] = msgspec.field(default_factory=list)
     rounds: set[tuple[str, int]] = msgspec.field(default_factory=set)
+    evaluations: list[SimulatedEvaluation] = msgspec.field(default_factory=list)
+    alarm: str = ""
 
 
 class _Page(msgspec.Struct):

@@ -10,7 +10,7 @@ import asyncio
 import collections
 import hashlib
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.node import ReplicaNode, model_of, replica_node
 from farflock.node.assembly.resume import load_state
+from farflock.node.assembly.text import text_hash
+from farflock.node.data.sequences import Text
 from farflock.node.model.device import Device
 from farflock.node.model.evaluation import LossEstimate, losses, summarise
-from farflock.node.model.llama import build
+from farflock.node.model.frozen_base import BasePrecision
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.step_options import StepOptions
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
-from farflock.node.simulate.segments import SegmentState, SegmentStore
+from farflock.node.simulate.segments import SegmentState, SegmentStore, SimulatedEvaluation
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.state.weights_file import WeightsFolder
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.ending import drain
 from farflock.node.train.task import Loss
 from farflock.optimizers.catalog import method
@@ -42,6 +45,7 @@ from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.sim.directory import DirectoryFaults, MemoryDirectory, MemoryTable
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.tasks import cancel
 
@@ -79,6 +83,8 @@ class SimulationResult:
     virtual_s: float
     kills: int
     steps: int
+    evaluations: list[SimulatedEvaluation] = field(default_factory=list)
+    alarm: str = ""  # why the guard ended the run
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
 
@@ -89,7 +95,7 @@ class Simulation:
         self,
         plan: RunPlan,
         world: World,
-        tokens: TokenIds,
+        text: Text,
         progress: Callable[[float], None],
         story: SegmentState,
         saved: Mapping[int, Checkpoint],
@@ -97,7 +103,8 @@ class Simulation:
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
+        self.weights: WeightsFolder | None = None  # that the run starts from, if not from its seed
+        self._plan, self._world, self._text, self._progress = plan, world, text, progress
         self._story, self._saved, self._until = story, saved, until
         self._random = random.Random(f"{plan.run_seed}/simulation")
         self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
@@ -109,6 +116,8 @@ class Simulation:
         self._lives: dict[int, asyncio.Task[None]] = {}
         self._nodes: dict[int, ReplicaNode] = {}
         self._done = 0
+        self.held_out: TokenIds | None = None  # what peers evaluate on
+        self.bases: Sequence[BasePrecision] = ("fp32",)  # in which peers hold frozen weights
         # reseeded per leg, but only after the speeds, which all legs share
         self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")
 
@@ -129,6 +138,8 @@ class Simulation:
             self.network.line(node.peer.me).sent_bytes for node in self._nodes.values()
         )
         self._story.virtual_s += asyncio.get_running_loop().time()
+        ends = [node.evaluator.ended_by for node in self._nodes.values() if node.evaluator]
+        self._story.alarm = next((alarm.reason for alarm in ends if alarm is not None), "")
         return dict(sorted(self._nodes.items()))
 
     async def _until_done(self) -> None:
@@ -157,7 +168,7 @@ class Simulation:
                 node.found()
             else:
                 await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
-            await node.loop.run(self._until, drain_s=LINGER_S)
+            await node.loop.run(self._until, LINGER_S, node.guarded(None))
             self._done += 1
             await asyncio.sleep(LINGER_S)
             await drain(node.loop, LINGER_S)
@@ -187,30 +198,51 @@ class Simulation:
                 self._story.losses.append((node.loop.driver.tokens, fields["loss"]))
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
+            elif kind == "evaluation":
+                self._evaluated(fields)
 
+        has_weights = self._story.births == 1 or self._plan.lora is not None
         node = replica_node(
             self._plan,
             peer,
-            self._tokens,
+            self._text,
             compute=inline,
             train=train,
             report=report,
             device=self._device,
-            step_options=StepOptions(compile="off"),
+            step_options=StepOptions(compile="off", base=self.bases[index % len(self.bases)]),
+            weights=self.weights if has_weights else None,
         )
+        if self.held_out is not None:
+            node.evaluates_on(self.held_out, self._plan)
         return node
+
+    def _evaluated(self, fields: Mapping[str, Any]) -> None:
+        """Note a value that a peer took in, once."""
+        ids = [identity.peer for identity in self._identities]
+        kinds = ("outcome", "loss", "standard_error")
+        said = SimulatedEvaluation(
+            fields["round"],
+            fields["repeated"],
+            ids.index(fields["by"]),
+            *(fields[kind] for kind in kinds),
+        )
+        if said not in self._story.evaluations:
+            self._story.evaluations.append(said)
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity = self._identities[index]
         world = self._world
-        terms = RunTerms(
-            str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s
-        )
+        run, founder = str(self._plan.run_seed), self._identities[0]
+        waits = world.view_s, world.branch_after_s
+        terms = RunTerms(run, self._plan.run_seed, founder.peer, *waits)
         record = self._record(index, incarnation)
         links = self.network.links(identity.peer)
-        return Peer(
+        peer = Peer(
             terms, identity, links, directory, incarnation=incarnation, record=lambda: record
         )
+        peer.membership.bring(ticket_of(founder, run))
+        return peer
 
     def _record(self, index: int, incarnation: int) -> bytes:
         identity = self._identities[index]
@@ -276,6 +308,8 @@ def outcome(world: World, story: SegmentState, states: dict[str, State]) -> Simu
         virtual_s=story.virtual_s,
         kills=story.kills,
         steps=len(story.losses),
+        evaluations=sorted(story.evaluations, key=lambda each: (each.round, each.repeated)),
+        alarm=story.alarm,
         states=states,
     )
 
@@ -283,24 +317,30 @@ def outcome(world: World, story: SegmentState, states: dict[str, State]) -> Simu
 def simulate(
     plan: RunPlan,
     world: World,
-    tokens: TokenIds,
+    text: Text,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
     device: Device | None = None,
+    weights: WeightsFolder | None = None,
+    measured_on: TokenIds | None = None,
 ) -> SimulationResult:
-    """Run a simulation to its end, with all models on `device` (None: the CPU).
+    """Run a simulation to its end, with all models on `device` (None: the CPU). Only the founder
+    has the `weights` that the run starts from, if any, unless adapters are trained beside them.
+    Drawn peers evaluate on the held-out tokens `measured_on`; with None, all say that they cannot.
 
     With a `folder` each leg is saved there, and saved legs are not run again; the outcome is bit
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
     shelf: SegmentStore | None = None
     if folder:
-        data_hash = hashlib.sha256(tokens.tobytes()).hexdigest()
+        data_hash = text_hash(text)
         where = f"/{device.name}" if device is not None and device.place.type != "cpu" else ""
         shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}{where}")
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
     async def leg(until: int) -> dict[int, ReplicaNode]:
-        run = Simulation(plan, world, tokens, progress, story, saved, until, device)
+        run = Simulation(plan, world, text, progress, story, saved, until, device)
+        run.weights = weights
+        run.held_out = measured_on
         return await run.run()
 
     leg_tokens = world.leg_tokens or world.total_tokens
@@ -308,7 +348,7 @@ def simulate(
         _identity(plan, index).peer: checkpoint.parts["method"]
         for index, checkpoint in saved.items()
     }
-    while story.legs * leg_tokens < world.total_tokens:
+    while story.legs * leg_tokens < world.total_tokens and not story.alarm:
         nodes = run_virtual(leg(min((story.legs + 1) * leg_tokens, world.total_tokens)))
         states = {node.peer.me: _state(node) for node in nodes.values()}
         if shelf:
@@ -322,19 +362,21 @@ def held_out(
     x: Tensor,
     y: Tensor,
     device: Device | None = None,
+    weights: WeightsFolder | None = None,
 ) -> LossEstimate:
-    """Return the mean held-out loss of all peers' models; the standard error is over sequences."""
-    place = (device or Device()).place
+    """Return the mean held-out loss of all peers' models, which have `weights` if these are not
+    trained; the standard error is over sequences."""
+    options = StepOptions(compile="off")
     different = {state_hash(state): state for state in states}
-    weights = collections.Counter(state_hash(state) for state in states)
+    counts = collections.Counter(state_hash(state) for state in states)
     means = torch.zeros(len(x), dtype=torch.float64)
     for digest, state in different.items():
-        model = build(plan.model, plan.run_seed).to(place)
+        model = model_of(plan, device or Device(), options, weights)
         replica = PlainReplica(model, plan.inner_of(model), plan.clip_norm)
         kept = method(plan.method, **plan.options)
         kept.restore(replica, state, "adopt")
         replica.write(kept.eval_params(replica), "param")
-        means += losses(model, x, y) * (weights[digest] / weights.total())
+        means += losses(model, x, y) * (counts[digest] / counts.total())
     return summarise(means)
 
 

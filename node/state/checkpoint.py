@@ -26,6 +26,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from farflock.node.state.cut import Cut, raw
+from farflock.node.state.paths import sync
 
 TensorGroups = Mapping[str, Mapping[str, Tensor] | Cut]
 
@@ -37,6 +38,7 @@ _READ_BYTES = 1 << 20
 _STAGE_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_ASIDE = re.compile(r"step-(?P<step>[0-9]{1,18})\.(?P<reason>[a-z-]+)-(?P<number>[0-9]{1,9})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ def save(
         partial.mkdir()
         _write_all(partial, step, cuts, meta, files or {})
         os.replace(partial, target)
-        _sync_folder(folder)
+        sync(folder)
     except OSError as error:
         raise CheckpointError(_remedy(target, error)) from error
     finally:
@@ -129,6 +131,14 @@ def load(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest.step, parts, manifest.meta, contents)
 
 
+def meta_of(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's `meta` without a look at its other files; raise as `load` does."""
+    try:
+        return _read_manifest(folder).meta
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
 def latest(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint that verifies, or None; log a warning for each broken one."""
     for _, path in reversed(steps(folder)):
@@ -140,14 +150,18 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def prune(
-    folder: Path, keep: int, max_bytes: int | None = None, intact: set[Path] | None = None
+    folder: Path,
+    keep: int,
+    max_bytes: int | None = None,
+    intact: set[Path] | None = None,
+    spared: Path | None = None,
 ) -> None:
     """Delete all but the `keep` newest checkpoints that verify, then the oldest while they take
     more than `max_bytes`, and whatever crashes left behind.
 
-    The newest one that verifies always stays. Any checkpoint newer than the oldest one kept stays
-    for inspection, even if it is broken. Those in `intact` are not read again; what verifies is
-    added to it.
+    The newest one that verifies always stays, and so does `spared`. Any checkpoint newer than the
+    oldest one kept stays for inspection, even if it is broken. Those in `intact` are not read
+    again; what verifies is added to it.
     """
     if keep < 1:
         raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
@@ -156,6 +170,8 @@ def prune(
     for _, path in reversed(steps(folder)):
         taken_bytes += bytes_of(path)
         full = full or kept >= keep or bool(kept and max_bytes and taken_bytes > max_bytes)
+        if path == spared:
+            continue
         if full:
             shutil.rmtree(path)
         elif path in intact or _is_whole(path):
@@ -163,6 +179,27 @@ def prune(
             kept += 1
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def put_aside(folder: Path, reason: str) -> Path:
+    """Rename a checkpoint to the first free `step-N.REASON-M`, and return that: nothing takes it
+    for a checkpoint any more, and nothing deletes it. Raise `OSError` if that fails."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{reason}-{number}")).exists():
+        number += 1
+    os.replace(folder, aside)
+    return aside
+
+
+def steps_aside(folder: Path, reason: str) -> list[Path]:
+    """Return the checkpoints in `folder` that were set aside for this reason, oldest first."""
+    found = [(_ASIDE.fullmatch(path.name), path) for path in _entries(folder)]
+    named = [
+        (int(match["step"]), int(match["number"]), path)
+        for match, path in found
+        if match and match["reason"] == reason and path.is_dir()
+    ]
+    return [path for *_, path in sorted(named)]
 
 
 def bytes_of(folder: Path) -> int:
@@ -173,10 +210,12 @@ def bytes_of(folder: Path) -> int:
 def steps(folder: Path) -> list[tuple[int, Path]]:
     """Return the step and path of each checkpoint in `folder` (if any), oldest first, without
     verifying them."""
-    if not folder.is_dir():
-        return []
-    found = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = [(_STEP.fullmatch(path.name), path) for path in _entries(folder)]
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _require_names(step: int, parts: Mapping[str, Cut], files: Mapping[str, bytes]) -> None:
@@ -199,11 +238,8 @@ def _make_room(target: Path) -> None:
         raise CheckpointError(
             f"{target} exists already and is not overwritten; move it away, or resume from it"
         )
-    number = 1
-    while (aside := target.with_name(f"{target.name}.corrupt-{number}")).exists():
-        number += 1
+    aside = put_aside(target, "corrupt")
     log.warning("%s is corrupt; renaming it to %s", target, aside.name)
-    os.replace(target, aside)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -232,7 +268,7 @@ def _write_all(
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
     _write(partial / _MANIFEST, [msgspec.json.encode(sealed)])
     _finished(partial / _MANIFEST)
-    _sync_folder(partial)
+    sync(partial)
 
 
 def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
@@ -299,11 +335,7 @@ def _set_direct(descriptor: int, *, wanted: bool) -> bool:
 
 def _finished(path: Path) -> _File:
     """Make a file's content durable, and return its description."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
     return _File(_digest(path), path.stat().st_size)
 
 
@@ -313,15 +345,6 @@ def _digest(path: Path) -> str:
         while piece := content.read(_READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; an fsync of the files alone does not do this."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_manifest(folder: Path) -> _Manifest:

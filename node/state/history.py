@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from farflock.node.state.paths import NO_LINK
+
 DATABASE = "run.db"
 EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
 RECEIPTS, OLDER_RECEIPTS = "receipts.jsonl", "receipts.1.jsonl"
@@ -81,6 +83,7 @@ class History:
         """Open or create a history for writing; `clock` returns the wall time (s) for its rows."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _require_no_link(folder / DATABASE)
             database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc")
             _prepare(folder, database)
             for name in (EVENTS, RECEIPTS):
@@ -237,6 +240,12 @@ class History:
             raise _unusable(self._folder, error) from error
 
 
+def _require_no_link(path: Path) -> None:
+    """Raise `OSError` for a link: sqlite would write where it points."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
 def _connect(uri: str) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=_BUSY_S)
 
@@ -261,7 +270,7 @@ def _require_version(folder: Path, database: sqlite3.Connection) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a whole line in one write, or nothing: a full disk must not leave half a line."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if os.write(descriptor, line) < len(line):
@@ -275,7 +284,7 @@ def _end_last_line(path: Path) -> None:
     """End a line that a crash cut short, so that the next event stands alone."""
     if not path.exists() or not path.stat().st_size:
         return
-    with path.open("r+b") as file:
+    with os.fdopen(os.open(path, os.O_RDWR | NO_LINK), "r+b") as file:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             file.write(b"\n")

@@ -18,6 +18,9 @@ from farflock.swarm.peer.peer import OpenWait, Peer
 
 END_S = 30.0  # maximum wait for the others, on top of an open round's deadline
 CUT_OFF_S = 30.0  # silence of all others, after which a node is cut off; slow peers answer sooner
+# The deadlines of so many rounds must pass without any agreed tokens before a node that could have
+# trained the whole run meanwhile goes by its own estimate: a short run is a few rounds long.
+FRUITLESS_ROUNDS = 6
 LOOK_EVERY_S = 0.05
 
 
@@ -27,7 +30,8 @@ class EndBarrier:
     def __init__(self, peer: Peer, driver: Driver, state_sync: StateSync) -> None:
         self._peer, self._driver, self._state_sync = peer, driver, state_sync
         self._alone_s: float | None = None  # when this peer became alone
-        self._agreed = (-1, 0)  # agreed tokens, and this node's estimate when they last changed
+        # agreed tokens, and this node's estimate and the time when they last changed
+        self._agreed = (-1, 0, 0.0)
         self._ends_s: float | None = None  # end of the wait for the others
         self._has_told = False  # announced its rounds; before that, it compares nothing
 
@@ -35,15 +39,22 @@ class EndBarrier:
         """Return whether the agreed tokens have reached the total.
 
         The node's own estimate decides instead while the node is cut off, or once that estimate
-        has grown by the whole total since the agreed tokens last changed."""
+        has grown by the whole total since the agreed tokens last changed, some time ago."""
         agreed, estimate = self._driver.position.agreed_tokens, self._driver.tokens
         is_cut_off = self._is_cut_off()  # called every time: it measures how long
+        now_s = self._peer.context.now()
         if agreed != self._agreed[0]:
-            self._agreed = agreed, estimate
+            self._agreed = agreed, estimate, now_s
         if estimate < total_tokens or agreed >= total_tokens:
             return agreed >= total_tokens
-        # without the second bound, rounds that fail forever would keep the node in the run
-        return is_cut_off or estimate - self._agreed[1] >= total_tokens
+        # without this bound, rounds that fail forever would keep the node in the run
+        _, before, since_s = self._agreed
+        is_long = now_s - since_s >= FRUITLESS_ROUNDS * self._longest_s
+        return is_cut_off or (is_long and estimate - before >= total_tokens)
+
+    @property
+    def _longest_s(self) -> float:
+        return max((entry.deadline_s for entry in self._driver.streams), default=0.0)
 
     async def end(
         self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]
@@ -51,8 +62,7 @@ class EndBarrier:
         """Wait until all peers have ended with the same rounds, which `take_in` applies, or time
         is up."""
         context = self._peer.context
-        deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
-        self._ends_s = context.now() + deadline_s + END_S
+        self._ends_s = context.now() + self._longest_s + END_S
         while not stopping():
             await take_in()
             if self._agree() or context.now() >= self._ends_s:

@@ -34,7 +34,8 @@ from farflock.optimizers.method import (
 from farflock.optimizers.parts.blocks import LazyTensors, read, shapes_of
 from farflock.optimizers.parts.spread import Spread, in_turn
 from farflock.optimizers.parts.state import Shapes
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.context import PeerContext
+from farflock.swarm.protocol.entitlement import UNBOUNDED, Entitlement
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
@@ -136,8 +137,10 @@ class ExchangeClient:
         stage: int | None = None,
         spread: Spread = in_turn,
         home: torch.device = CPU,
+        entitlement: Entitlement = UNBOUNDED,
     ) -> None:
         self.peer, self._run_seed, self.stage, self.spread = peer, run_seed, stage, spread
+        self._entitlement = entitlement
         self.home = home
         self._codings: dict[str, _Coding] = {}
 
@@ -244,7 +247,7 @@ class ExchangeClient:
 
     def name(self, stream: str) -> str:
         """Return the swarm's name for a stream of the method."""
-        return self._codings[stream].name
+        return stream if self.stage is None else f"{stream}/{self.stage}"
 
     def newest(self, stream: str) -> int:
         """Return the last round of a stream that is known to be decided."""
@@ -278,12 +281,18 @@ class ExchangeClient:
             }
             coding.reducer.load_state(mine)
 
+    def _entitled(self, template: Exchange) -> Entitlement:
+        """Return what a member may claim in a round of this stream; only the first one counts
+        tokens."""
+        is_first = next(iter(self._codings)) == template.key.stream
+        return self._entitlement if is_first else replace(self._entitlement, tokens=0)
+
     def _stream(self, template: Exchange, noted: bool) -> Stream:
         shapes = shapes_of(template.tensors)
         out = layout_of(template, self._run_seed)
         back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
-        name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
+        name = self.name(template.key.stream)
         coding = self._codings[template.key.stream] = _Coding(
             name, shapes, out, back, reducer, noted, self.home
         )
@@ -296,6 +305,7 @@ class ExchangeClient:
             uniform=template.uniform or (noted and template.kind == "mean"),
             witnessed=noted,
             group=_group_size(template),
+            entitlement=self._entitled(template),
         )
         return Stream(
             name,

@@ -13,7 +13,6 @@ import torch
 
 from farflock.compression.catalog import codec
 from farflock.node.errors import Usage
-from farflock.node.model.llama import Llama
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.memory import Exchanged
 from farflock.node.run.terms import PipelinePlan, RunPlan
@@ -28,7 +27,7 @@ from farflock.optimizers.parts.state_fields import saved
 from farflock.optimizers.parts.stateful import StatefulMethod
 from farflock.swarm.messages import MAX_CHUNK_BYTES
 from farflock.swarm.peer.peer import STORE_BYTES
-from farflock.swarm.peer.round_log import LOG_ROUNDS
+from farflock.swarm.peer.rounds.round_log import LOG_ROUNDS
 from farflock.swarm.protocol.exchange.bundles import max_shards
 from farflock.swarm.protocol.exchange.content import SOFT
 
@@ -106,8 +105,7 @@ def require_carried(plan: RunPlan, pipeline: PipelinePlan | None = None) -> None
 
 def state_bytes(plan: RunPlan) -> int:
     """Return the bytes of the state that the method keeps beside the model, in float32."""
-    with torch.device("meta"):
-        shapes = {name: tuple(x.shape) for name, x in Llama(plan.model).named_parameters()}
+    shapes = plan.trained_shapes()
     made, small = method(plan.method, **plan.options), _small(shapes)
     _steps_between(made, shapes, [one.key.stream for one in made.streams(ShapeReplica(small))])
     assert isinstance(made, StatefulMethod), f"{plan.method} is not of the catalog"
@@ -132,7 +130,7 @@ def exchanged(
         payloads += gathered * size.out_bytes + size.back_bytes
     # what is sent, what came since, and a mean of them, while a round is open
     held = 3 if METHODS[unfolded(plan.method)[0]].keeps_gradients else 0
-    pending = residuals + held * VALUE_BYTES * plan.model.parameters()
+    pending = residuals + held * VALUE_BYTES * plan.trained_values
     kept = min(LOG_ROUNDS * payloads, STORE_BYTES)
     return Exchanged(state_bytes(plan), pending, payloads, kept)
 
@@ -146,9 +144,8 @@ def _opened(
     for stage, span in enumerate(spans):
         # Made first: constants of modules that it imports must be real.
         made = method(plan.method, **plan.options)
+        shapes = plan.trained_shapes(span)
         with torch.device("meta"):
-            parameters = Llama(plan.model, span).named_parameters()
-            shapes = {name: tuple(x.shape) for name, x in parameters}
             templates = made.streams(ShapeReplica(shapes))
         yield "" if span is None else f"/{stage}", shapes, templates
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from farflock.node.model.data import Batches
+from farflock.node.data.sequences import SequenceStream
 from farflock.node.model.device import Device
+from farflock.node.model.loss import counted_targets
 from farflock.node.model.ranks import Order
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.optimizers.method import Progress
@@ -25,12 +26,12 @@ class SharedTask:
 
     The loop of the leader calls `forward_backward`, which lets the followers `take_part`. FSDP
     gives each rank its shard of the mean gradient over ranks; losses are weighted so that this is
-    the mean over the batch, whatever number of rows a rank has.
+    the mean over the batch's targets that count, whatever number of rows a rank has.
     """
 
     module: nn.Module
     replica: FsdpReplica
-    batches: Batches
+    batches: SequenceStream
     schedule: Schedule
     accumulate: int
     device: Device
@@ -60,7 +61,9 @@ class SharedTask:
         losses: list[torch.Tensor] = []
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
-            for rows, share in shares_of(size, self.micro_batch or size, ranks.rank, ranks.count):
+            counted = max(counted_targets(batch[1]), 1)
+            for rows, own in shares_of(size, self.micro_batch or size, ranks.rank, ranks.count):
+                share = counted_targets(batch[1][rows]) / counted if own else 0.0
                 x, y = (self.device.bring(tokens[rows]) for tokens in batch)
                 loss = self.module(x, y) * share / self.accumulate
                 (loss * ranks.count).backward()

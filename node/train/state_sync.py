@@ -25,7 +25,8 @@ from farflock.optimizers.method import ExchangeKey, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.optimizers.parts.stateful import live_state
 from farflock.swarm.compute import Compute
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.context import PeerContext
+from farflock.swarm.peer.rounds.rounds import Rounds
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 
 STATE = "state"  # the name under which a method's whole state is served
@@ -33,6 +34,7 @@ MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
 NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
+LIST_TIMEOUT_S = 10.0  # for a member to tell a list that all of them should have
 UNKNOWN = b""  # hash of a state that is not written yet
 
 log = logging.getLogger(__name__)
@@ -42,11 +44,21 @@ class CorruptSnapshot(Exception):
     """A downloaded snapshot that does not match its hash or does not hold a state."""
 
 
+class NotNamed(Exception):
+    """A downloaded state that no certified list names; `lied` if one names another."""
+
+    def __init__(self, why: str, *, lied: bool) -> None:
+        super().__init__(why)
+        self.lied = lied
+
+
 class StatePeer(Protocol):
     """A peer, as its node's state sync sees it (swarm/peer/peer.py)."""
 
     context: PeerContext
     snapshots: Snapshots
+
+    rounds: Rounds
 
     def reach(self, stage: int | None = None) -> int:
         """Return the earliest round whose snapshot the logs of a stage's streams can continue;
@@ -106,7 +118,7 @@ class StateSync:
                 template, begun[template.key.stream], 0 if number else tokens, noted=noted
             )
         self._peer.context.progress_tokens = lambda: self._driver.tokens
-        self._peer.snapshots.serve(self._state_name, self._snapshot)
+        self._peer.snapshots.serve(self._state_name, self.snapshot)
 
     @property
     def feedback(self) -> State:
@@ -173,18 +185,59 @@ class StateSync:
                 snapshot = await self._peer.snapshots.fetch(
                     *(self._state_name, timeout_s, downloaded, oldest, stage, max_bytes, mine),
                     landing.room,
+                    certain=self._is_exact,
                 )
                 if snapshot.state == mine:  # as at the run's beginning, from the same weights
-                    rounds: dict[str, int] = {}
+                    rounds, tokens = dict[str, int](), 0
                     break
+                mine = None  # from here on another state may be here
                 try:
                     rounds = await self._compute(partial(self._restore, snapshot, landing.file))
-                    break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("discarded a downloaded snapshot, fetching another: %s", error)
                     self._peer.snapshots.distrust(self._state_name)
+                    continue
+                tokens = snapshot.tokens
+                if not self._is_exact or snapshot.sure:
+                    break
+                try:
+                    tokens = min(tokens, await self._named(rounds))
+                    break
+                except NotNamed as error:
+                    log.warning("discarded a downloaded snapshot, fetching another: %s", error)
+                    self._peer.snapshots.distrust(self._state_name, lied=error.lied)
         self._driver.forget()
-        self.open(rounds, snapshot.tokens)
+        self.open(rounds, tokens)
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._driver.method.equality == "exact"
+
+    async def _named(self, rounds: Mapping[str, int]) -> int:
+        """Return the run's tokens after the first round that is not in the state that is here, once
+        certified lists name it; raise `NotNamed` if they name another, or if no member knows the
+        list before. For each stream the list of that round has to name it; it may still be open."""
+        lists, tokens = self._peer.rounds.lists, 0
+        for template in self._driver.streams:
+            name, number = self._client.name(template.key.stream), rounds[template.key.stream]
+            mine = await self._compute(partial(self._agreed, template.key.stream))
+            close, begun = None, number >= template.key.round
+            while close is None:  # the caller's deadline ends it
+                # A round that no log holds is made up, or has been over for long.
+                if begun and await lists.fetch(name, number, LIST_TIMEOUT_S) is None:
+                    raise NotNamed(f"no member knows round {number} of {name}", lied=False)
+                close = await lists.fetch(name, number + template.stride, LIST_TIMEOUT_S)
+            if close.state != mine:
+                raise NotNamed(
+                    f"round {number + template.stride} of {name} began with another state",
+                    lied=bool(close.state),
+                )
+            tokens = max(tokens, close.tokens)
+        return tokens
+
+    def _agreed(self, stream: str) -> bytes:
+        """Return the hash with which this node would begin the stream's next round."""
+        return state_hash(self._driver.method.agreed(self._driver.replica, stream))
 
     def _beginning(self) -> bytes | None:
         """Return the hash of the state with which a run would begin here; None once it has."""
@@ -211,7 +264,7 @@ class StateSync:
         }
         return found
 
-    async def _snapshot(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """Return a snapshot of the current state. It is cut in the worker that applies results, so
         that the state and its rounds match, and written beside it."""
         async with self.spool.turn:

@@ -12,10 +12,11 @@ from typing import Protocol, SupportsFloat
 import torch
 from torch import nn
 
+from farflock.node.data.sequences import SequenceStream
 from farflock.node.errors import Failure
 from farflock.node.model.compiled import CompiledLayers
-from farflock.node.model.data import Batches
 from farflock.node.model.device import Device, is_out_of_memory
+from farflock.node.model.loss import counted_targets
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.batch_parts import BatchParts, drop_gradients, set_aside
 from farflock.node.train.loss_scale import LossScale, unscale
@@ -76,15 +77,15 @@ class LanguageModelTask:
     """A causal language model on one peer's stream of batches. `module` returns the mean loss of
     tokens and targets, as `Llama` does.
 
-    A step's gradient is the mean of `accumulate` batches, each computed in parts if the device has
-    no room for all of it. Matrix products run in the device's precision, or with `autocast` in
-    bf16; master weights and gradients stay fp32. The rate follows the run's progress, not this
-    peer's steps.
+    A step's gradient is the mean of `accumulate` batches, and that of a batch the mean over its
+    targets that count, also where it is computed in parts because the device has no room for all of
+    it. Matrix products run in the device's precision, or with `autocast` in bf16; master weights
+    and gradients stay fp32. The rate follows the run's progress, not this peer's steps.
     """
 
     module: nn.Module
     replica: PlainReplica
-    batches: Batches
+    batches: SequenceStream
     schedule: Schedule
     accumulate: int = 1
     autocast: bool = False
@@ -145,8 +146,10 @@ class LanguageModelTask:
         for part in range(self.accumulate):
             batch = self.batches.batch(step * self.accumulate + part)
             x, y = map(self.device.bring, batch)
+            counted = counted_targets(batch[1])
             for rows in self.parts:
-                share = self.accumulate * len(x) / len(x[rows])
+                some = counted_targets(batch[1][rows])
+                share = self.accumulate * counted / some if some else math.inf
                 loss_of = partial(self._loss, x[rows], y[rows], share)
                 if self.compiled is not None:
                     self.compiled.settle(len(x[rows]), loss_of)

@@ -403,16 +403,16 @@ class EDiT(OuterMethod):
             self._stats = torch.zeros(len(layers_of(replica.names)), 4, dtype=torch.float32)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Return the norms' statistics, or the means' phi, momentum and next round's weights."""
+        """Return the norms' statistics, or the means' phi and momentum.
+
+        The weights of the means' next round follow from the norms' round of the same number, which
+        a state that is downloaded may not have yet."""
         self.begin(replica)
         if stream == NORMS:
             return STATISTICS.write("layers", self._stats) | numbers(
                 {"seen": self._seen, "round": self._round}
             )
-        outer = saved(self._state, "shared") | numbers({"delta_round": self._delta_round})
-        return outer | _packed_weights(
-            {x: row for x, row in self._weights.items() if x == self._delta_round}
-        )
+        return saved(self._state, "shared") | numbers({"delta_round": self._delta_round})
 
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
         usable = [norm if norm < HUGE else HUGE for norm in norms]  # HUGE for NaN too

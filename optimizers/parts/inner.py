@@ -83,13 +83,13 @@ class InnerConfig:
     def build(
         self, module: nn.Module, *, fused: bool = False, moments: MomentType = "fp32"
     ) -> torch.optim.Optimizer:
-        """Return the optimizer over a module's parameters.
+        """Return the optimizer over those of a module's parameters that are trained.
 
         AdamW can be `fused`, for parameters on a device that has it, or keep its `moments` in
         fewer bytes; `ValueError` for such moments of another."""
         if moments != "fp32" and self.name != "adamw":
             raise ValueError(f"moments of {self.name} are float32, not {moments}; choose adamw")
-        parameters = list(module.parameters())
+        parameters = [one for one in module.parameters() if one.requires_grad]
         if self.name == "muon":
             hidden = hidden_matrices(module)
             inside = {id(parameter) for parameter in hidden}

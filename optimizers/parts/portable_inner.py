@@ -96,11 +96,13 @@ def is_portable(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, _Portable)
 
 
-def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Scale all gradients down so that their norm together is `max_norm` at most."""
+def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale all gradients down so that their norm together is `max_norm` at most; return what it
+    was before."""
     gradients = [x.grad for x in parameters if x.grad is not None]
     # Apple's GPUs have no float64.
     norm = norm_of(x.cpu() if x.device.type == "mps" else x for x in gradients)
     if not norm <= max_norm:  # NaN too, as in torch
         for x in gradients:
             x.mul_(max_norm / (norm + EPS))
+    return norm

@@ -4,9 +4,13 @@ import asyncio
 import contextvars
 import os
 import sys
+from pathlib import Path
 
+import hivemind
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+from farflock.swarm.dht.daemon_digest import accepted_digest, require_known_daemon
 
 CLOSE_TIMEOUT_S = 5.0
 DOOR_WAITS_S = (0.5, 2.0, 5.0)  # before attempts two, three and four to reach a peer
@@ -22,7 +26,8 @@ _starting: contextvars.ContextVar[list["BoundDaemon"]] = contextvars.ContextVar(
 
 
 class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's libp2p daemon; on Linux it is killed with the thread that started it.
+    """hivemind's libp2p daemon, which starts only if it is the known program; on Linux it is
+    killed with the thread that started it.
 
     Elsewhere it ends with its client's connection, or after `DAEMON_IDLE_TIMEOUT_S` without one.
     """
@@ -34,6 +39,7 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
         command: list[str] = P2P._make_process_args(*args, **options)
+        require_known_daemon(Path(command[0]), hivemind.__version__, accepted_digest())
         if sys.platform != "linux":
             return command
         return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]

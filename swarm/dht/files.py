@@ -31,7 +31,7 @@ class IdentityLock:
 
     def __init__(self, path: Path) -> None:
         """Raise `IdentityInUse` if the lock is held, `OSError` if the file cannot be opened."""
-        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

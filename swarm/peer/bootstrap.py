@@ -9,10 +9,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from farflock.swarm.chunk_store import Store
+from farflock.swarm.context import PeerContext
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Miss, Piece
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.tasks import cancel
 
 

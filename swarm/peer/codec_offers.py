@@ -7,9 +7,9 @@ newcomers have heard nothing.
 
 from collections.abc import Callable
 
+from farflock.swarm.context import PeerContext
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Reads
-from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 5.0  # an announcement may be lost; changes and newcomers do not wait for this
 

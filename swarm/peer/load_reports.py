@@ -4,9 +4,9 @@ All must compute it from the same numbers (swarm/protocol/rebalance.py): each se
 per period, and a peer that is missing a report computes nothing in that period.
 """
 
+from farflock.swarm.context import PeerContext
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.rebalance import LoadSnapshot, ServerLoad
 from farflock.swarm.roles import EVERY
 

@@ -6,7 +6,7 @@ next to it only pass in messages and time. It runs unchanged on real links and o
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,35 +14,46 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from farflock.swarm import messages
+from farflock.swarm.capability import Issuers
 from farflock.swarm.chunk_store import Store
 from farflock.swarm.compute import Compute, inline
+from farflock.swarm.context import Entrance, PeerContext
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.branching import Branching
-from farflock.swarm.peer.calls import Calls
+from farflock.swarm.peer.calls.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.evaluations import Evaluations
 from farflock.swarm.peer.load_reports import LoadReports
-from farflock.swarm.peer.membership import Membership
-from farflock.swarm.peer.pairing import Pairing
-from farflock.swarm.peer.round_log import work_pin
-from farflock.swarm.peer.rounds import Rounds
+from farflock.swarm.peer.rounds.pairing import Pairing
+from farflock.swarm.peer.rounds.round_log import counted, has_lapsed, is_filling, work_pin
+from farflock.swarm.peer.rounds.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.tallies import Tallies
 from farflock.swarm.peer.ticks import LOOK_EVERY, TICK_S, Ticks
+from farflock.swarm.peer.views.membership import Membership
+from farflock.swarm.protocol.agreement import axes
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
-from farflock.swarm.tasks import cancel
+from farflock.swarm.protocol.votes import EARNED, VoteTerms
+from farflock.swarm.tasks import cancel, kept_up
 
 ANNOUNCE_EVERY_S = 15.0  # well within a record's lifetime, so that one may be lost
-PART_S = 5.0  # a leaving peer stays this long at most for members that need it for a quorum
+# A leaving peer stays this long at most for members that need it for a quorum, and for a round that
+# they need it for, this long after the round's deadline.
+PART_S = 5.0
 HAND_OVER_S = 1.0  # time to hand over the last decision, which no other peer could tell them
 GOODBYE_S = 0.2  # time to send goodbyes, and to receive those of peers leaving along with us
 STORE_BYTES = 256 * 1024 * 1024
-MAX_ASKED = 8  # peers asked for a snapshot at once: enough to compare, few enough to answer
+MIN_ASKED = 8  # peers asked for a snapshot at once, or a quorum if that is more
+
+STAYS = (
+    "the others cannot decide an open round without this peer, so it stays for %.0f seconds at"
+    " most; stop it once more to quit at once"
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +62,23 @@ log = logging.getLogger(__name__)
 class RunTerms:
     """Terms known to all peers of a run; after `branch_after_s` without a quorum they branch.
 
-    A view holds for at least `view_s`."""
+    A view holds for at least `view_s`. `founder` signed view 0: no chain is believed that begins
+    with another one. `authorities` are keys that may invite as it may, and members may too if
+    `members_invite`. `votes` are the terms on which members come to vote."""
 
     run: str
     seed: int
+    founder: PeerId
     view_s: float = 30.0
     branch_after_s: float = 600.0
+    authorities: tuple[PeerId, ...] = ()
+    members_invite: bool = True
+    votes: VoteTerms = EARNED
+
+    @property
+    def issuers(self) -> Issuers:
+        """The keys that may let peers into the run."""
+        return Issuers(self.founder, self.authorities, self.members_invite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +105,35 @@ class Peer:
         compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
     ) -> None:
-        self.terms, self._links, self._directory, self._record = terms, links, directory, record
+        self.terms, self._directory, self._record = terms, directory, record
         self.tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.context = PeerContext(
-            terms.run, terms.seed, incarnation, links, store, self._spawn, compute
+            terms.run,
+            terms.seed,
+            incarnation,
+            links,
+            store,
+            self._spawn,
+            compute,
+            Entrance(terms.issuers, votes=terms.votes),
         )
-        self.membership = Membership(self.context, identity, terms.view_s)
-        self.rounds = Rounds(self.context)
+        self.membership = Membership(self.context, identity, terms.founder, terms.view_s)
+        self.rounds = Rounds(self.context, identity)
+        self.context.entrance.lapsed = lambda member: (
+            self.membership.admission.crowd.gives_way(member)
+            or has_lapsed(self.rounds.streams, self.context.views, member)
+        )
         self.pairing = Pairing(self.context)
+        known = self.rounds.streams, self.pairing.streams
+        self.context.entrance.counted = functools.partial(counted, *known)
+        self.membership.next_view.refounding.forks = self.rounds.forks
+        self.membership.next_view.refounding.reached = functools.partial(
+            _reached, self.context, self.rounds, self.pairing
+        )
         self.calls = Calls(self.context)
         self.tallies = Tallies(self.context)
+        self.evaluations = Evaluations(self.context, identity)
         self.loads = LoadReports(self.context)
         self.codec_offers = CodecOffers(self.context)
         self.snapshots = Snapshots(self.context, self._askable)
@@ -124,19 +164,23 @@ class Peer:
         router.add_exchange(self.loads.receive, messages.Load)
         router.add_exchange(self.codec_offers.receive, messages.Reads)
         router.add_exchange(self.tallies.receive, messages.Tally)
+        router.add_exchange(self.evaluations.receive, *get_args(messages.EvaluationMessage))
         return router
 
     @property
     def me(self) -> PeerId:
         """The id of this peer."""
-        return self._links.me
+        return self.context.me
 
     # the run
 
     def found(self) -> None:
-        """Start the run: view 0 has this peer as its only member."""
+        """Start the run, as its founder: view 0 has this peer as its only member.
+
+        A founder whose vote alone decides goes on with the views of its earlier life."""
         self.membership.book.mine = self._record()
-        self.membership.found()
+        if not self.membership.go_on_alone():
+            self.membership.found()
 
     async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Learn the run's views from these members; raise `TimeoutError` if none answers in time.
@@ -171,22 +215,30 @@ class Peer:
         self.membership.admission.leave()
 
     async def part(self) -> None:
-        """Say goodbye and stay until the others can decide alone, but for `PART_S` at most."""
+        """Say goodbye and stay until the others can decide alone, but for `PART_S` at most.
+
+        An open round that they cannot decide without this peer may last until its deadline."""
         alone, now = self.context.chain is None or self.alone, self.context.now
         self.leave()
-        until_s, goes_s = now() + PART_S, now() + GOODBYE_S
+        ends = [] if alone else self._needed_until()
+        until_s, goes_s = max([now(), *ends]) + PART_S, now() + GOODBYE_S
+        says_s = now() + PART_S
         # Each look at which the others need this peer extends the stay, up to `until_s`.
         while not alone and now() < min(until_s, goes_s):
-            goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s
+            if now() >= says_s:
+                says_s = until_s
+                log.warning(STAYS, until_s - now())
+            goes_s = now() + HAND_OVER_S if self._needed_until() else goes_s
             self.membership.sync.repeat_newest()
             await asyncio.sleep(TICK_S)
 
-    def _is_needed(self) -> bool:
-        """True if the newest view, or one of an open round, has no quorum without this peer."""
-        return any(
-            self.membership.admission.is_needed_in(view)
-            for view in (self.context.views.newest, *self.rounds.next_views())
-        )
+    def _needed_until(self) -> list[float]:
+        """Return the deadlines of what the others cannot decide without this peer.
+
+        These are the open rounds, and the next view, whose deadline is now."""
+        decisions = [(self.context.views.newest, self.context.now()), *self.rounds.to_decide()]
+        is_needed_in = self.membership.admission.is_needed_in
+        return [ends_s for view, ends_s in decisions if is_needed_in(view)]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Peer"]:
@@ -194,7 +246,8 @@ class Peer:
         owner = asyncio.current_task()
         assert owner is not None
         self._owner = owner
-        for loop in (self._receive_loop(), self._tick_loop(), self._announce_loop()):
+        announcing = kept_up("announcing this peer", self._announce_loop)
+        for loop in (self._receive_loop(), self._tick_loop(), announcing):
             self._spawn(loop)
         try:
             yield self
@@ -215,7 +268,7 @@ class Peer:
             self.pairing.open(stream, after_round)
         else:
             self.rounds.open(stream, after_round, tokens)
-        self.branching.opened(stream.name)
+        self.branching.drift.opened(stream.name)
 
     async def exchange(
         self,
@@ -234,7 +287,7 @@ class Peer:
         that its state belongs to, until the stream is opened again."""
         self._stirred.set()
         key = Key(name, number)
-        if name in self.branching.adrift:
+        if name in self.branching.drift.streams:
             return RoundOutcome(key, "lost", number + 1)
         paired = self.pairing.streams.get(name)
         stream = paired or self.rounds.streams[name].stream
@@ -245,7 +298,7 @@ class Peer:
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """Return a decided collective round from the log; None if there is none."""
-        known = name not in self.pairing.streams and name not in self.branching.adrift
+        known = name not in self.pairing.streams and name not in self.branching.drift.streams
         return self.rounds.decided(name, number) if known else None
 
     def newest(self, name: str) -> int:
@@ -275,7 +328,7 @@ class Peer:
 
     async def _receive_loop(self) -> None:
         while True:
-            sender, packed = await self._links.receive()
+            sender, packed = await self.context.links.receive()
             try:
                 frame = unpack(packed)
             except ProtocolViolation as error:
@@ -295,6 +348,7 @@ class Peer:
                     self.branching.tick()
                 self.rounds.tick()
                 self.tallies.tick()
+                self.evaluations.tick()
                 self.loads.tick()
                 self.codec_offers.tick()
             await self.ticks.wait()
@@ -314,8 +368,10 @@ class Peer:
         if chain is not None:
             members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
         others = (peer for peer in members if peer != self.me)
-        askable = (peer for peer in others if self.context.life(peer) != "dead")
-        return list(itertools.islice(askable, MAX_ASKED))
+        askable = [peer for peer in others if self.context.life(peer) != "dead"]
+        sources = self.branching.drift.sources
+        askable = [peer for peer in askable if peer in sources] or askable
+        return askable[: max(MIN_ASKED, len(members) // 2 + 1)]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -332,6 +388,16 @@ class Peer:
             self._owner.cancel()
 
 
+def _reached(context: PeerContext, rounds: Rounds, pairing: Pairing) -> int | None:
+    """Return the first round that is not wholly here; None before a stream is open, while the
+    content of that round may still come, and where stages have rounds of their own."""
+    if rounds.staged or is_filling(rounds.streams):
+        return None
+    if rounds.names:
+        return rounds.floor()
+    return axes.at(context.touched.floor, None) if pairing.streams else None
+
+
 # (sender, its incarnation, a message of one of the types that the receiver was added for)
 Receive = Callable[[PeerId, int, Any], None]
 
@@ -343,7 +409,8 @@ class Router:
         self._context, self._membership, self._rounds = context, membership, rounds
         # Read-only between additions: the peer is watched for tables that grow as messages arrive.
         self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
-        self.add(membership.receive, *get_args(messages.ViewMessage | messages.TimeMessage))
+        about_members = messages.ViewMessage | messages.StatementMessage | messages.TimeMessage
+        self.add(membership.receive, *get_args(about_members))
         self.add(self._receive_vote, *get_args(messages.PaxosMessage))
         self.add_exchange(rounds.receive, *get_args(messages.ContentMessage | messages.LogMessage))
 
@@ -365,6 +432,9 @@ class Router:
     def deliver(self, sender: PeerId, frame: Frame) -> None:
         """Pass a frame's message to its receiver."""
         message = frame.message
+        if sender in self._context.entrance.orders.banned:
+            self._context.drop("of a banned peer")
+            return
         if isinstance(message, messages.ChunkMessage):
             self._context.chunks.receive(sender, message, frame.body)
         else:

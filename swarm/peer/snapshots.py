@@ -16,16 +16,19 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.context import PeerContext
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.protocol.views import View
 
 ASK_EVERY_S = 1.0  # queries and offers may be lost
 SETTLE_S = 0.5  # wait after the first offer for others to compare it with
+COMPARE_S = 5.0  # for a quorum to announce one state; some make theirs for the first time
 MAX_LISTED = 65_536  # chunks in one listing, which is a chunk itself
 MAX_LISTINGS = 64  # of one snapshot
 PARALLEL = 16  # chunks fetched at once: enough to fill a slow link
-MAX_ASKERS = 64  # peers that wait for one snapshot; others ask again
+MAX_ASKERS = 64  # peers that wait for one snapshot, half of them members; others ask again
+SHUN_S = 600.0  # for which a member that offered a wrong state is not asked for another
 MAX_DISTRUSTED = 64  # bad snapshots remembered; the oldest is forgotten first
 # A snapshot is offered until this many rounds have begun since: the logs must still continue it.
 KEEP_ROUNDS = 4
@@ -44,13 +47,15 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 class Snapshot:
     """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then.
 
-    Chunks may be views of a mapped file. `digests` are theirs, if they are known already."""
+    Chunks may be views of a mapped file. `digests` are theirs, if they are known already. What is
+    not `sure` is the word of a few members, until a certified close list names it."""
 
     round: int
     state: bytes
     tokens: int
     chunks: tuple[bytes | memoryview, ...]
     digests: tuple[bytes, ...] = ()
+    sure: bool = field(default=False, compare=False)  # a quorum offers it
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
@@ -76,6 +81,7 @@ class _Download:
     max_bytes: int | None
     known: bytes | None  # the hash of the state that is here
     room: Room
+    certain: bool
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
     here: dict[tuple[bytes, int], memoryview] = field(default_factory=dict)  # chunks, verified
 
@@ -92,6 +98,9 @@ class Snapshots:
         self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, _Download] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # (state's hash, listing)
+        self._holders: dict[str, list[PeerId]] = {}  # of what was taken last
+        # Until when members are not asked that offered a state that a certified list contradicts.
+        self._shunned: dict[PeerId, float] = {}
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(
             maxlen=MAX_DISTRUSTED
         )
@@ -115,8 +124,13 @@ class Snapshots:
         """Answer a query, or note an offer."""
         if isinstance(message, StateOffer):
             self._take_offer(sender, message)
+            return
+        standing = self._context.standing(sender)
+        if standing == "stranger":
+            self._context.drop("state query of a stranger")
         elif message.stream in self._askers:
-            if len(self._askers[message.stream]) < MAX_ASKERS:
+            most = MAX_ASKERS if standing == "member" else MAX_ASKERS // 2
+            if len(self._askers[message.stream]) < most:
                 self._askers[message.stream].add(sender)
         elif message.stream in self._providers:
             self._askers[message.stream] = set()
@@ -127,7 +141,7 @@ class Snapshots:
 
         The state of an unknown view might belong to another chain than ours."""
         wanted, chain = self._downloads.get(offer.stream), self._context.chain
-        if wanted is None or sender not in self._members(wanted.stage):
+        if wanted is None or sender not in self._possible(wanted.stage):
             return  # not asked for, or not by a possible holder
         if (offer.state, offer.digest) in self._distrusted:
             self._context.drop("distrusted snapshot")
@@ -139,9 +153,17 @@ class Snapshots:
         else:
             wanted.offers[sender] = offer
 
-    def distrust(self, name: str) -> None:
-        """Refuse the last download from now on: the caller found that it is not as offered."""
+    def distrust(self, name: str, *, lied: bool = False) -> None:
+        """Refuse the last download from now on: the caller found that it is not as offered.
+
+        If those that offered it `lied`, none of theirs is taken for a while. They are not accused:
+        a peer that has just fallen out of step offers such a state too."""
         self._distrusted.append(self._taken.pop(name))
+        now_s = self._context.now()
+        self._shunned = {peer: end_s for peer, end_s in self._shunned.items() if end_s > now_s}
+        for peer in self._holders.pop(name, []) if lied else []:
+            self._context.drop("state that no close list names")
+            self._shunned[peer] = now_s + SHUN_S
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -173,14 +195,21 @@ class Snapshots:
         max_bytes: int | None = None,
         known: bytes | None = None,
         room: Room = in_memory,
+        certain: bool = False,
     ) -> Snapshot:
         """Download the state that most members announce, after round `min_round` or later.
+
+        If the caller has to be `certain`, wait a little for a state that a quorum announces; if
+        there is none, of those with as many votes take the earliest, for which a certified list may
+        exist already.
 
         No log leads on from an earlier state, however many peers lag behind with it. With `stage`,
         only its members are asked. A snapshot of more than `max_bytes` is not begun. The one of the
         state that is `known` here comes without chunks. The chunks of others follow one another in
         memory from `room`. Raise `SnapshotUnavailable` on timeout."""
-        download = self._downloads[name] = _Download(stage, min_round, max_bytes, known, room)
+        download = self._downloads[name] = _Download(
+            stage, min_round, max_bytes, known, room, certain
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, download, timeout_s, progress)
@@ -200,9 +229,10 @@ class Snapshots:
             chain = self._context.chain
             download.offers = {}
             await self._gather_offers(name, download)
-            offer, holders = _choose(download.offers)
+            offer, holders = _choose(download.offers, earliest=download.certain)
+            sure = self._is_sure(download, holders)
             if offer.state == download.known:
-                return Snapshot(offer.round, offer.state, offer.tokens, ())
+                return Snapshot(offer.round, offer.state, offer.tokens, (), sure=sure)
             pin = ("download", name)
             try:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
@@ -212,15 +242,66 @@ class Snapshots:
                 self._context.store.release(pin)
             # After a change of chain, this state belongs to the old one.
             if chunks is not None and self._context.chain is chain:
-                self._taken[name] = (offer.state, offer.digest)
-                return Snapshot(offer.round, offer.state, offer.tokens, chunks)
+                self._taken[name], self._holders[name] = (offer.state, offer.digest), holders
+                return Snapshot(offer.round, offer.state, offer.tokens, chunks, sure=sure)
 
     async def _gather_offers(self, name: str, download: _Download) -> None:
         while not download.offers:
-            for peer in self._members(download.stage):
-                self._context.send(peer, StateQuery(name))
-            await asyncio.sleep(ASK_EVERY_S)
+            await self._ask(name, download)
         await asyncio.sleep(SETTLE_S)
+        ends_s = self._context.now() + COMPARE_S
+        while download.certain and self._context.now() < ends_s:
+            _, holders = _choose(download.offers, earliest=True)
+            silent = set(self._possible(download.stage)) - download.offers.keys()
+            if not silent or self._is_sure(download, holders):
+                return
+            await self._ask(name, download)
+
+    def _possible(self, stage: int | None) -> list[PeerId]:
+        """Return the members to ask: all of them where all are shunned, for then none of them is
+        known to be worse than the others, and a quorum may agree by now."""
+        now_s, members = self._context.now(), self._members(stage)
+        return [peer for peer in members if self._shunned.get(peer, now_s) <= now_s] or members
+
+    async def _ask(self, name: str, download: _Download) -> None:
+        for peer in self._possible(download.stage):
+            self._context.send(peer, StateQuery(name))
+        await asyncio.sleep(ASK_EVERY_S)
+
+    def _is_sure(self, download: _Download, holders: list[PeerId]) -> bool:
+        """True if only these members are enough to vouch for their state: two that include this
+        peer could both be."""
+        others = [peer for peer in download.offers if peer not in holders]
+        rivals = collections.defaultdict[tuple[int, bytes, bytes, int], list[PeerId]](list)
+        for peer in others:
+            rivals[_what(download.offers[peer])].append(peer)
+        stage = download.stage
+        return self._are_quorum(holders, stage) and not any(
+            self._are_quorum(rival, stage) for rival in rivals.values()
+        )
+
+    def _are_quorum(self, holders: list[PeerId], stage: int | None) -> bool:
+        """True if these members could certify a list alone, or with this peer if it is one of them.
+
+        Of a stage's members, if they are most of the living others; and so for a voter that
+        restarted, where the others wait for its vote: no list can name their state before."""
+        chain = self._context.chain
+        if chain is None:
+            return False
+        view = chain.newest
+        if stage is not None:
+            return 2 * len(holders) > len(self._living(view, stage))
+        voters = view.electorate
+        heard = self._context.heard_in(view)
+        if self._context.me in voters.keys_that_vote and not voters.is_quorum(heard):
+            return 2 * len(holders) > len(self._living(view))
+        indices = {index for index, peer in enumerate(view.peers) if peer in holders}
+        me = self._context.my_index(view)
+        return view.electorate.is_quorum(indices if me is None else indices | {me})
+
+    def _living(self, view: View, stage: int | None = None) -> set[PeerId]:
+        peers = (view.peers[index] for index in view.serving(stage))
+        return {peer for peer in peers if not self._context.gone(view, peer)} - {self._context.me}
 
     async def _get(
         self,
@@ -318,7 +399,7 @@ class Snapshots:
         askers.add(asker)
         try:
             if name in self._providers and not self._is_new(name):
-                made = (self._context.touched, self._context.now(), self._version(name))
+                made = (self._context.touched.newest, self._context.now(), self._version(name))
                 snapshot = await self._providers[name]()
                 self._context.store.release(("snapshot", name))
                 self._served[name] = self._put(name, snapshot, ("snapshot", name))
@@ -337,7 +418,7 @@ class Snapshots:
         touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
         if name in self._versions:
             return name in self._made and version == self._version(name)
-        few_rounds = self._context.touched - touched <= KEEP_ROUNDS
+        few_rounds = self._context.touched.newest - touched <= KEEP_ROUNDS
         return few_rounds and self._context.now() - now_s <= KEEP_S
 
     def _version(self, name: str) -> int:
@@ -388,13 +469,15 @@ def _fill(places: list[memoryview], body: memoryview) -> None:
         place[:] = body
 
 
-def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
-    """Return the state announced most often (ties: the newest round) and its holders."""
-    votes = collections.Counter(
-        (offer.round, offer.state, offer.digest) for offer in offers.values()
-    )
-    best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
-    holders = sorted(
-        peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best
-    )
+def _choose(offers: dict[PeerId, StateOffer], *, earliest: bool) -> tuple[StateOffer, list[PeerId]]:
+    """Return the state announced most often, and its holders; of several the earliest, or the one
+    in the middle: anybody can claim a later round than all others."""
+    votes = collections.Counter(map(_what, offers.values()))
+    most = sorted(entry for entry in votes if votes[entry] == max(votes.values()))
+    best = most[0 if earliest else len(most) // 2]
+    holders = sorted(peer for peer, offer in offers.items() if _what(offer) == best)
     return offers[holders[0]], holders
+
+
+def _what(offer: StateOffer) -> tuple[int, bytes, bytes, int]:
+    return offer.round, offer.state, offer.digest, offer.tokens

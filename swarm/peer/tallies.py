@@ -1,8 +1,8 @@
 """The tokens taken in by a stage's members since its last round: a full batch makes its step due.
 
 Each member announces its count and adds up those of all members, so that all notice at nearly the
-same time, without asking a coordinator. A wrong number only makes that round's steps early or late:
-contributions carry their own weights.
+same time, without asking a coordinator. A wrong number only makes that round's steps early or late,
+and that of one other member makes none due alone: contributions carry their own weights.
 
 At the end of a run each member announces that it is done, and leaves when all have: an early leaver
 could miss a round that others began, and end with a different state. In a run of whole models
@@ -11,13 +11,13 @@ whether they have the same rounds (node/train/end_barrier.py).
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from farflock.swarm.context import PeerContext
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key, Tally
-from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 1.0  # announcements are repeated, as they may be lost
 
@@ -72,31 +72,49 @@ class Tallies:
             self._report(stream, book, mine)
 
     def is_over(self, stream: str) -> bool:
-        """True if the run is over for all living members of the stage."""
+        """True if the run is over for all members of the stage that are not dead."""
         return all(report.over for report in self.reports(stream).values())
 
     def reports(self, stream: str) -> dict[PeerId, TallyReport]:
-        """Return the last reports of the stage's living members, this peer included."""
-        book = self._books[stream]
-        return {
-            peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)
-        }
+        """Return the last reports of the stage's members that are not dead, this peer included.
 
-    def total(self, stream: str) -> int:
-        """Return the sum of the living members' tokens for the stage's next round."""
+        A suspect may be there all the same, on a lossy line: whoever leaves takes with it what the
+        others may still lack."""
+        book = self._books[stream]
+        told = self._told(book, lambda peer: self._context.life(peer) == "dead")
+        return {peer: report for (peer, _), report in told.items()}
+
+    def total(self, stream: str, max_each: int | None = None) -> int:
+        """Return the sum of the living members' tokens for the stage's next round; of each other
+        member, at most `max_each` count."""
         book = self._books.get(stream)
         if book is None:
             return 0
-        reports = (book.reports.get(who, TallyReport()) for who in self._living(book))
-        return sum(each.tokens for each in reports if each.round == book.round and not each.over)
-
-    def _living(self, book: _Book) -> Iterator[MemberLife]:
         view = self._context.views.newest
-        for member in (view.members[index] for index in view.serving(book.stage)):
-            if member.peer == self._context.me:
-                yield self._me
-            elif not self._context.gone(view, member.peer):
-                yield member.peer, member.incarnation
+        told = self._told(book, lambda peer: self._context.gone(view, peer))
+        return sum(
+            each.tokens if who == self._me or max_each is None else min(each.tokens, max_each)
+            for who, each in told.items()
+            if each.round == book.round and not each.over
+        )
+
+    def _told(
+        self, book: _Book, is_gone: Callable[[PeerId], bool]
+    ) -> dict[MemberLife, TallyReport]:
+        """Return the last reports of this peer and of a stage's members that have not begun another
+        life, and are not gone."""
+        view, lives = self._context.views.newest, self._context.lives
+        members = (view.members[index] for index in view.serving(book.stage))
+        there = [
+            self._me if member.peer == self._context.me else (member.peer, member.incarnation)
+            for member in members
+            if member.peer == self._context.me
+            or (
+                lives.get(member.peer, member.incarnation) == member.incarnation
+                and not is_gone(member.peer)
+            )
+        ]
+        return {life: book.reports.get(life, TallyReport()) for life in there}
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
         """Handle a member's report."""

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 
-from farflock.swarm.peer.calls import Calls
+from farflock.swarm.peer.calls.calls import Calls
 from farflock.swarm.peer.load_reports import LoadReports
-from farflock.swarm.peer.membership import Membership
-from farflock.swarm.peer.rounds import Rounds
+from farflock.swarm.peer.rounds.rounds import Rounds
+from farflock.swarm.peer.views.membership import Membership
 
 TICK_S = 0.1  # short against the resend times, so that repeats are hardly late
 LOOK_EVERY = 5  # ticks between checks for branches: those wait for minutes, and a check is costly

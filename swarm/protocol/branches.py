@@ -7,10 +7,17 @@ meet, one is given up whole: two logs are never merged (docs/decisions/007-branc
 Sans I/O, pure. swarm/protocol/views.py defines what a branch is and who must sign it.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_MEMBERS
+from farflock.swarm.protocol import backbone
+from farflock.swarm.protocol.agreement.convictions import Contradiction, Testimony
+from farflock.swarm.protocol.entitlement import MAX_CLAIMED_ROUNDS
 from farflock.swarm.protocol.views import (
     BadView,
     Certified,
@@ -18,13 +25,19 @@ from farflock.swarm.protocol.views import (
     View,
     decode_certified,
     encode,
-    genesis,
+    fitting,
+    learners_of,
+    view_key,
 )
+from farflock.swarm.statements import AnchoredView
 
 # A longer gap between two calls of `look` counts as this: the machine slept, and saw no peer leave.
 AWAKE_S = 1.0
 PREFIX_BYTES = 8  # of each view's hash in a trail
-MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
+# No line has more rounds in a second, on average over its life. Each takes several messages and
+# signatures, and its members train in between; real ones take seconds.
+MAX_ROUNDS_PER_S = 100.0
+STANDS_S = 30.0  # a member's word that its chain has its quorum; all are asked within this time
 
 
 @dataclass(slots=True)
@@ -44,7 +57,16 @@ class Solitude:
 def branch_of(parent: View, founders: Collection[int], first_round: int) -> View:
     """Return the branch that these members of a view would start."""
     members = tuple(parent.members[index] for index in sorted(founders))
-    return View(parent.number + 1, parent.branch_mark, first_round, members)
+    view = View(parent.number + 1, parent.branch_mark, first_round, members)
+    return msgspec.structs.replace(
+        view,
+        branches=parent.branches + 1,
+        roll=parent.roll,
+        roll_bytes=parent.roll_bytes,
+        learners=learners_of(parent, members),
+        statement=parent.statement,
+        refoundings=parent.refoundings,
+    )
 
 
 @dataclass(slots=True)
@@ -104,15 +126,7 @@ def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
 
 def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
     """Return our certified views after the fork, oldest first, as many as a message holds."""
-    views: list[bytes] = []
-    room = MAX_MISSING_BYTES
-    for entry in _after(chain, fork):
-        raw = encode(entry)
-        room -= len(raw)
-        if room < 0:
-            break
-        views.append(raw)
-    return tuple(views)
+    return fitting(encode(entry) for entry in _after(chain, fork))
 
 
 def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
@@ -121,9 +135,10 @@ def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
     Raise `BadView` if they do not fit. If the geneses differ, the same peer must have started the
     run, in another of its lives."""
     views = [decode_certified(raw) for raw in encoded]
-    other = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
-    if not other.views:
-        other.views = [_founding(chain, views[0] if views else None)]
+    if fork.number >= 0:
+        other = backbone.cut(chain, fork.number)
+    else:
+        other = _begun_again(chain, views[0] if views else None)
         views = views[1:]
     for certified in views:
         if not other.extend(certified):
@@ -136,13 +151,27 @@ def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
     return other
 
 
-def _founding(chain: Chain, first: Certified | None) -> Certified:
-    founder = chain.views[0].view.members[0].peer
-    if first is None or first.view.members[0].peer != founder or first.proofs:
-        raise BadView("the other chain does not begin with a view 0 by this run's founder")
-    if first.view != genesis(chain.run, first.view.members[0]):
-        raise BadView("the other chain's first view is not a view 0 of this run")
-    return first
+def _begun_again(chain: Chain, first: Certified | None) -> Chain:
+    """Return a chain of the same run and founder that begins with another view 0."""
+    if first is None:
+        raise BadView("the other chain does not begin with a view 0 of this run's founder")
+    return backbone.begun(chain.run, chain.views[0].view.members[0].peer, first)
+
+
+def is_anchored(anchor: AnchoredView | None, fork: Fork, number: int, its_trail: bytes) -> bool:
+    """True if, of two chains that have both gone on after a fork, the one that ends with view
+    `number` has the founder's anchor after it, as far as its trail tells.
+
+    The other one then lacks that view, however short it is: the two part before it."""
+    if anchor is None or not fork.mine or not fork.theirs or anchor[0] <= fork.number:
+        return False
+    return shows(anchor, number, its_trail)
+
+
+def shows(anchor: AnchoredView, number: int, its_trail: bytes) -> bool:
+    """True if the trail of a chain that ends with view `number` has the anchored view."""
+    place = (anchor[0] - number - 1) * PREFIX_BYTES + len(its_trail)
+    return place >= 0 and its_trail[place : place + PREFIX_BYTES] == anchor[1][:PREFIX_BYTES]
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
@@ -153,19 +182,85 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
+def max_tokens(mine: int, per_round: int, run_s: float) -> int:
+    """Return the most tokens that any line may have that began with the same view 0 as ours.
+
+    Ours has `mine`, a member may claim `per_round` in a round, and the run is `run_s` old at most.
+    What counts is that no honest line comes near it, not that it is tight: views say neither when
+    they began nor how many rounds their members had, so it takes the most of each."""
+    rounds = MAX_CLAIMED_ROUNDS + math.ceil(run_s * MAX_ROUNDS_PER_S)
+    return mine + MAX_MEMBERS * per_round * rounds
+
+
+@dataclass(slots=True)
+class Voices:
+    """The members of other chains that said lately that they see a quorum of their newest view."""
+
+    _said: dict[PeerId, tuple[bytes, float]] = field(default_factory=dict)  # (view, local time)
+
+    def hear(self, peer: PeerId, newest: View, now_s: float) -> None:
+        """Note the word of a member of a chain's newest view."""
+        self._said[peer] = newest.hash, now_s
+        self._said = {
+            peer: word for peer, word in self._said.items() if now_s - word[1] <= STANDS_S
+        }
+
+    def make_quorum(self, newest: View, now_s: float) -> bool:
+        """True if a quorum of this view said so in the last `STANDS_S`."""
+        words = (self._said.get(peer, (b"", -STANDS_S)) for peer in newest.peers)
+        voices = {
+            index
+            for index, (view, said_s) in enumerate(words)
+            if view == newest.hash and now_s - said_s <= STANDS_S
+        }
+        return newest.electorate.is_quorum(voices)
+
+
+def parts(chain: Chain, fork: Fork) -> bool:
+    """True if a chain left the last common view, or a later one, by a branch.
+
+    Chains from different starts of the run have no common view, and neither left it."""
+    return fork.number >= 0 and first_parting(chain, fork) is not None
+
+
 def first_parting(other: Chain, fork: Fork) -> int | None:
     """Return the first round of any branch after the fork; None if there is no branch.
 
     Earlier rounds are shared."""
+    return min((view.first_round for view in _branches(other, fork)), default=None)
+
+
+def has_begun(other: Chain, fork: Fork, peer: PeerId, incarnation: int) -> bool:
+    """True if a peer has signed, in this life, the first branch after the fork.
+
+    It is on that branch from its start, so it knows what was trained there. A later member of it
+    has the others' word for that."""
+    first = next(iter(_branches(other, fork)), None)
+    return first is not None and first.index(peer, incarnation) is not None
+
+
+def _branches(other: Chain, fork: Fork) -> list[View]:
+    """Return the branches after the fork, oldest first."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [
         entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark
     ]
-    return min((view.first_round for view in parted if view.number > fork.number), default=None)
+    return [view for view in parted if view.number > fork.number]
 
 
 def _after(chain: Chain, fork: Fork) -> list[Certified]:
     return [entry for entry in chain.views if entry.view.number > fork.number]
+
+
+def testify(mine: Chain, other: Chain, fork: Fork, found: Callable[[Contradiction], None]) -> None:
+    """Find those that signed, in one ballot, both of the views that follow the last common one."""
+    parent = next((each.view for each in mine.views if each.view.number == fork.number), None)
+    if parent is None:
+        return
+    testimony = Testimony(view_key(fork.number + 1), parent.electorate, found)
+    for each in (*_after(mine, fork)[:1], *_after(other, fork)[:1]):
+        if each.view.previous == parent.hash:
+            testimony.hear_votes(each.ballot, each.view.hash, each.proofs)
 
 
 def elsewhere(

@@ -2,7 +2,7 @@
 message. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from farflock.swarm.links import PeerId
@@ -32,6 +32,21 @@ def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId,
     or a death leaves the others' order as it is, as a reducer may keep an error-feedback residual.
     """
     return order(members, seed, b"", Key(stream, 0))
+
+
+def proposers(
+    ordered: Sequence[int],
+    serving: Collection[int],
+    votes: Callable[[int], bool],
+    stage: int | None,
+) -> tuple[int, ...]:
+    """Return the members that may propose a round's list, in their order: those that serve it,
+    voters first, then the other voters, which have nothing to propose.
+
+    All servers of a stage may be learners, so they propose too. Of a whole model, each voter has
+    what there is to propose."""
+    able = [each for each in ordered if votes(each) or (stage is not None and each in serving)]
+    return tuple(sorted(able, key=lambda each: (each not in serving, not votes(each))))
 
 
 def group_of(

@@ -32,7 +32,7 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
 )
-from farflock.swarm.protocol.transitions import after
+from farflock.swarm.protocol.agreement.transitions import after
 
 RESEND_S = 0.4  # short against a deadline, so that a lost message costs little of it
 # The leader no longer decides in this last fraction of the time: a follower that does not hear of

@@ -46,6 +46,7 @@ class Connection:
         self._begun_s = self._read_s = now_s
         self.backlog_bytes = 0  # taken by libzmq and not read, at the last tick
         self._taken_bytes = self._read_bytes = 0
+        self._excused_bytes = 0  # taken while we did not read
 
     def read(self, size_bytes: int, now_s: float) -> None:
         """Count a whole message as read."""
@@ -53,8 +54,11 @@ class Connection:
         self._read_bytes += wire_bytes(size_bytes)
 
     def excuse(self, now_s: float) -> None:
-        """Restart the silence timer: we did not read."""
+        """Restart the timers of silence and of a first frame, and a stranger's count of bytes: we
+        did not read, so a first frame may wait among what came."""
         self._read_s = now_s
+        if self.owner is None:
+            self._begun_s, self._excused_bytes = now_s, self.taken()
 
     def unread(self) -> int:
         """Return about how many bytes libzmq has taken since the message that was read last."""
@@ -68,15 +72,18 @@ class Connection:
 
         `caught_up`: its socket has no message left. Heartbeats are never read, so they would add up
         to a backlog; a message that was read ends it, unless others wait behind it."""
-        taken = self.taken()
+        taken, seen = self.taken(), self._taken_bytes
         before = 0 if self._read_bytes and caught_up else self.backlog_bytes
         self.backlog_bytes = max(0, before + taken - self._taken_bytes - self._read_bytes)
         self._taken_bytes, self._read_bytes = taken, 0
+        is_full = self.backlog_bytes > self.limit_bytes
         if self.owner is None:
             if now_s - self._begun_s > STRANGER_S:
                 return "stranger: no record in time"
-            return "stranger: too many bytes" if taken > STRANGER_WIRE_BYTES else None
-        if self.backlog_bytes > self.limit_bytes:
+            # What has come since the last tick may begin with a record that is not read yet.
+            many = seen - self._excused_bytes > STRANGER_WIRE_BYTES
+            return "stranger: too many bytes" if many or is_full else None
+        if is_full:
             return "endless message"
         return "silent" if now_s - self._read_s > SILENT_S else None
 

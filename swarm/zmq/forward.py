@@ -1,7 +1,7 @@
 """The forwarded transport: sealed frames through a third peer that both ends are connected to.
 
-Unlike libp2p's circuit relay it is available at once (no reservations), is metered, and carries the
-same frames. The relay learns who talks to whom, when and how much, and can drop frames; the seal
+Unlike libp2p's circuit relay it is available to members at once, is metered, and carries the same
+frames. The relay learns who talks to whom, when and how much, and can drop frames; the seal
 defeats anything else. No I/O here: bytes and `now_s` in, bytes out.
 
 To the relay: destination key (32) + payload. From the relay: the authenticated sender's key (32) +
@@ -30,7 +30,8 @@ HELLO_RETRY_S = 0.5
 HELLO_GIVE_UP_S = 5.0
 HELLOS_PER_S = 20.0  # each costs a signature check
 PING_EVERY_S = 0.25
-FORWARD_BYTES_PER_S = 32 * 1024 * 1024  # default for one sender
+FORWARD_BYTES_PER_S = 32 * 1024 * 1024  # at most, for one member
+CANDIDATE_BYTES_PER_S = 256_000  # for one candidate
 MAX_SENDERS = 1024  # whose allowance a relay remembers
 MAX_FORWARD_BYTES = 32 + 1 + SEAL_BYTES + 1 + 8 + MAX_FRAME_BYTES
 
@@ -69,11 +70,16 @@ class _Allowance:
 
 
 class Meter:
-    """A relay's budget: a rate for each sender, four times that for all; bursts of 1 s."""
+    """A relay's budget: a rate for each sender, and one for all, by default four times that.
 
-    def __init__(self, rate_per_s: float) -> None:
-        self._rate = rate_per_s
-        self._all = _Allowance(4 * rate_per_s, 0.0)
+    Bursts are of 1 s, and of `burst` at least: what does not fit into one never passes."""
+
+    def __init__(
+        self, rate_per_s: float, all_per_s: float | None = None, burst: float = 0.0
+    ) -> None:
+        self._rate, self._burst = rate_per_s, burst
+        self._all_rate = 4 * rate_per_s if all_per_s is None else all_per_s
+        self._all = _Allowance(max(self._all_rate, burst), 0.0)
         self._senders: dict[PeerId, _Allowance] = {}
 
     def __len__(self) -> int:
@@ -82,12 +88,13 @@ class Meter:
 
     def take(self, sender: PeerId, amount: float, now_s: float) -> bool:
         """Take `amount` from the budgets; if either has less, take nothing and return False."""
-        mine = self._senders.pop(sender, None) or _Allowance(self._rate, now_s)
+        burst = max(self._rate, self._burst)
+        mine = self._senders.pop(sender, None) or _Allowance(burst, now_s)
         self._senders[sender] = mine  # newest last: the least recent sender is forgotten first
         if len(self._senders) > MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
-        mine.refill(self._rate, self._rate, now_s)
-        self._all.refill(4 * self._rate, 4 * self._rate, now_s)
+        mine.refill(self._rate, burst, now_s)
+        self._all.refill(self._all_rate, max(self._all_rate, self._burst), now_s)
         if amount > mine.left or amount > self._all.left:
             return False
         mine.left -= amount

@@ -8,15 +8,23 @@ and gives up. The wire format is in `message`.
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Sendable, Transport, size_of
+from farflock.swarm.links import (
+    MAX_FRAME_BYTES,
+    Liveness,
+    PeerId,
+    Sendable,
+    Standing,
+    Transport,
+    size_of,
+)
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
-from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
+from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import BULK, CONTROL
@@ -35,8 +43,8 @@ MIN_SUSPECT_AFTER_S = 2 * HEARTBEAT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """Options of `ZmqLinks`; raise `ValueError` for a forwarding rate below one frame, and for a
-    time until silence counts that ends before the next heartbeat can be late."""
+    """Options of `ZmqLinks`; raise `ValueError` for a forwarding rate of nothing, and for a time
+    until silence counts that ends before the next heartbeat can be late."""
 
     incarnation: int
     sequence: int = 0  # no less than this identity has ever published
@@ -48,7 +56,10 @@ class LinkOptions:
     refuse: Collection[PeerId] = ()  # a block list
     # Of silence, at least `MIN_SUSPECT_AFTER_S`; use 2 to 3 s above 200 ms round trip.
     suspect_after_s: float = 0.85
-    forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
+    forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # for one sender
+    forward_all_bytes_per_s: float | None = None  # for all together; None: four times that
+    # The standing of a peer that wants something forwarded, until the views are known here.
+    standing: Callable[[PeerId], Standing] = lambda peer: "member"
 
     def __post_init__(self) -> None:
         if self.suspect_after_s < MIN_SUSPECT_AFTER_S:
@@ -56,11 +67,16 @@ class LinkOptions:
                 f"partners are heard every {HEARTBEAT_S} s, so silence says nothing before "
                 f"{MIN_SUSPECT_AFTER_S} s, got suspect_after_s={self.suspect_after_s}; pass more"
             )
-        if self.relay and self.forward_bytes_per_s < MAX_FORWARD_BYTES:
+        if self.relay and not min(self.forward_bytes_per_s, self.forward_all()) > 0:
             raise ValueError(
-                f"forwarding needs at least {MAX_FORWARD_BYTES} bytes a second, one frame, "
-                f"got {self.forward_bytes_per_s}; pass relay=False to forward nothing"
+                f"forwarding needs a rate, got {self.forward_bytes_per_s} bytes a second for one "
+                f"sender and {self.forward_all()} for all; pass relay=False to forward nothing"
             )
+
+    def forward_all(self) -> float:
+        """Return the bytes a second that are forwarded for all senders together."""
+        every = self.forward_all_bytes_per_s
+        return 4 * self.forward_bytes_per_s if every is None else every
 
 
 class ZmqLinks:
@@ -74,7 +90,8 @@ class ZmqLinks:
         self._closed = False
         key = identity.session_key()
         self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
-        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
+        rates = options.forward_bytes_per_s, options.forward_all()
+        self._detours = Relays(identity, run, table, options.relay, *rates, options.standing)
         self._handshakes = Handshakes(table)
         self._sender = Sender(table, self._detours)
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)

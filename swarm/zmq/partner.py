@@ -36,14 +36,9 @@ MAX_REDIAL_S = 8.0
 
 
 def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
-    """Return a record's ZMQ endpoints as (control, bulk) pairs, without kinds unknown here."""
-    pairs = []
-    for control, bulk in zip(record.endpoints[::2], record.endpoints[1::2], strict=False):
-        try:
-            pairs.append((zmq_endpoint(control), zmq_endpoint(bulk)))
-        except ValueError:
-            continue
-    return pairs
+    """Return a record's ZMQ endpoints as (control, bulk) pairs."""
+    pairs = zip(record.endpoints[::2], record.endpoints[1::2], strict=False)
+    return [(zmq_endpoint(control), zmq_endpoint(bulk)) for control, bulk in pairs]
 
 
 @dataclass(eq=False, slots=True)

@@ -3,14 +3,20 @@
 Relays are tried in this order: those that the partner's record names (it keeps connections to
 them), our own, then a few peers that we are connected to anyway. Each is tried for `RELAY_TRY_S`;
 the one that answers is kept.
+
+A relay serves its run and nobody else: identities are free, and a line costs its owner money. It
+forwards what members send, and a little for candidates: keys that were admitted once, and holders
+of a capability that have a place here (swarm/guests.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import PeerId
+from farflock.swarm.links import PeerId, Standing
 from farflock.swarm.zmq.forward import (
+    CANDIDATE_BYTES_PER_S,
     HELLOS_PER_S,
+    MAX_FORWARD_BYTES,
     Meter,
     Tunnel,
     is_hello,
@@ -26,6 +32,7 @@ RELAY_TRY_S = 1.0
 RELAY_SILENT_S = 2.0
 MAX_GUESSES = 4  # partners tried as relays that no record names
 MAX_UNCONFIRMED = 32  # tunnels whose partner has not yet proved that it holds the keys
+CANDIDATES_SHARE = 4  # all candidates together have this part of the budget of all
 
 
 class Relays:
@@ -37,11 +44,20 @@ class Relays:
         run: str,
         table: PartnerTable,
         relay: bool,
-        forward_bytes_per_s: float,
+        sender_bytes_per_s: float,
+        all_bytes_per_s: float,
+        standing: Callable[[PeerId], Standing],
     ) -> None:
         self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
+        self.standing = standing
+        self.relayed_bytes = 0  # forwarded for others so far
         self._identity, self._run, self._table, self.relay = identity, run, table, relay
-        self._meter = Meter(forward_bytes_per_s)
+        self._meter = Meter(sender_bytes_per_s, all_bytes_per_s, MAX_FORWARD_BYTES)
+        self._candidates_meter = Meter(
+            min(CANDIDATE_BYTES_PER_S, sender_bytes_per_s),
+            all_bytes_per_s / CANDIDATES_SHARE,
+            MAX_FORWARD_BYTES,
+        )
         self._hellos = Meter(HELLOS_PER_S)
 
     def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
@@ -58,15 +74,23 @@ class Relays:
             peer, payload = unpack_forward(body)
         except BadSeal:
             return "forward: bad frame"
+        standing = self.standing(sender.peer)
+        if standing == "stranger":
+            return "forward: from a stranger"
         target = self._table.partners.get(peer)
         route = target.best(lane) if target else None
         if route is None:
             return "forward: destination not connected"
+        if standing == "candidate" and not self._candidates_meter.take(
+            sender.peer, len(body), now_s
+        ):
+            return "forward: over a candidate's budget"
         if not self._meter.take(sender.peer, len(body), now_s):
             return "forward: over budget"
         if not route.write(pack_forward(FORWARDED, sender.peer, payload)):
             return "forward: no room"
         sender.relayed_bytes += len(body)
+        self.relayed_bytes += len(body)
         return None
 
     def take(

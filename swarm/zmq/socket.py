@@ -11,7 +11,6 @@ such counter). `guard` does the same while the loop is blocked.
 import asyncio
 import errno
 import ipaddress
-import re
 import struct
 from typing import Protocol
 
@@ -19,6 +18,7 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
+from farflock.swarm.addresses import parse_place
 from farflock.swarm.links import PeerId
 from farflock.swarm.zmq.connection import TELLS_SILENCE, Connection
 from farflock.swarm.zmq.forward import MAX_FORWARD_BYTES
@@ -37,7 +37,6 @@ MAX_CONNECTIONS = 128  # per lane; each takes two descriptors
 MAX_STRANGERS = 32  # connections whose first frame has not arrived
 BATCH = 64  # frames read before others get their turn
 
-_MULTIADDRESS = re.compile(r"/ip(4|6)/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})")
 _POLLIN = int(zmq.POLLIN)  # an operation on the enum takes longer than the look at the socket
 _EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -52,12 +51,8 @@ ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 def zmq_endpoint(multiaddress: str) -> str:
     """Convert a multiaddress `/ip4/A/tcp/P` or `/ip6/A/tcp/P`; raise `ValueError` for any other."""
-    match = _MULTIADDRESS.fullmatch(multiaddress)
-    if match is None or not 0 < int(match[3]) < 65536:
-        raise ValueError(f"{multiaddress[:128]!r} is not of the form /ip4/A/tcp/P or /ip6/A/tcp/P")
-    if match[1] == "4":
-        return f"tcp://{ipaddress.IPv4Address(match[2])}:{match[3]}"
-    return f"tcp://[{ipaddress.IPv6Address(match[2])}]:{match[3]}"
+    address, port = parse_place(multiaddress)
+    return f"tcp://{address}:{port}" if address.version == 4 else f"tcp://[{address}]:{port}"
 
 
 def multiaddress(host: str, port: int) -> str:

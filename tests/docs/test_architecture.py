@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farflock.swarm.protocol.decide import PROPOSER_TABLE
+from farflock.swarm.protocol.agreement.proposer import PROPOSER_TABLE
 from farflock.swarm.protocol.exchange.closing import CLOSING_TABLES
 from farflock.swarm.protocol.exchange.mean import BUNDLE_TABLE
 from farflock.swarm.protocol.pair import PAIR_TABLES

@@ -34,7 +34,7 @@ UNITS = {
 COUNTED = re.compile(
     "addresses|askers|bits|bundles|callers|calls|cells|changes|characters|checkpoints|chunks"
     "|codecs|connections|copies|descriptors|dials|doublings|heads|items|keys|lives|members"
-    "|microbatches|offers|parameters|partners|passes|paths|payloads|peers|rounds|samples"
+    "|microbatches|offers|parameters|partners|passes|paths|payloads|peers|rounds|samples|tokens"
     "|sequences|shards|sockets|stages|steps|values|versions|views"
 )
 

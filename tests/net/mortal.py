@@ -20,8 +20,8 @@ import torch
 from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
@@ -31,6 +31,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import joined
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
 from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN, SEED = "mortal", 3
@@ -38,6 +39,10 @@ PEERS, PERIOD, BATCH, SEQ = 4, 5, 2, 32
 TOKENS = PEERS * PERIOD * BATCH * SEQ * 10
 FIRST_ROUND = 3  # from then on the chosen point is the end
 STREAM = "delta"
+
+
+def identity_of(number):
+    return Identity.from_seed(bytes([number + 1]) * 32)
 
 
 class Killer:
@@ -117,12 +122,13 @@ class Life:
         return False
 
     async def live(self):
-        identity = Identity.from_seed(bytes([self.number + 1]) * 32)
+        identity = identity_of(self.number)
         links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=self.number + 1))
         try:
             records = await self.introduced(links)
+            founder = Identity.from_seed(bytes([1]) * 32)
             peer = Peer(
-                RunTerms(RUN, SEED, view_s=0.5),
+                RunTerms(RUN, SEED, founder.peer, view_s=0.5),
                 identity,
                 links,
                 None,
@@ -130,6 +136,7 @@ class Life:
                 record=links.record,
                 compute=(codecs := Worker("codec")),
             )
+            peer.membership.bring(ticket_of(founder, RUN))
             inner, schedule = (
                 InnerConfig(lr=3e-3),
                 Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10),

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch._dynamo  # noqa: F401 - makes a folder for temporary files, once
+from worlds.prepared import prepared
 
 from farflock.node.cli import main as cli
 from farflock.node.process import node_process as process
@@ -30,7 +32,7 @@ total_tokens = {tokens}
 [model]
 preset = "tiny"
 [data]
-corpus = "{corpus}"
+{data}
 [train]
 batch = 2
 seq = 32
@@ -49,7 +51,7 @@ from farflock.node.cli import main as cli
 from farflock.node.train.state_sync import StateSync
 from farflock.swarm.peer.snapshots import Snapshot
 
-whole = StateSync._snapshot
+whole = StateSync.snapshot
 
 async def snapshot(self):
     made = await whole(self)
@@ -59,7 +61,7 @@ async def snapshot(self):
     chunk[-1] ^= 1
     return Snapshot(made.round, made.state, made.tokens, (bytes(chunk), *made.chunks[1:]))
 
-StateSync._snapshot = snapshot
+StateSync.snapshot = snapshot
 cli.main()
 """
 LATER_VERSION = """
@@ -100,17 +102,17 @@ def written(folder):
 @pytest.fixture
 def manifest(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(RUN.format(tokens=1280, corpus="shakespeare", peers=1))
+    path.write_text(RUN.format(tokens=1280, data="", peers=1))
     return path
 
 
 class Founder:
     """A run that waits for a second peer, for others to join."""
 
-    def __init__(self, popen, folder, corpus, *how):
+    def __init__(self, popen, folder, data, *how):
         folder.mkdir()
-        self.folder, self.corpus = folder, corpus
-        (folder / "run.toml").write_text(RUN.format(tokens=10**9, corpus=corpus, peers=2))
+        self.folder = folder
+        (folder / "run.toml").write_text(RUN.format(tokens=10**9, data=data, peers=2))
         command = [sys.executable, *how, "run", str(folder / "run.toml"), "--folder", str(folder)]
         with (folder / "log.txt").open("wb") as log:
             self.process = popen(command, cwd=ROOT, stdout=log, stderr=log, env=ENVIRONMENT)
@@ -133,11 +135,11 @@ class Founder:
 
 @pytest.fixture(scope="module")
 def founder(nursery, tmp_path_factory):
-    """A founder with a text file; its snapshots are damaged while its folder holds `corrupt`."""
+    """A founder with texts of its own; its snapshots are damaged while its folder holds
+    `corrupt`."""
     folder = tmp_path_factory.mktemp("founder")
-    corpus = folder / "text.txt"
-    corpus.write_text("All the world's a stage.\n" * 2000)
-    made = Founder(nursery.popen, folder / "node", corpus, "-c", FOUNDER)
+    prepared(folder / "texts")
+    made = Founder(nursery.popen, folder / "node", 'from = "../texts"', "-c", FOUNDER)
     yield made
     made.end()
 
@@ -181,21 +183,19 @@ def test_a_damaged_state_is_not_taken_over(outcome, founder, tmp_path, monkeypat
     assert not (tmp_path / "b" / "checkpoints").exists()
 
 
-def test_another_text_under_the_same_name_is_refused(outcome, founder, tmp_path):
-    invite, text = founder.invite(), founder.corpus.read_text()
-    founder.corpus.write_text(text.replace("stage", "state"))
-    try:
-        code, sentence = outcome("join", invite, "--folder", tmp_path / "b")
-    finally:
-        founder.corpus.write_text(text)
-    assert code == 3
-    assert "text.txt has SHA-256" in sentence
-    assert "founder" in sentence
+@pytest.mark.parametrize("place", ["nowhere", "file:///etc"])
+def test_a_copy_of_the_data_that_cannot_be_one_is_refused(outcome, founder, tmp_path, place):
+    named = place if "://" in place else tmp_path / place
+    code, sentence = outcome(
+        "join", founder.invite(), "--folder", tmp_path / "b", "--data", str(named)
+    )
+    assert code in (1, 2)
+    assert "there is no folder" in sentence or "is not a web address" in sentence
 
 
 def test_a_run_of_another_version_is_refused_at_once(outcome, tmp_path):
     # A process from scratch: modules take the version over when they are imported.
-    later = Founder(subprocess.Popen, tmp_path / "a", "shakespeare", "-c", LATER_VERSION)
+    later = Founder(subprocess.Popen, tmp_path / "a", "", "-c", LATER_VERSION)
     try:
         invite, began_s = later.invite(), time.monotonic()
         code, sentence = outcome("join", invite, "--folder", tmp_path / "b")
@@ -253,6 +253,7 @@ def test_a_full_disk_leaves_not_even_half_a_key(outcome, manifest, disk):
     code, sentence = outcome("run", manifest, "--folder", full / "a")
     assert code == 1
     assert "No space left on device; free some space" in sentence
+    (full / "a" / "node.lock").unlink()  # empty
     assert written(full) == before
 
 

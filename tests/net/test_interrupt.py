@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from worlds.node_liveness import alive
+from worlds.node_processes import invite_file
 
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, grant_of, mint
+from farflock.swarm.identity import Identity
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -172,7 +174,7 @@ def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(
 ):
     founder = start("a", "run", manifest(2), "--folder", tmp_path / "a", "--json")
     invite = founder.reaches(lambda status: status["invite"])["invite"]
-    joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
+    joiner = start("b", "join", invite_file(tmp_path, invite), "--folder", tmp_path / "b", "--json")
     for each in (founder, joiner):
         each.reaches(lambda status: status["rounds"].get("ok", 0) >= 2)
     # half of the members, the senior one: the other cannot decide alone
@@ -220,8 +222,11 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{peer}"
-        invite = mint(Invite("ab" * 16, peer, (address,), int(time.time() + 600)))
-        joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
+        bare = Invite("ab" * 16, peer, (address,), int(time.time() + 600))
+        invite = mint(grant_of(Identity.from_seed(bytes(32)), bare, 1, 0, bytes(32)))
+        joiner = start(
+            "b", "join", invite_file(tmp_path, invite), "--folder", tmp_path / "b", "--json"
+        )
         joiner.wait_for(lambda: len(psutil.Process(joiner.process.pid).children()) == 1)
         pids = [
             joiner.process.pid,

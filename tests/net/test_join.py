@@ -106,7 +106,7 @@ def invite_of(process, folder):
 def from_outside(run, invite, folder):
     """A run looked at by its invite: its members and their answers; it is not joined."""
     looked = run(
-        [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"],
+        [*COMMAND, "status", str(invite), "--folder", str(folder / "c"), "--json"],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -132,12 +132,19 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     )
     assert "waits for members: 1 of 2 are here" in waiting.stdout
     assert "no step yet" in waiting.stdout
-    from_outside(nursery.run, invite, tmp_path)
+    from_outside(nursery.run, tmp_path / "a" / "invite.txt", tmp_path)
 
     with (tmp_path / "out.txt").open("wb") as out:
         shown, code = on_a_terminal(
             nursery.popen,
-            [*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"],
+            [
+                *COMMAND,
+                "join",
+                str(tmp_path / "a" / "invite.txt"),
+                "--folder",
+                str(tmp_path / "b"),
+                "--json",
+            ],
             out,
         )
     assert code == 0

@@ -26,8 +26,8 @@ from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import joined
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
@@ -87,6 +87,18 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     best = held_out_loss(unsplit, text)
     assert whole < unigram_loss(*text, 256) < untrained
     assert abs(whole - best) < 0.05 * (untrained - best)
+
+    measured = [entry for entry in founder.events("evaluation") if entry["outcome"] == "ok"]
+    assert len(measured) >= 2
+    assert measured[-1]["loss"] < measured[0]["loss"] < untrained + 0.5
+    every, sequences = manifest.evaluation.every, manifest.evaluation.sequences
+    for node in run.nodes:
+        newest = node.status()["evaluation"]
+        assert newest["sequences"] == sequences
+        assert newest["round"] % every == 0
+        assert (node.status()["no_evaluation"], node.status()["guard"]) == ("", "")
+    saved = founder.saved(0).meta["evaluation"]
+    assert saved["loss"] in {each["loss"] for each in measured}
 
 
 @pytest.mark.ci_more

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from worlds.node_processes import invite_file
 
 from farflock.node.process.brake import BRAKE
 
@@ -97,7 +98,8 @@ class Nodes:
         return [json.loads(line) for line in lines]
 
     def kinds(self, name: str):
-        return [event["kind"] for event in self.events(name) if event["kind"] != "round"]
+        usual = ("round", "start", "evaluation")
+        return [event["kind"] for event in self.events(name) if event["kind"] not in usual]
 
     def model(self, name: str) -> bytes:
         newest = max(
@@ -158,7 +160,7 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     swarm.found("founder")
     invite = swarm.wait("founder", lambda status: status["invite"])["invite"]
     for name in ("b", "c"):
-        swarm.start(name, "join", invite)
+        swarm.start(name, "join", invite_file(swarm.folder, invite))
     before = swarm.wait("founder", lambda status: status["step"] >= 100)
     swarm.processes["founder"].kill()
     swarm.processes["founder"].wait()
@@ -194,7 +196,7 @@ def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_th
     swarm.found("founder")
     invite = swarm.wait("founder", lambda status: status["invite"])["invite"]
     for name in ("b", "c"):
-        swarm.start(name, "join", invite)
+        swarm.start(name, "join", invite_file(swarm.folder, invite))
     swarm.wait("founder", lambda status: status["step"] >= 10)
     swarm.processes["founder"].kill()
     swarm.processes["founder"].wait()

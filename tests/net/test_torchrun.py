@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from worlds.node_processes import invite_file
 
 from farflock.node.process.brake import BRAKE
 
@@ -149,7 +150,7 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     def joins():
         """Return the step at which it began."""
         before = together(two)
-        two.start("join", invite, launcher=TORCHRUN)
+        two.start("join", invite_file(tmp_path, invite), launcher=TORCHRUN)
         began = two.reaches(lambda status: True)["step"]
         two.reaches(lambda status: together(two) >= before + 2)
         return began

@@ -9,14 +9,15 @@ from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.replica import OnDevice, in_memory
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 
 TOTAL = 3200
 
@@ -42,8 +43,11 @@ class Bench:
         mine = self.identities[number]
         links = self.network.links(mine.peer)
         record = self.record(number, incarnation)
-        terms = RunTerms("3", 3, view_s=2.0)
-        return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
+        founder = self.identities[0]
+        terms = RunTerms("3", 3, founder.peer, view_s=2.0)
+        peer = Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
+        peer.membership.bring(ticket_of(founder, "3"))
+        return peer
 
     def node(
         self,

@@ -6,21 +6,21 @@ import logging
 from dataclasses import replace
 
 import pytest
+from worlds.decisions import one_is_a_quorum
 
 from farflock.node.cli import main as cli
 from farflock.node.train import exchange_client
 from farflock.optimizers.diloco import DiLoCo
 from farflock.swarm import chunks
-from farflock.swarm.peer import rounds
-from farflock.swarm.protocol import decide, groups, pair, views
-from farflock.swarm.protocol.exchange import availability, mean
+from farflock.swarm.peer.rounds import rounds
+from farflock.swarm.protocol import groups, pair, views
+from farflock.swarm.protocol.exchange import mean
 
 
 def first_acknowledgement(patch):
     """Make a peer take one acceptance for a decision, and a leader apply before its follower
     confirms."""
-    patch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
-    patch.setattr(availability, "is_quorum", lambda members, size: len(members) >= 1)
+    one_is_a_quorum(patch)
     patch.setattr(pair.Pair, "_confirmed", lambda self: True)
 
 

@@ -29,6 +29,7 @@ from farflock.swarm.messages import Piece, Want
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 LLAMA_70B = ModelConfig(
@@ -97,14 +98,19 @@ class Task:
         pass
 
 
+def identity_of(number):
+    return Identity.from_seed(bytes([number + 1]) * 32)
+
+
 class Member:
     """A peer with its node."""
 
     def __init__(self, network, number, name, options, count):
         identity = Identity.from_seed(bytes([number + 1]) * 32)
+        founder = Identity.from_seed(bytes([1]) * 32)
         self.record = seal(identity, Record("size", identity.peer, 1, 1, curve=bytes(32)))
         self.peer = Peer(
-            RunTerms("size", 1, 1.0),
+            RunTerms("size", 1, founder.peer, 1.0),
             identity,
             network.links(identity.peer),
             None,
@@ -112,6 +118,7 @@ class Member:
             record=lambda: self.record,
             store_bytes=2**30,
         )
+        self.peer.membership.bring(ticket_of(founder, "size"))
         module = module_of(count)
         self.losses, self.rounds = [], collections.Counter()
         replica = PlainReplica(module, torch.optim.SGD(module.parameters(), 0.1), None)

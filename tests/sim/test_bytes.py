@@ -29,6 +29,7 @@ from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 PEERS = 4
@@ -39,8 +40,9 @@ LENGTH = 4  # before each tensor, or part of one, in a shard
 FRAME = 28  # head and checksum of a frame
 PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
 ITEM = 60  # in a close list, for each shard of each peer: a digest, the members in it, its size
-# any other message: at most a close list with three shards of each peer
-CONTROL = FRAME + 160 + ITEM * 3 * PEERS
+VOTE = 68  # of a quorum's member, beside a decided list: its index and its signature
+# any other message: at most a decided close list with three shards of each peer
+CONTROL = FRAME + 160 + ITEM * 3 * PEERS + VOTE * (PEERS // 2 + 1)
 # Of these for each two peers in a round: offers, wants, holdings and votes, each sent again every
 # half second.
 MESSAGES = 40
@@ -168,14 +170,17 @@ class Unequal(Population):
         record = self._record(index, birth)
         links = self._network.links(identity.peer)
         self.lines.append(links)
-        return Peer(
-            RunTerms("chaos", 1, 3.0),
+        founder = self.identities[0]
+        peer = Peer(
+            RunTerms("chaos", 1, founder.peer, 3.0),
             identity,
             links,
             None,
             incarnation=birth,
             record=lambda: record,
         )
+        peer.membership.bring(ticket_of(founder, "chaos"))
+        return peer
 
 
 class Counted(Chaos):

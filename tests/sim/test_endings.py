@@ -26,6 +26,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 VIEW_S = 3.0
@@ -138,8 +139,11 @@ class Endings:
     def _peer(self, index: int) -> Peer:
         identity = self.identities[index]
         record, links = self._record(index), self.network.links(identity.peer)
-        terms = RunTerms("endings", self.seed, VIEW_S)
-        return Peer(terms, identity, links, None, incarnation=1, record=lambda: record)
+        founder = self.identities[0]
+        terms = RunTerms("endings", self.seed, founder.peer, VIEW_S)
+        peer = Peer(terms, identity, links, None, incarnation=1, record=lambda: record)
+        peer.membership.bring(ticket_of(founder, "endings"))
+        return peer
 
     def _record(self, index: int) -> bytes:
         identity = self.identities[index]

@@ -157,7 +157,7 @@ def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
 
     one.run(die_out).check().check_finished()
     assert one.tale.kills == 2
-    assert len(one.named[1]) >= 8
+    assert sum(map(len, one.named[1].values())) >= 8 * BATCH
 
 
 def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_next_life():
@@ -261,7 +261,7 @@ def swarm_of_24(seed, steps):
     [pytest.param(0, marks=pytest.mark.ci_more), pytest.param(1, marks=pytest.mark.long)],
 )
 def test_a_swarm_of_24_with_churn_hangs_never_and_loses_and_doubles_nothing(seed):
-    one = swarm_of_24(seed, steps=5)
+    one = swarm_of_24(seed, steps=16)
     assert one.tale.kills >= 1
 
 
@@ -271,7 +271,7 @@ def test_two_hundred_seeds_of_a_swarm_of_24_with_churn():
     failures, kills = [], 0
     for seed in range(MANY):
         try:
-            kills += swarm_of_24(seed, steps=8).tale.kills
+            kills += swarm_of_24(seed, steps=16).tale.kills
         except (AssertionError, TimeoutError, RuntimeError) as error:
             failures.append(f"seed {seed}: {error!r:.300}")
     assert not failures, "\n".join(failures)

@@ -12,21 +12,19 @@ import pytest
 from farflock.node.simulate.chaos import ENOUGH_SEEDS, empty_cells, run_seed, run_seeds
 
 WORKERS = 2
-MANY = 2000
-TOLD_EVERY = 50
+MANY, PART = 2000, 200
 
 
-def disasters(first, count, tell=lambda done: None):
+def disasters(first, count):
     """Run seeds; fail with the commands that bring the violations back, or with the faults that
     never fired."""
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
     fired, failures = collections.Counter(), []
-    for done, report in enumerate(run_seeds(first, count, WORKERS), 1):
+    for report in run_seeds(first, count, WORKERS):
         fired += report.fired
         if report.violations:
             again = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
             failures.append(f"{report.violations[0]}; again with: {again}")
-        tell(done)
     assert not failures, "\n".join(failures)
     assert not empty_cells(fired), f"never fired: {empty_cells(fired)}"
 
@@ -38,15 +36,10 @@ def test_a_hundred_seeds_violate_nothing_and_every_fault_meets_every_phase():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(4 * 3600)
-def test_two_thousand_seeds_violate_nothing_and_every_fault_meets_every_phase(capfd):
-    def tell(done):
-        if done % TOLD_EVERY == 0:
-            with capfd.disabled():
-                sys.stderr.write(f"{done} of {MANY} seeds\n")
-                sys.stderr.flush()
-
-    disasters(0, MANY, tell)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(0, MANY, PART))
+def test_of_two_thousand_seeds_these_violate_nothing_and_every_fault_meets_every_phase(first):
+    disasters(first, PART)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +48,16 @@ def test_two_thousand_seeds_violate_nothing_and_every_fault_meets_every_phase(ca
         1454,  # a death while a slow peer keeps a round until its deadline: the round may fail
         # Two that had lost the same round took their states from each other, and offered it again.
         1708,
+        80,  # members cut off from a view's ballots had to walk through all of their turns
+        1646,  # a newcomer shunned all members, whose states no list of one stream names
+        # A view began at a round that one member had joined, but not voted in: neither was decided.
+        214,
+        235,  # members re-founded their view beside a voter that stood still for seven seconds
+        268,  # a member that heard a view's reason while it was cut off refused it all the same
+        1573,  # members that had counted other turns admitted none of each other's ballots
+        # The reducer that took over had a dead member's offer, and the others never got it.
+        1329,
+        328,  # a round left the log before the task that was to fetch its content had begun
     ],
 )
 def test_seeds_that_failed_once(seed):

@@ -4,14 +4,14 @@ take no more memory than was agreed."""
 import asyncio
 
 import pytest
-from worlds.chunk_net import data_of, fetch, in_virtual_time
+from worlds.chunk_net import Lent, data_of, fetch, in_virtual_time
 from worlds.waiting import now
 
 from farflock.swarm import chunks as module
 from farflock.swarm.chunk_server import MAX_ASKERS, MAX_PIECE_BYTES, MAX_WANTS, PIECE_BYTES
-from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.chunk_store import ROLL, TERMS, digest_of
 from farflock.swarm.chunks import INBOUND_BYTES, STALL_S, WINDOW_BYTES
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
+from farflock.swarm.messages import MAX_CHUNK_BYTES, MAX_MEMBERS, Miss, Piece, Want
 
 
 def pins_of(store, data):
@@ -485,6 +485,46 @@ async def test_wants_of_one_asker_are_bounded_and_so_are_askers(net):
 
 
 @in_virtual_time
+async def test_candidates_leave_room_to_as_many_askers_as_there_may_be_members(net):
+    data = data_of(PIECE_BYTES)
+    net.rate = PIECE_BYTES
+    holder = net.peer("holder", data)
+    want = Want(digest_of(data), 0, PIECE_BYTES)
+    candidates = [f"candidate{number}" for number in range(MAX_ASKERS)]
+    net.standings = dict.fromkeys(candidates, "candidate")
+    for candidate in candidates:
+        holder.receive(candidate, want, b"")
+    assert holder.dropped["too many askers"] == MAX_MEMBERS
+    members = [f"member{number}" for number in range(MAX_MEMBERS)]
+    for member in members:
+        holder.receive(member, want, b"")
+    assert set(members) < set(holder.wants)
+    await asyncio.sleep(400)
+
+
+@in_virtual_time
+async def test_strangers_get_what_is_for_everybody_and_nothing_else(net):
+    terms, roll, state = (data_of(PIECE_BYTES, seed) for seed in range(3))
+    holder = net.peer("holder", state)
+    for data, user in ((terms, TERMS), (roll, ROLL)):
+        holder.store.put(data, user)
+    net.standings = {"stranger": "stranger"}
+    stranger = net.peer("stranger")
+    assert await fetch(stranger, terms, ["holder"])
+    assert await fetch(stranger, roll, ["holder"])
+    sent = net.sent_bytes["holder"]
+    assert not await fetch(stranger, state, ["holder"], timeout_s=5.0)
+    # nor behind something that is: a request for a batch names several chunks
+    batch = Want(digest_of(terms), 0, PIECE_BYTES, more=digest_of(state))
+    holder.receive("stranger", batch, b"")
+    await asyncio.sleep(5.0)
+    assert net.sent_bytes["holder"] == sent
+    assert holder.dropped["want of a stranger"] > 1
+    net.standings["stranger"] = "candidate"
+    assert await fetch(stranger, state, ["holder"])
+
+
+@in_virtual_time
 async def test_nonsensical_wants_send_nothing_beyond_the_chunk(net):
     data = data_of(PIECE_BYTES + 10)
     holder = net.peer("holder", data)
@@ -581,3 +621,34 @@ def test_a_chunk_with_a_short_last_unit_takes_one_request(size):
         assert wants == [(0, size)]
 
     main()
+
+
+@in_virtual_time
+async def test_a_holder_is_asked_how_long_a_chunk_is(net):
+    data = data_of(3 * PIECE_BYTES + 5)
+    net.peer("holder", data)
+    net.peer("other")
+    net.lives["gone"] = "dead"
+    reader = net.peer("reader")
+    assert await reader.sizes.ask(digest_of(data), "holder", 5.0) == len(data)
+    assert await reader.sizes.ask(digest_of(data), "other", 5.0) is None
+    assert now() < 1.0
+    assert await reader.sizes.ask(digest_of(data), "gone", 5.0) is None
+    assert await fetch(reader, data, ["holder"])
+
+
+@in_virtual_time
+async def test_chunks_lent_from_files_are_served_and_not_kept(net):
+    data = data_of(3 * PIECE_BYTES + 5)
+    holder = net.peer("holder")
+    lent = Lent(lambda digest: data if digest == digest_of(data) else None)
+    holder.store.lenders["mine"] = lent
+    reader = net.peer("reader")
+    assert await fetch(reader, data, ["holder"])
+    assert reader.store.get(digest_of(data)) == data
+    assert len(holder.store) == 0
+    before = lent.read
+    for _ in range(1000):  # what waits is bounded, and a request that is dropped reads nothing
+        holder.receive("stranger", Want(digest_of(data), 0, PIECE_BYTES), b"")
+    assert lent.read == before
+    assert not await reader.fetch(bytes(32), 10, lambda: ["holder"], "pin", 5.0, final=True)

@@ -159,6 +159,12 @@ def test_the_session_key_follows_from_the_identity_and_is_another_key():
 # The key file.
 
 
+def private(path, content):
+    path.touch(0o600)
+    path.write_bytes(content)
+    return path
+
+
 def test_a_saved_key_is_loaded_again_and_only_its_owner_can_read_the_file(tmp_path):
     path = tmp_path / "new" / "folders" / "identity.key"
     A.save(path)
@@ -168,8 +174,7 @@ def test_a_saved_key_is_loaded_again_and_only_its_owner_can_read_the_file(tmp_pa
 
 
 def test_a_key_file_of_libp2p_is_read_as_it_is(tmp_path):
-    path = tmp_path / "key"
-    path.write_bytes(LIBP2P_KEY)
+    path = private(tmp_path / "key", LIBP2P_KEY)
     identity = Identity.load(path)
     assert identity.public == LIBP2P_KEY[36:]
     identity.save(tmp_path / "copy")
@@ -195,8 +200,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path):
     ],
 )
 def test_a_file_of_another_form_is_refused_with_a_remedy_and_left_alone(tmp_path, content, remedy):
-    path = tmp_path / "key"
-    path.write_bytes(content)
+    path = private(tmp_path / "key", content)
     with pytest.raises(BadIdentity, match=remedy) as caught:
         Identity.load(path)
     assert str(path) in str(caught.value)
@@ -206,3 +210,38 @@ def test_a_file_of_another_form_is_refused_with_a_remedy_and_left_alone(tmp_path
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Identity.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o640, 0o604, 0o620, 0o601])
+def test_a_key_that_others_can_read_or_change_is_refused_until_it_is_closed(tmp_path, mode):
+    path = tmp_path / "key"
+    A.save(path)
+    path.chmod(mode)
+    with pytest.raises(BadIdentity, match=rf"mode 0{mode:o}\); close it with `chmod 600 {path}`"):
+        Identity.load(path)
+    for closed in (0o600, 0o400):
+        path.chmod(closed)
+        assert Identity.load(path).peer == A.peer
+
+
+def test_a_link_to_a_key_is_refused(tmp_path):
+    A.save(tmp_path / "key")
+    (tmp_path / "link").symlink_to(tmp_path / "key")
+    with pytest.raises(BadIdentity, match=r"link is a link .*; move the key file here"):
+        Identity.load(tmp_path / "link")
+
+
+def test_a_folder_or_a_pipe_is_no_key_and_nobody_waits_for_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(BadIdentity, match="is not a file; move it away"):
+            Identity.load(tmp_path / name)
+
+
+def test_a_key_of_another_user_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    A.save(path)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(BadIdentity, match="belongs to another user, who may know the key"):
+        Identity.load(path)

@@ -8,27 +8,66 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.directory import MAX_RECORD_AGE_S
-from farflock.swarm.identity import SIGNATURE_BYTES, Identity
-from farflock.swarm.messages import MAX_RECORD_BYTES
+from farflock.swarm.identity import SIGNATURE_BYTES, Identity, peer_id
+from farflock.swarm.messages import MAX_RECORD_BYTES, MAX_STAGES
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, newer, owner, seal, unseal
+from farflock.swarm.roles import NOTHING, role_of
 
 A, B = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2))
 RUN = "run"
 PLAIN = Record(RUN, A.peer, 1, 1, bytes(32))
 
-names = st.text(max_size=20)
+GOLDEN = (  # of `WHOLE`, signed by `A`
+    "fbb975fa11a7d0424fd0041d3880508b44897e6e3f2f74e906a40aef647c582351855c5577e05d8af48f831bc7"
+    "fc6bfa526835c281c1d2d9de4498371dced6038ba372756ed92030313233343536373839616263646566303132"
+    "33343536373839616263646566a470656572d934313244334b6f6f574b3939566f56784e4537587a7942775845"
+    "7a573778684b37477076383572394633563366794b53554b504835ab696e6361726e6174696f6e07a873657175"
+    "656e636508a56375727665c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "a9656e64706f696e747392b72f6970342f3139322e302e322e372f7463702f34303031ba2f6970362f32303031"
+    "3a6462383a3a372f7463702f3635353335a672656c61797391d934313244334b6f6f574a576f61715a6844616f"
+    "454673684637526831627059396f68696846687a6357366436394c72324e41537571a5646f6f727392d9502f69"
+    "70342f3139322e302e322e372f7463702f343030312f7032702f313244334b6f6f574b3939566f56784e453758"
+    "7a79427758457a573778684b37477076383572394633563366794b53554b504835d9532f6970362f323030313a"
+    "6462383a3a372f7463702f36353533352f7032702f313244334b6f6f574b3939566f56784e4537587a79427758"
+    "457a573778684b37477076383572394633563366794b53554b504835a4726f6c65a773746167653a33a5737065"
+    "6564cb405ee00000000000aa6c69666574696d655f73cb403e000000000000"
+)
+PLACES = "/ip4/192.0.2.7/tcp/4001", "/ip6/2001:db8::7/tcp/65535"
+WHOLE = Record(
+    "0123456789abcdef" * 2,
+    A.peer,
+    7,
+    8,
+    bytes(range(32)),
+    PLACES,
+    (B.peer,),
+    tuple(f"{place}/p2p/{A.peer}" for place in PLACES),
+    "stage:3",
+    123.5,
+    30.0,
+)
+TITLE = "\x1b]0;PWNED\x07\x1b[2J"  # sets a terminal's title and clears it
+
 numbers = st.integers(0, 2**63 - 1)
+places = st.builds(
+    lambda address, port: f"/ip{address.version}/{address}/tcp/{port}",
+    st.ip_addresses(),
+    st.integers(1, 65535),
+)
+peers = st.binary(min_size=32, max_size=32).map(peer_id)
 records = st.builds(
     Record,
-    run=names,
+    run=st.from_regex(r"[0-9a-z-]{1,64}", fullmatch=True),
     peer=st.just(A.peer),
     incarnation=numbers,
     sequence=numbers,
     curve=st.binary(min_size=32, max_size=32),
-    endpoints=st.lists(names, max_size=8).map(tuple),
-    relays=st.lists(names, max_size=4).map(tuple),
-    doors=st.lists(names, max_size=MAX_DOORS).map(tuple),
-    role=names,
+    endpoints=st.lists(places, max_size=8).map(tuple),
+    relays=st.lists(peers, max_size=4).map(tuple),
+    doors=st.lists(places.map(lambda place: f"{place}/p2p/{A.peer}"), max_size=MAX_DOORS).map(
+        tuple
+    ),
+    role=st.integers(NOTHING, MAX_STAGES - 1).map(role_of),
     speed=st.floats(0, 1e12),
     lifetime_s=st.floats(0, MAX_RECORD_AGE_S, exclude_min=True),
 )
@@ -50,6 +89,11 @@ def test_what_was_sealed_is_unsealed(record):
     assert unseal(blob, record.run) == record
     assert owner(blob, record.run) == A.peer
     assert len(blob) <= MAX_RECORD_BYTES
+
+
+def test_the_bytes_of_a_record_are_the_golden_ones():
+    assert seal(A, WHOLE).hex() == GOLDEN
+    assert unseal(bytes.fromhex(GOLDEN), WHOLE.run) == WHOLE
 
 
 @settings(max_examples=200)
@@ -89,7 +133,7 @@ def test_a_record_is_signed_by_the_peer_in_it_and_for_this_purpose():
 
 
 def test_one_key_cannot_speak_under_two_names():
-    with pytest.raises(BadRecord, match="not signed by"):
+    with pytest.raises(BadRecord, match="`peer`"):
         unseal(signed(changed(peer=A.peer + " ")), RUN)
 
 
@@ -106,7 +150,7 @@ def test_one_key_cannot_speak_under_two_names():
         {"endpoints": ("e" * 129,)},
         {"relays": ("peer",) * 5},
         {"doors": ("/ip4/192.0.2.7/tcp/4001",) * (MAX_DOORS + 1)},
-        {"role": "r" * 129},
+        {"role": "stage:" + "1" * 123},
         {"speed": -1.0},
         {"speed": math.nan},
         {"speed": math.inf},
@@ -122,6 +166,82 @@ def test_a_field_beyond_its_limit_is_refused_when_read_and_when_sealed(fields):
         unseal(signed(record), RUN)
     with pytest.raises(BadRecord):
         seal(A, record)
+
+
+DOOR = f"{PLACES[0]}/p2p/{A.peer}"
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        *[("run", text) for text in ("", "Run", "a b", "run\n", TITLE)],
+        *[("peer", text) for text in ("", "peer", A.peer + "\n", A.peer[:-1], TITLE)],
+        *[
+            ("endpoints", text)
+            for text in (
+                "",
+                TITLE,
+                "/ip4/192.0.2.7/tcp/0",
+                "/ip4/192.0.2.7/tcp/65536",
+                "/ip4/192.0.2.7/tcp/04001",
+                "/ip4/192.0.2.7/tcp/4001\n",
+                "/ip4/192.0.2.7/tcp/\u0661",  # a digit to Python, but not an ASCII one
+                "/ip4/192.0.2.07/tcp/4001",
+                "/ip4/192.0.2/tcp/4001",
+                "/ip4/2001:db8::7/tcp/4001",
+                "/ip6/192.0.2.7/tcp/4001",
+                "/ip6/fe80::1%\x1b[2J/tcp/4001",
+                "/dns4/example.org/tcp/4001",
+                "/ip4/192.0.2.7/udp/4001/quic",
+                DOOR,
+            )
+        ],
+        *[("relays", text) for text in ("", "peer", B.peer + " ", TITLE)],
+        *[
+            ("doors", text)
+            for text in (
+                "",
+                TITLE,
+                "not an address \x1b[31m",
+                PLACES[0],
+                f"{PLACES[0]}/p2p/{B.peer}",
+                f"{DOOR}\n",
+                f"{DOOR}{TITLE}",
+                f"{TITLE}{DOOR}",
+                f"{DOOR}/p2p/{A.peer}",
+                f"/dns4/example.org/tcp/4001/p2p/{A.peer}",
+            )
+        ],
+        *[("role", text) for text in ("", "reader", "stage:", "stage:03", "stage:-1", TITLE)],
+        ("role", f"stage:{MAX_STAGES}"),
+        ("role", "stage:1\n"),
+    ],
+)
+def test_a_text_that_is_not_what_its_field_means_is_refused_by_the_fields_name(field, text):
+    is_one = isinstance(getattr(PLAIN, field), str)
+    record = changed(**{field: text if is_one else (text,)})
+    with pytest.raises(BadRecord, match=f"[`.]{field}") as refused:
+        unseal(signed(record), record.run)
+    assert str(refused.value).isascii()
+    assert str(refused.value).isprintable()
+    with pytest.raises(BadRecord):
+        seal(A, record)
+
+
+@given(
+    st.sampled_from(["run", "peer", "endpoints", "relays", "doors", "role"]),
+    st.text(max_size=128) | st.sampled_from(["", DOOR, *PLACES, A.peer, "replica", "run"]),
+)
+def test_whatever_a_stranger_writes_into_a_text_no_control_character_is_taken(field, text):
+    is_one = isinstance(getattr(PLAIN, field), str)
+    try:
+        taken = unseal(signed(changed(**{field: text if is_one else (text,)})), RUN)
+    except BadRecord as refused:
+        assert str(refused).isprintable()
+    else:
+        assert all(each.isascii() and each.isprintable() for each in taken.doors)
+        assert taken.role.isascii()
+        assert taken.role.isprintable()
 
 
 def test_fields_that_are_unknown_or_missing_are_refused():
@@ -142,9 +262,16 @@ def test_the_size_is_checked_before_anything_else(size):
         unseal(bytes(size), RUN)
 
 
-def test_the_largest_record_that_fits_is_taken_and_a_larger_one_cannot_be_sealed():
-    largest = changed(endpoints=("e" * 128,) * 8, relays=("r" * 128,) * 4, role="r" * 128)
-    assert unseal(seal(A, largest), RUN) == largest
+def test_the_largest_record_is_taken_and_one_beyond_the_size_cannot_be_sealed():
+    place = "/ip6/" + "ffff:" * 7 + "ffff/tcp/65535"
+    largest = changed(
+        run="r" * 64,
+        endpoints=(place,) * 8,
+        relays=(B.peer,) * 4,
+        doors=(f"{place}/p2p/{A.peer}",) * MAX_DOORS,
+        role=f"stage:{MAX_STAGES - 1}",
+    )
+    assert unseal(seal(A, largest), largest.run) == largest
     wide = changed(endpoints=("\U00010000" * 128,) * 8)  # characters of four bytes each
     with pytest.raises(BadRecord, match="4096 bytes, got"):
         seal(A, wide)

@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.messages import MAX_STAGES
-from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
+from farflock.swarm.roles import EVERY, NOTHING, is_role, role_of, stage_of
 
 
 @given(st.integers(NOTHING, MAX_STAGES - 1))
 def test_every_part_is_read_as_it_was_written(stage):
     assert stage_of(role_of(stage)) == stage
+    assert is_role(role_of(stage))
 
 
 def test_a_record_says_it_in_words():
@@ -46,3 +47,4 @@ def test_a_role_that_is_not_known_serves_nothing(role):
 )
 def test_what_is_nearly_a_role_is_none(role):
     assert stage_of(role) == NOTHING
+    assert not is_role(role)

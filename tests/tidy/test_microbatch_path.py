@@ -46,16 +46,17 @@ PATH = [
     "node/pipeline/trainer/stage_client.py",
     "node/pipeline/trainer/blame.py",
     "node/pipeline/passes/requests.py",
-    "swarm/peer/calls.py",
-    "swarm/peer/payloads.py",
-    "swarm/peer/context.py",
-    "swarm/peer/call_server.py",
-    "swarm/peer/left.py",
+    "swarm/peer/calls/calls.py",
+    "swarm/peer/calls/payloads.py",
+    "swarm/peer/calls/call_server.py",
+    "swarm/peer/calls/left.py",
+    "swarm/peer/calls/callers.py",
     "node/pipeline/server/server.py",
     "node/pipeline/server/passes.py",
     "node/pipeline/passes/stage.py",
     "node/pipeline/server/edge_ends.py",
     "node/pipeline/server/queue.py",
+    "node/pipeline/server/places.py",
     "node/pipeline/server/pending.py",
     "node/pipeline/server/weight_versions.py",
     "node/pipeline/passes/graphs.py",
@@ -72,6 +73,7 @@ class Swarm:
     def __init__(self, world):
         life = world.peer(self.me)
         self.calls, self.codec_offers = life.calls, SimpleNamespace(of=lambda peer, life: None)
+        self.membership = SimpleNamespace(is_member=True)
         self.context = self.rounds = self
         members = (
             *(Member(str(stage), 1, stage) for stage in range(STAGES)),

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 HOUSES = ("node", "swarm", "optimizers", "compression", "experiments")
 # about the whole, not one room
 NO_ROOMS = {
+    "tests/adversaries",
     "tests/docs",
     "tests/net",
     "tests/sim",

@@ -13,6 +13,20 @@ def data_of(size, seed=0):
     return random.Random(f"{size}/{seed}").randbytes(size)
 
 
+class Lent:
+    """Chunks in the hands of somebody else; `read` counts how often one was read."""
+
+    def __init__(self, find):
+        self.find, self.read = find, 0
+
+    def lends(self, digest):
+        return self.find(digest) is not None
+
+    def lend(self, digest):
+        self.read += 1
+        return self.find(digest)
+
+
 class Net:
     """The smallest network on which `Chunks` runs: latency, a rate for each sender's bulk frames,
     loss, and lives."""
@@ -22,6 +36,7 @@ class Net:
         self.chance = random.Random(seed)
         self.peers = {}
         self.lives = {}
+        self.standings = {}  # of peers that are no members
         self.busy_s = collections.Counter()
         self.tasks = set()
         self.sent_bytes = collections.Counter()
@@ -72,6 +87,9 @@ class Carrier:
 
     def life(self, peer):
         return self.network.lives.get(peer, "alive")
+
+    def standing(self, peer):
+        return self.network.standings.get(peer, "member")
 
 
 def fetch(chunks, data, holders, *, pin="pin", timeout_s=30.0):

@@ -9,8 +9,10 @@ import json
 import random
 
 import msgspec
+from worlds.decisions import electorate_of
 
 from farflock.swarm.messages import Key, Offer
+from farflock.swarm.protocol.entitlement import Entitlement, Precedent
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
 from farflock.swarm.protocol.exchange.bundles import BundleCut
 from farflock.swarm.protocol.exchange.close_list import (
@@ -20,7 +22,6 @@ from farflock.swarm.protocol.exchange.close_list import (
 )
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.quorum import is_quorum
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 DEADLINE_S = 20.0
@@ -67,6 +68,7 @@ class ExchangeWorld:
         voters=0,
         witnessed=False,
         trip_s=0.2,
+        laggards=(),
     ):
         self.chance = random.Random(seed)
         self.n, self.bundles, self.loss, self.trip_s = n, bundles, loss, trip_s
@@ -74,7 +76,11 @@ class ExchangeWorld:
         self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = RoundTerms(
-            "gather" if kind == "gather" else "mean", bundles, deadline_s, **kinds
+            "gather" if kind == "gather" else "mean",
+            bundles,
+            deadline_s,
+            entitlement=Entitlement(weight=2.0),
+            **kinds,
         )
         one_shard_each(self.terms)
         self.now_s, self.serial = 0.0, itertools.count()
@@ -89,21 +95,24 @@ class ExchangeWorld:
         self.sent_bytes = 0
         self.offered = {}
         self.broken = set()
+        self.hoarders = set()  # they serve no contribution of their own
+        self.misers = set()  # they serve only each other
         self.finished_s = {}
         self.flapping = 0.0
         self.contributors = range(n - voters)
         order, others = list(self.contributors), list(range(n - voters, n))
         self.chance.shuffle(order)
         self.chance.shuffle(others)
-        peers = tuple(f"peer{member}" for member in range(n))
+        self.electorate = electorate_of(n, VIEW)
+        peers = self.electorate.peers
         self.machines = [
             Collective(
                 KEY,
-                VIEW,
-                Roster(peers, me, (*order, *others), tuple(order)),
+                self.electorate,
+                Roster(peers, me, (*order, *others), tuple(order), frozenset(laggards)),
                 self.terms,
                 0.0,
-                PRIOR_TOKENS,
+                Precedent(PRIOR_TOKENS),
                 lambda bundle, digest, here=self.holds[me]: digest in here,
             )
             for me in range(n)
@@ -182,8 +191,14 @@ class ExchangeWorld:
 
     def fetch(self, me, wanted, until_s):
         """Fetch as the chunk store does: from any live holder, for at most ten seconds."""
+        of = json.loads(self.content[wanted.digest]).get("of")
         there = [
-            m for m in wanted.holders() if m not in self.crashed and wanted.digest in self.holds[m]
+            m
+            for m in wanted.holders()
+            if m not in self.crashed
+            and wanted.digest in self.holds[m]
+            and not (m == of and m in self.hoarders)
+            and (m not in self.misers or me in self.misers)
         ]
         if wanted.digest in self.holds[me] or there:
             self.holds[me].add(wanted.digest)
@@ -250,7 +265,7 @@ class ExchangeWorld:
         """Check the rules that hold at every end."""
         decided = {machine.closing.decision.decided for machine in self.machines} - {None}
         assert len(decided) <= 1, "two close lists"
-        if is_quorum(self.live, self.n) and not self.orphaned:
+        if self.electorate.is_quorum(self.live) and not self.orphaned:
             assert self.all_complete(), (
                 f"{[me for me in self.live if not self.machines[me].complete]} wait for ever"
             )
@@ -279,7 +294,7 @@ class ExchangeWorld:
                     item.digest in self.holds[machine.roster.me]
                     for item in last_bundles(close, self.bundles)
                 )
-        if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
+        if self.electorate.is_quorum(self.live) and any(machine.close for machine in self.machines):
             for item in last_bundles(self.close, self.bundles):
                 assert any(item.digest in self.holds[me] for me in self.live), (
                     "no member knows any more what counts"

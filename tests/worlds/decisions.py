@@ -1,13 +1,36 @@
-"""A group that decides a value under random schedules of what is delivered, doubled or lost, and
-which member crashes."""
+"""Electorates, and what their voters sign; a group that decides a value under random schedules of
+what is delivered, doubled or lost, and which member crashes."""
 
 import random
 
 from farflock.swarm.messages import Key
-from farflock.swarm.protocol.decide import AcceptanceRules, Decision
-from farflock.swarm.protocol.quorum import is_quorum
+from farflock.swarm.protocol.agreement.certificates import signed_text
+from farflock.swarm.protocol.agreement.decide import Decision
+from farflock.swarm.protocol.agreement.electorate import Electorate
+from farflock.swarm.protocol.agreement.justified import vote_domain
+from farflock.swarm.protocol.agreement.rules import AcceptanceRules
+from farflock.swarm.protocol.votes import VoteTerms
 
+# Whoever is let in votes from then on.
+AT_ONCE = VoteTerms(after_rounds=0, per=0)
 KEY, VIEW = Key("weights", 3), bytes(32)
+
+
+def electorate_of(size, digest=bytes(32), learners=()):
+    """An electorate of `size` members in their first lives, which vote but for the learners."""
+    peers = tuple(f"peer{number}" for number in range(size))
+    return Electorate(digest, peers, (1,) * size, frozenset(learners))
+
+
+def votes(identities, run, key, electorate, ballot, value):
+    """The certificate's votes of these {index: identity}."""
+    text = signed_text(key, electorate, ballot, value)
+    return tuple((index, each.sign(vote_domain(run), text)) for index, each in identities.items())
+
+
+def one_is_a_quorum(patch):
+    """Let any voter alone decide: the mistake that every agreement test must find."""
+    patch.setattr(Electorate, "is_quorum", lambda self, voters: len(voters) >= 1)
 
 
 class Ruled(AcceptanceRules):
@@ -27,14 +50,15 @@ class Schedule:
         self.size = size or self.chance.randint(1, 7)
         order = list(range(self.size))
         self.chance.shuffle(order)
+        self.electorate = electorate_of(self.size, VIEW)
         self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
         self.members = [
             Decision(
                 KEY,
-                VIEW,
+                self.electorate,
                 me,
                 tuple(order),
-                rules=Ruled(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
+                rules=Ruled(refuses=lambda value, me=me: value in self.refused[me]),
             )
             for me in range(self.size)
         ]
@@ -85,7 +109,8 @@ class Schedule:
         """True if it can no longer be known that a value was chosen: the members that could know
         are gone."""
         members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
-        return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
+        is_quorum = self.electorate.is_quorum
+        return is_quorum(members) and not is_quorum(members & set(live))
 
     def step(self):
         live = [me for me in range(self.size) if me not in self.crashed]

@@ -5,6 +5,7 @@ import asyncio
 import collections
 import json
 
+from worlds.decisions import AT_ONCE
 from worlds.herd import identity, reduce
 from worlds.waiting import until
 
@@ -15,6 +16,7 @@ from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import NOTHING, role_of
 from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 SHARDS, TOKENS, VIEW_S = 2, 10, 2.0
@@ -54,8 +56,14 @@ class Node:
         self.record = blob
         links = flock.network.links(mine.peer)
         self.peer = Peer(
-            RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob
+            RunTerms("run", 7, identity(0).peer, VIEW_S, votes=AT_ONCE),
+            mine,
+            links,
+            None,
+            incarnation=life,
+            record=lambda: blob,
         )
+        self.peer.membership.bring(ticket_of(identity(0), "run"))
         self.applied, self.tokens, self.serial = -1, 0, 0
         self.statuses = []
         self.task = asyncio.create_task(self.live())

@@ -7,24 +7,28 @@ peers, is seen.
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import json
 
+from worlds.decisions import AT_ONCE
 from worlds.waiting import now, until
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.snapshots import Snapshot
+from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 STREAM = "weights"
 SHARDS = 3
 VIEW_S = 3.0
 TOKENS = 10
+ALONE_S = 4.0  # without any state from others, a node goes on from its checkpoint
 
 
 def reduce(number, shard, inputs):
@@ -59,17 +63,20 @@ class Node:
 
     def __init__(self, herd, number, incarnation, founds):
         self.herd, self.number, self.incarnation, self.founds = herd, number, incarnation, founds
-        mine = identity(number)
+        mine = self.identity = identity(number)
         self.record = seal(mine, Record("run", mine.peer, incarnation, incarnation, bytes(32)))
         links = herd.network.links(mine.peer)
         self.peer = Peer(
-            RunTerms("run", 7, VIEW_S, herd.branch_after_s),
+            RunTerms("run", 7, herd.founder, VIEW_S, herd.branch_after_s, votes=herd.votes),
             mine,
             links,
             None,
             incarnation=incarnation,
             record=lambda: self.record,
         )
+        self.peer.membership.bring(ticket_of(herd.inviter, "run"))
+        if herd.disks is not None:
+            self.peer.membership.remember(herd.disks[number])
         self.applied, self.state, self.tokens = herd.stream.cadence.upto(-1), b"", 0
         self.serial = 0
         self.events = []  # (time, round, status)
@@ -99,7 +106,8 @@ class Node:
                 self.open()
             else:
                 await self.peer.join(self.herd.records(but=self), 30.0)
-                await self.adopt()
+                if not await self.load_checkpoint():
+                    await self.adopt()
             while True:
                 await asyncio.sleep(self.herd.pace_s)
                 if not self.quiet:
@@ -113,8 +121,26 @@ class Node:
         chunk = json.dumps([self.applied, self.state.hex(), self.tokens]).encode()
         return Snapshot(self.applied, self.state, self.tokens, (chunk, b"padding" * 1000))
 
-    async def adopt(self):
-        snapshot = await self.peer.snapshots.fetch("state", 60.0, min_round=self.peer.reach())
+    async def load_checkpoint(self):
+        """Go on from the state of an earlier life, if nobody serves another, and the line that this
+        peer is on has the last round in it."""
+        raw = self.herd.disks[self.number].read("checkpoint") if self.herd.has_checkpoints else b""
+        if not raw:
+            return False
+        with contextlib.suppress(SnapshotUnavailable):
+            await self.adopt(ALONE_S)
+            return True
+        self.applied, state, self.tokens, view = json.loads(raw)
+        if self.peer.context.views.at(self.applied).hash.hex() != view:
+            self.applied, self.tokens = self.herd.stream.cadence.upto(-1), 0
+            return False
+        self.state = bytes.fromhex(state)
+        self.open()
+        return True
+
+    async def adopt(self, timeout_s=60.0):
+        reach = self.peer.reach()
+        snapshot = await self.peer.snapshots.fetch("state", timeout_s, min_round=reach)
         self.applied, state, self.tokens = json.loads(bytes(snapshot.chunks[0]))
         self.state = bytes.fromhex(state)
         self.events.append((now(), self.applied, "adopted"))
@@ -154,6 +180,10 @@ class Node:
             self.state = hashlib.sha256(self.state + b"".join(contents)).digest()
             self.tokens = outcome.tokens
         self.herd.applied(self, outcome, contents, name)
+        if self.herd.has_checkpoints:
+            view = self.peer.context.views.at(number).hash.hex()
+            state = json.dumps([self.applied, self.state.hex(), self.tokens, view]).encode()
+            self.herd.disks[self.number].write("checkpoint", state)
 
 
 class Herd:
@@ -163,8 +193,13 @@ class Herd:
         self.network = SimNetwork(seed, link or LinkModel())
         self.stream = stream(kind, **{"deadline_s": 8.0, **options})
         self.nodes = {}
+        self.founder = None  # the first peer that starts
+        self.inviter = None  # its identity, which lets the others in
         self.pace_s, self.padding = 1.0, 0
         self.branch_after_s = 600.0
+        self.votes = AT_ONCE
+        self.disks = None  # by number, of nodes that keep their votes
+        self.has_checkpoints = False  # on these disks, after each round
         self.results = {}  # by round: (contents, participants, tokens, state after)
         self.counted = collections.Counter()
         self.pairs = {}
@@ -175,6 +210,8 @@ class Herd:
 
     def start(self, number):
         self.incarnation += 1
+        self.founder = self.founder or identity(number).peer
+        self.inviter = self.inviter or identity(number)
         self.nodes[number] = Node(self, number, self.incarnation, founds=not self.nodes)
         return self.nodes[number]
 
@@ -247,6 +284,16 @@ class Herd:
                 raise result
         for node in self.nodes.values():
             assert not node.peer.tasks
+
+
+class Divided(Herd):
+    """A herd whose rounds may have two results."""
+
+    def agreed(self, node, outcome, contents, name):
+        pass
+
+    def check_tokens(self):
+        pass
 
 
 async def grown(herd, count):

@@ -9,10 +9,12 @@ from worlds.waiting import now, until
 class ScheduledKills:
     """Kills of the server that reaches a point, after that point's delay. The next kill waits until
     every peer is back with the state of its stage: if only one server has a stage's last round,
-    that round dies with it."""
+    that round dies with it. With `made_good`, it waits besides until the microbatches of the last
+    kill's time are finished: one death at a time for each."""
 
-    def __init__(self, audit, points, rest_s=2.0):
+    def __init__(self, audit, points, rest_s=2.0, *, made_good=False):
         self.audit, self.points, self.rest_s = audit, list(points), rest_s
+        self.made_good, self.killed_s = made_good, 0.0
         self.done, self.calm_s, self.turn = [], 0.0, 0
         audit.on_event = self.see
 
@@ -25,13 +27,24 @@ class ScheduledKills:
         self.done.append((self.points.pop(0), number))
         self.calm_s = now() + self.done[-1][0][1] + self.rest_s
         delay_s = self.done[-1][0][1]
+        self.killed_s = now() + delay_s
         if delay_s:
             asyncio.get_running_loop().call_later(delay_s, self.audit.sim.kill, number, 2.0)
         else:
             self.audit.sim.kill(number, 2.0)
 
     def is_calm(self):
-        return now() > self.calm_s and self.audit.sim.settled and self.are_level()
+        is_over = now() > self.calm_s and (not self.made_good or self.is_made_good())
+        return is_over and self.audit.sim.settled and self.are_level()
+
+    def is_made_good(self):
+        """True if no microbatch is under way that was when the last server died."""
+        trainers = (node.trainer for node in self.audit.sim.nodes.values() if node.trainer)
+        return all(
+            begun_s > self.killed_s
+            for trainer in trainers
+            for begun_s in trainer.commits.begun_s.values()
+        )
 
     def are_level(self):
         """True if no server lacks a round that another one of its stage has applied."""

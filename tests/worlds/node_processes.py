@@ -58,6 +58,17 @@ def described(peers, steps, stages=3, **terms):
     )
 
 
+def invite_file(folder, invite):
+    """The path of a new file with this invite, which only its owner can read: a command line is
+    shown to all users."""
+    number = len(list(folder.glob("invited-*.txt")))
+    path = folder / f"invited-{number}.txt"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{invite}\n")
+    return str(path)
+
+
 class Node:
     """One command in a process of its own, and what it leaves in its folder."""
 
@@ -164,7 +175,7 @@ class Run:
         return founder
 
     def join(self, name, *words):
-        return self.start(name, "join", self.invite, *words)
+        return self.start(name, "join", invite_file(self.folder, self.invite), *words)
 
     def servers(self, stages, first=1):
         """Start two servers of each stage; of the first stage `first`, founder included."""

@@ -12,10 +12,12 @@ the unsplit model's gradient is computed once more without any of the records.
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 
 import torch
 from torch.func import functional_call
+from worlds.decisions import AT_ONCE
 from worlds.pipeline_records import Life, Pass, WatchedSums, Whole, counted
 
 from farflock.node.model.data import Batches
@@ -84,7 +86,9 @@ class Audit:
     check_means = True  # whether rounds are means of gradients, sent without loss
 
     def __init__(self, plan, pipeline, world):
-        self.plan, self.pipeline, self.world = plan, pipeline, world
+        self.plan, self.pipeline = plan, pipeline
+        # A majority is one of all peers, from the first view on.
+        self.world = dataclasses.replace(world, votes=AT_ONCE)
         self.lives = []  # of servers
         self.mixed_versions = 0  # gradients whose microbatch met weights of different rounds
         self.taken = []  # (life, sums, keys) of every step
@@ -100,6 +104,7 @@ class Audit:
         self.on_event = lambda what, number: None
         self.begun_anew = False  # whether a stage may be, with other weights than it had
         self.sim = None
+        self.measured_on = None  # held-out tokens, where the plan has evaluations
         self.reference = Stage(build(plan.model, plan.run_seed).double())
         self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
         # by stage and round, the weights that all servers of the stage have then:
@@ -110,7 +115,8 @@ class Audit:
 
     def run(self, during=None):
         async def main():
-            self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self.watch)
+            world = self.plan, self.pipeline, self.world, TEXT, self.watch
+            self.sim = PipelineSimulation(*world, measured_on=self.measured_on)
             beside = [
                 asyncio.create_task(work(self.sim))
                 for work in (self._measure, during)
@@ -173,12 +179,17 @@ class Audit:
         def forwarding(asked):
             life.used = None
             wait = begin_forward(asked)
-            made = [life.used and audit.pass_of(life, audit.input_of(each)) for each in asked]
+            made = [
+                life.used and audit.pass_of(life, audit.input_of(each))
+                if isinstance(each.request, Forward)
+                else None  # on held-out text
+                for each in asked
+            ]
 
             def ended():
                 replies, version = wait()
                 for each, one, reply in zip(asked, made, replies, strict=True):
-                    if isinstance(reply, bytes):
+                    if isinstance(reply, bytes) and isinstance(each.request, Forward):
                         audit.made_by[audit.output_of(each, reply)] = one
                 audit.note_event("forward computed", life)
                 return replies, version

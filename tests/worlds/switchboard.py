@@ -9,11 +9,13 @@ from worlds.tasks import Spawner
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import Store
+from farflock.swarm.context import PeerContext
 from farflock.swarm.frame import unpack
-from farflock.swarm.messages import Answer, Call, Heard, Keep
-from farflock.swarm.peer.call_server import LEASE_S, CallReply
-from farflock.swarm.peer.calls import CallFailed, Calls
-from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.messages import Answer, Call, Heard, Keep, Miss, Piece, Want
+from farflock.swarm.peer.calls.call_server import LEASE_S, CallReply
+from farflock.swarm.peer.calls.calls import CallFailed, Calls
+from farflock.swarm.protocol.views import Certified, Chain, Member, View
+from farflock.swarm.roles import NOTHING
 from farflock.swarm.sim.network import DEAD_S, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -66,6 +68,8 @@ class Life(Spawner):
         self.world, self.name = world, name
         links, self.store = world.network.links(name), Store(0)
         self.context = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
+        self.context.chain = world.chain
+        self.context.entrance.standing = lambda peer: "member"
         self.calls = Calls(self.context, **options)
         self.calls.handler = handler
         self.spawn(self.receive(links))
@@ -77,7 +81,7 @@ class Life(Spawner):
             frame = unpack(packed)
             if isinstance(frame.message, Call | Answer | Heard | Keep):
                 self.calls.receive(sender, frame.incarnation, frame.message)
-            else:
+            elif isinstance(frame.message, Piece | Want | Miss):
                 self.context.chunks.receive(sender, frame.message, frame.body)
 
     async def tick(self):
@@ -120,8 +124,14 @@ class Life(Spawner):
             task.cancel()
 
 
+def view_of(number, members):
+    """Return a view of these lives."""
+    return Certified(View(number, bytes(32), 0, tuple(Member(*life, NOTHING) for life in members)))
+
+
 class Switchboard:
-    """Peers by name; the first tap that returns something decides what becomes of a message."""
+    """Peers by name, all of them members, also in the life before; the first tap that returns
+    something decides what becomes of a message."""
 
     def __init__(self, seed=1, link=LINK):
         self.network, self.failures, self.lives, self.incarnation = (
@@ -131,13 +141,30 @@ class Switchboard:
             10,
         )
         self.sent, self.taps = collections.Counter(), []
+        self.chain, self.members = Chain("run", []), [{}, {}]
+        self.enlist()
         self.network.tap = self.tap
 
     def peer(self, name, handler=None, **options):
         self.incarnation += 1
+        self.enlist(name, self.incarnation)
         life = Life(self, name, self.incarnation, handler, options)
         self.lives.append(life)
         return life
+
+    def enlist(self, *life):
+        """List a life in the newest view, and in the one before it the life that it replaces."""
+        before, newest = self.members
+        if life:
+            before |= {life[0]: newest.get(life[0], life[1])}
+            newest |= dict([life])
+        self.chain.views[:] = [view_of(1, before.items()), view_of(2, newest.items())]
+
+    def expel(self, *names):
+        """Let a view follow that does not list these peers."""
+        _, newest = self.members
+        self.members = [newest, {name: newest[name] for name in newest if name not in names}]
+        self.enlist()
 
     def pair(self, handler=None, **options):
         return self.peer("caller"), self.peer("server", handler or Echo(), **options)

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import itertools
+import struct
 
 import torch
 
@@ -16,6 +17,7 @@ from farflock.node.pipeline.passes.requests import (
     Done,
     Forward,
     Lacks,
+    Measure,
     Merged,
     Revoke,
     Unknown,
@@ -28,9 +30,9 @@ from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.paths.round_robin import Announced
-from farflock.swarm.peer.call_server import CallReply
-from farflock.swarm.peer.calls import CallFailed
-from farflock.swarm.peer.payloads import Left
+from farflock.swarm.peer.calls.call_server import CallReply
+from farflock.swarm.peer.calls.calls import CallFailed
+from farflock.swarm.peer.calls.payloads import Left
 from farflock.swarm.sim.virtual_time import run_virtual
 
 STAGES, TOKENS, EPOCH, LIFE = 3, 4, 6, 1
@@ -57,10 +59,11 @@ class World:
     script says otherwise; and all that a trainer reads of the swarm."""
 
     me = "t"
+    is_member = True
     stages = STAGES
 
     def __init__(self, codec="raw", others=(), gone=None, allowance=None, **terms):
-        self.calls = self.codec_offers = self
+        self.calls = self.codec_offers = self.membership = self
         self.reads = {}  # by server, what it has said that it reads
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
         self.order = Order({stage: [f"{stage}a", f"{stage}b"] for stage in range(STAGES)})
@@ -220,6 +223,10 @@ def honest(request):
     match request:
         case Forward():
             return encode(Done(LIFE)), (b"out of %d" % request.stage,)
+        case Measure():
+            losses = struct.pack("<f", 2.0 + request.number)
+            is_last = request.stage == STAGES - 1
+            return encode(Done(LIFE)), (losses if is_last else b"out of %d" % request.stage,)
         case Backward():
             loss = 8.0 if request.stage == STAGES - 1 else None
             gradient = (b"gradient of %d" % request.stage,) if request.stage else ()

@@ -6,6 +6,7 @@
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,15 @@ from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import NodeProcess, found
+from farflock.node.run.invite import parse
 from farflock.node.run.manifest import Manifest, resolve
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.capability import Ticket
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Join, Ping, Pong, Views
-from farflock.swarm.peer.admission import JOIN_EVERY_S
-from farflock.swarm.peer.membership import PING_EVERY_S
+from farflock.swarm.peer.views.admission import JOIN_EVERY_S
+from farflock.swarm.peer.views.membership import PING_EVERY_S
 from farflock.swarm.protocol.views import decode_certified
 from farflock.swarm.record import unseal
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
@@ -62,7 +65,7 @@ async def be_node(owner: Owner, settings: Settings) -> None:
     machine, terms = MachineOptions(RunFolder(Path(settings.folder))), manifest(settings.view_s)
     running = asyncio.create_task(found(machine, terms, stand_still))
     node = await started
-    owner.say("record", record=node.links.record().hex(), run=node.run)
+    owner.say("record", record=node.links.record().hex(), run=node.run, invite=node.invite())
     daemons = psutil.Process().children(recursive=True)
     while not running.done():
         seconds = float((await owner.command("watch"))["seconds"])
@@ -86,8 +89,8 @@ def _clocks(daemons: list[psutil.Process]) -> tuple[float, float, float]:
 class Partner:
     """A member that only answers: its links, and the node as it knows it."""
 
-    def __init__(self, links: ZmqLinks, node: str) -> None:
-        self._links, self._node = links, node
+    def __init__(self, links: ZmqLinks, node: str, request: Callable[[], Join]) -> None:
+        self._links, self._node, self._request = links, node, request
         self.is_member = asyncio.Event()
 
     async def receive(self) -> None:
@@ -105,7 +108,7 @@ class Partner:
     async def ask(self) -> None:
         """Ask to join until admitted; then ask for the time, as members do."""
         while not self.is_member.is_set():
-            self._say(Join(self._links.record()))
+            self._say(self._request())
             await asyncio.sleep(JOIN_EVERY_S)
         while True:
             self._say(Ping(asyncio.get_running_loop().time()))
@@ -120,9 +123,11 @@ async def be_partners(owner: Owner, settings: Settings) -> None:
     disconnects."""
     asked = await owner.command("join")
     run, blob = asked["run"], bytes.fromhex(asked["record"])
+    ticket = parse(asked["invite"], time.time()).ticket
+    assert ticket is not None
     numbers = range(settings.number, settings.partners + 1, settings.count - 1)
     async with asyncio.TaskGroup() as tasks:
-        partners = [await _partner(run, blob, number) for number in numbers]
+        partners = [await _partner(run, blob, ticket, number) for number in numbers]
         for partner in partners:
             tasks.create_task(partner.receive())
             tasks.create_task(partner.ask())
@@ -130,11 +135,13 @@ async def be_partners(owner: Owner, settings: Settings) -> None:
         owner.say("joined")
 
 
-async def _partner(run: str, blob: bytes, number: int) -> Partner:
+async def _partner(run: str, blob: bytes, ticket: Ticket, number: int) -> Partner:
     identity = Identity.from_seed(number.to_bytes(32, "big"))
     links = await ZmqLinks.open(identity, run, LinkOptions(incarnation=INCARNATION))
     links.learn(blob)
-    return Partner(links, unseal(blob, run).peer)
+    return Partner(
+        links, unseal(blob, run).peer, lambda: ticket.request(run, links.me, links.record())
+    )
 
 
 async def main(settings: Settings) -> None:

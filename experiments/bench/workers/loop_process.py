@@ -25,15 +25,15 @@ from pathlib import Path
 import msgspec
 
 from farflock.experiments.bench.workers.bare import Bare, plan_of
-from farflock.experiments.bench.workers.member import RUN, SEED, Place, member
+from farflock.experiments.bench.workers.member import FOUNDER, RUN, SEED, Place, member
 from farflock.experiments.measure.metric import NotMeasured, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import RunTerms
 
@@ -115,7 +115,8 @@ async def alone(
             if kind == "step":
                 history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
 
-        async with member(None, Place(0, 1, "127.0.0.1"), codecs, RunTerms(RUN, SEED)) as peer:
+        terms = RunTerms(RUN, SEED, FOUNDER)
+        async with member(None, Place(0, 1, "127.0.0.1"), codecs, terms) as peer:
             node = replica_node(
                 plan, peer, tokens, compute=codecs, train=steps, report=report, device=device
             )

@@ -16,11 +16,20 @@ from farflock.experiments.bench.workers.fleet import Owner
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.protocol.views import View
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN = "bench"
 SEED = 20_261_121
-TERMS = RunTerms(RUN, SEED, view_s=2.0)
+
+
+def identity_of(number: int) -> Identity:
+    """Return the identity of a worker."""
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+FOUNDER = identity_of(0).peer
+TERMS = RunTerms(RUN, SEED, FOUNDER, view_s=2.0)
 JOIN_TIMEOUT_S = 60.0
 POLL_S = 0.02
 
@@ -43,7 +52,7 @@ async def member(
 ) -> AsyncIterator[Peer]:
     """Run a peer on real links, not yet in any view; send its record to the owner, if any. Its
     record has this `role`; without one, that of a whole model."""
-    identity = Identity.from_seed(place.number.to_bytes(32, "big"))
+    identity = identity_of(place.number)
     incarnation = place.number + 1
     links = await ZmqLinks.open(
         identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0")
@@ -58,6 +67,7 @@ async def member(
             record=partial(links.record, role=role),
             compute=compute,
         )
+        peer.membership.bring(ticket_of(identity_of(0), RUN))
         peer.ticks.rests = True
         async with peer.running():
             if owner is not None:

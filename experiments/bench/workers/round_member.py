@@ -29,8 +29,8 @@ from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange, Progress
 from farflock.optimizers.parts.spread import in_turn, spread_over
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.context import PeerContext
 from farflock.swarm.messages import Key
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 
 DELTA = 1e-3  # deviation of what a round's steps change

@@ -1,7 +1,8 @@
 """A process of the benchmark of whole runs: `SwarmOptimizer` around a Llama model.
 
-`python -m farflock.experiments.bench.workers.whole_peer SETTINGS` prints one JSON line with its
-invite, one for each round, and one with its highest memory.
+`python -m farflock.experiments.bench.workers.whole_peer` reads its settings from the first line of
+standard input: they may hold an invite, which a command line would show to all users. It prints one
+JSON line with its invite, one for each round, and one with its highest memory.
 """
 
 import re
@@ -154,4 +155,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Settings))
+    main(msgspec.json.decode(sys.stdin.readline(), type=Settings))

@@ -36,7 +36,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default="20mbit",
             show_default=True,
             metavar="RATE",
-            help="With --dry-run: the slower direction of a peer's line, as in 1.5gbit.",
+            help="With --dry-run: the slower direction of a peer's line, as in 1.5gbit. Where it is"
+            " given without --dry-run, this node forwards at most a quarter of it for others.",
         ),
         click.option(
             "--peers",
@@ -88,6 +89,7 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
     facts = [_stream_facts(stream, line) for stream in streams]
     return {
         "parameters": plan.model.parameters(),
+        "trained_parameters": plan.trained_values,
         "shards": sum(each["shards"] for each in facts),
         "bytes_per_round": sum(each["round_bytes"] for each in facts),
         "seconds_per_round": sum(each["round_s"] for each in facts),
@@ -127,8 +129,10 @@ def size_text(facts: dict[str, Any]) -> str:
 
     needed, free_bytes = facts["memory_host"], int(psutil.virtual_memory().available)
     verdict = "" if needed <= free_bytes else ", so this machine would refuse to train it"
+    trained, parameters = facts["trained_parameters"], facts["parameters"]
+    beside = f", and adapters of {trained:,}, which are trained" if trained != parameters else ""
     lines = [
-        f"parameters {facts['parameters']:,}",
+        f"parameters {parameters:,}{beside}",
         f"memory     about {_bytes(needed)} to train the model, or its largest stage;"
         f" {_bytes(free_bytes)} are free here{verdict}",
         f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"

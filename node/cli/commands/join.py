@@ -1,6 +1,7 @@
 """`farflock join`: take part in another peer's run."""
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -12,12 +13,13 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
+from farflock.node.cli.commands.invites import read_invite
 from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
-    from farflock.node.process.node_process import NodeProcess
+    from farflock.node.process.node_process import NamedProgress, NodeProcess
     from farflock.node.run.invite import Invite
 
 LOOK_TIMEOUT_S = 30.0
@@ -44,8 +46,10 @@ def command(
 ) -> int:
     """Join the run of INVITE: download its state and train until the run ends or you leave.
 
-    INVITE is the word that begins with `farflock:`. You need no account and no open port: a
-    machine behind NAT can join too.
+    INVITE is the word that begins with `farflock:`, the path of a file that holds it, or `-` to
+    read it from standard input. Other users of this machine can see the word itself in the list
+    of processes (`ps`), and could join with it: on a shared machine use a file or `-`. You need
+    no account and no open port: a machine behind NAT can join too.
 
     Ctrl-C saves a checkpoint, leaves the run and exits with code 130; press it again to quit
     immediately. `farflock leave` (SIGTERM) does the same and exits with 0.
@@ -53,16 +57,19 @@ def command(
     \b
     Examples:
       farflock join farflock:k5cBx… --dry-run
-      farflock join farflock:k5cBx… --threads 4
+      farflock join invite.txt --threads 4
+      farflock join - < invite.txt
     """
     import time
 
     from farflock.node.run.invite import parse
 
     if invite is None:
-        raise click.UsageError("no invite given; paste the word that begins with `farflock:`")
+        raise click.UsageError(
+            "no invite given; paste the word that begins with `farflock:`, or name a file with it"
+        )
     out = Output(as_json)
-    invited = parse(invite, time.time())
+    invited = parse(read_invite(invite), time.time())
     if dry_run:
         return _look(out, machine_of(machine), invited, (peers, uplink, step_s))
     from farflock.node.cli.commands.training import train
@@ -76,20 +83,27 @@ def command(
         out.line(node.says_device())
 
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(out.progress("downloading the run's state"))
+        downloaded = _bars(out, stack)
         return train(
             out,
             "farflock join",
             machine_of(machine),
-            lambda placed, started: join(
-                placed,
-                invited,
-                started,
-                LEARN_TIMEOUT_S,
-                lambda here, total: progress(here / total),
-            ),
+            lambda placed, started: join(placed, invited, started, LEARN_TIMEOUT_S, downloaded),
             greet,
         )
+
+
+def _bars(out: Output, stack: contextlib.ExitStack) -> "NamedProgress":
+    """Return what shows one download after the other, each as long as it lasts."""
+    shown: dict[str, Callable[[float], None]] = {}
+
+    def downloaded(what: str, here: int, total: int) -> None:
+        if what not in shown:
+            stack.close()
+            shown[what] = stack.enter_context(out.progress(f"downloading the run's {what}"))
+        shown[what](here / total)
+
+    return downloaded
 
 
 def _look(

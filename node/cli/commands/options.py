@@ -2,15 +2,20 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
+
+from farflock.node.cli.commands.dry_run import bytes_per_s
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
 
 MAX_CODEC_THREADS = 256
+RELAY_SHARE = 4  # by default, forwarding takes this part of an uplink that is given
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt])?b?", re.ASCII | re.IGNORECASE)
@@ -25,7 +30,8 @@ def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
     return require_host(host, "--host")
 
 
-def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+def size_in_bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes of a size such as 20GB, for an option of click; None if it is not given."""
     if text is None:
         return None
     spelt = _SIZE.fullmatch(text.strip())
@@ -44,6 +50,30 @@ def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int 
             f"{text[:_SHOWN]!r} is not a number of sequences; write it as in 4, or auto"
         )
     return int(text)
+
+
+def _relay(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Return the bytes a second that are forwarded for others; None if it is not said."""
+    if text is None:
+        return None
+    if text == "no":
+        return 0.0
+    try:
+        return bytes_per_s(ctx, option, text)
+    except click.BadParameter:
+        raise click.BadParameter(
+            f"{text[:_SHOWN]!r} is not a rate; write it as 20mbit or 1.5gbit, or no"
+        ) from None
+
+
+def _relay_rate(relay: float | None) -> float | None:
+    """Return the rate that was asked for, or else a share of the uplink, if that was given."""
+    ctx = click.get_current_context(silent=True)
+    if relay is not None or ctx is None or "uplink" not in ctx.params:
+        return relay
+    if ctx.get_parameter_source("uplink") is not ParameterSource.COMMANDLINE:
+        return None  # the default is an assumption of `--dry-run`
+    return float(ctx.params["uplink"]) / RELAY_SHARE
 
 
 def device_option(
@@ -143,7 +173,7 @@ _MACHINE = (
     click.option(
         "--keep-bytes",
         metavar="SIZE",
-        callback=_bytes,
+        callback=size_in_bytes,
         help="Keep fewer of them if they take more than this, as in 20GB; the newest intact one"
         " always stays.",
     ),
@@ -177,6 +207,29 @@ _MACHINE = (
         " (auto).",
     ),
     click.option(
+        "--base-precision",
+        type=click.Choice(["fp32", "bf16", "int8", "nf4"]),
+        default="fp32",
+        show_default=True,
+        help="Precision in which this machine holds that model; 8 and 4 bits need the extra"
+        " `quantized`.",
+    ),
+    click.option(
+        "--data-cache",
+        default="20GB",
+        show_default=True,
+        metavar="SIZE",
+        callback=size_in_bytes,
+        help="Disk space for data that is downloaded; what was used longest ago goes first.",
+    ),
+    click.option(
+        "--relay",
+        metavar="RATE",
+        callback=_relay,
+        help="Forward at most this much for members that cannot reach each other, as in 20mbit,"
+        " or no (default: a quarter of --uplink where it is given).",
+    ),
+    click.option(
         "--no-listen",
         is_flag=True,
         help="Accept no incoming connections (behind NAT or a firewall).",
@@ -184,8 +237,43 @@ _MACHINE = (
 )
 
 
+base_option = click.option(
+    "--base",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Of a run of adapters, the folder with the model that they belong to, if it is not where"
+    " it was.",
+)
+
+
+_PLACES = (
+    click.option(
+        "--data",
+        multiple=True,
+        metavar="PLACE",
+        help="Folder or web address (https://…) with a copy of the run's data, looked at before"
+        " other members are asked; may be given several times.",
+    ),
+    click.option(
+        "--base",
+        multiple=True,
+        metavar="DIR",
+        help="Folder with the model beside which a run trains adapters, looked at before members"
+        " are asked for it; may be given several times.",
+    ),
+)
+
+
 def machine_options(command: Command) -> Command:
     """Add the options to a command; the help lists them in this order."""
+    for option in reversed((*_MACHINE, *_PLACES)):
+        command = option(command)
+    return command
+
+
+def own_machine_options(command: Command) -> Command:
+    """Add the options but those that name copies of what a run needs, to a command that has these
+    from its user."""
     for option in reversed(_MACHINE):
         command = option(command)
     return command
@@ -198,7 +286,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
 
     from farflock.node.model.device import choose, require_outer
     from farflock.node.model.step_options import StepOptions
-    from farflock.node.process.network import MachineOptions
+    from farflock.node.process.network import CacheOptions, MachineOptions
     from farflock.node.process.torchrun import place_of
     from farflock.node.state.paths import RunFolder
 
@@ -220,10 +308,24 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         role=options["role"],
         outer=options["outer"],
         device=device,
+        data=tuple(options["data"]),
+        cache=CacheOptions(max_bytes=options["data_cache"]),
+        relay_bytes_per_s=_relay_rate(options["relay"]),
         step_options=StepOptions(
             options["checkpointing"],
             options["compile"],
             options["moments"],
             options["micro_batch"],
+            options["base_precision"],
         ),
+        base=tuple(map(Path, options["base"])),
     )
+
+
+def with_folders(
+    machine: "MachineOptions", data: Path | None, model: Path | None
+) -> "MachineOptions":
+    """Return the machine with the folders that the manifest's file names: one more of prepared
+    data, and that of the model that the run starts from."""
+    first = () if data is None else (str(data),)
+    return replace(machine, data=(*first, *machine.data), model=model)

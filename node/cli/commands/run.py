@@ -12,11 +12,13 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.cli.commands.options import machine_of, machine_options, with_folders
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from farflock.node.process.network import MachineOptions
     from farflock.node.process.node_process import NodeProcess
+    from farflock.node.run.manifest import Manifest
 
 
 @click.command("run")
@@ -59,10 +61,11 @@ def command(
       farflock run plays.toml --host 192.0.2.7
       farflock run plays.toml --set run.total_tokens=2M --threads 4
     """
-    from farflock.node.run.manifest import load
+    from farflock.node.run.manifest import data_folder, load, model_folder
 
     out = Output(as_json)
     described = load(manifest, assignments)
+    folders = data_folder(manifest, assignments), model_folder(manifest, assignments)
     if dry_run:
         facts = size_facts(described, Line(peers or members_of(described), uplink, step_s))
         text = described.canonical().decode()
@@ -71,16 +74,21 @@ def command(
             f"{text}\nhash {described.hash()}\n\n{size_text(facts)}",
         )
         return 0
+    node = with_folders(machine_of(machine), *folders)
+    return start_run(out, "farflock run", node, described)
+
+
+def start_run(out: Output, title: str, machine: "MachineOptions", described: "Manifest") -> int:
+    """Found a run, or resume it, and train in it to its end; return the exit code."""
     from farflock.node.cli.commands.training import train
     from farflock.node.process.host import is_loopback
     from farflock.node.process.node_process import found
-    from farflock.node.state.paths import write_whole
+    from farflock.node.state.paths import OWNER_ONLY, write_whole
 
     def greet(node: "NodeProcess") -> None:
         invite = node.invite()
-        write_whole(
-            node.machine.folder.path / "invite.txt", f"{invite}\n".encode()
-        )  # scripts wait for it
+        file = node.machine.folder.path / "invite.txt"
+        write_whole(file, f"{invite}\n".encode(), OWNER_ONLY)  # scripts wait for it
         out.line(f"run {node.run} has started; others join with:\n\n  farflock join {invite}\n")
         out.line(f"{node.says_device()}\n")
         if is_loopback(node.machine.host):
@@ -88,8 +96,8 @@ def command(
 
     return train(
         out,
-        "farflock run",
-        machine_of(machine),
+        title,
+        machine,
         lambda placed, started: found(placed, described, started),
         greet,
     )

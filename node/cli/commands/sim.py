@@ -1,24 +1,24 @@
 """`farflock sim`: a run on a simulated network in virtual time, or small swarms under faults."""
 
-import collections
 import dataclasses
 import hashlib
-import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.commands.local_text import local_text
 from farflock.node.cli.commands.options import device_option
 from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
+    from farflock.node.data.sequences import Text
     from farflock.node.model.device import Device
     from farflock.node.run.manifest import Manifest
-    from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
     from farflock.node.simulate.simulation import World
+    from farflock.node.state.weights_file import WeightsFolder
+    from farflock.node.tokens.tokenizer import TokenIds
     from farflock.swarm.sim.network import LinkModel
 
 EVALUATED = 128  # held-out sequences
@@ -130,6 +130,17 @@ EVALUATED = 128  # held-out sequences
     type=click.IntRange(1),
     help="With --chaos: parallel processes (default: one per core).",
 )
+@click.option(
+    "--liars",
+    type=float,
+    metavar="SHARE",
+    help="With --chaos: share of the peers that lie, above 0 and up to a third.",
+)
+@click.option(
+    "--twins",
+    is_flag=True,
+    help="With --liars: run each seed also with nobody lying, and compare the rounds a minute.",
+)
 @device_option("cpu", "; the same seed gives the same state hash on the same kind of device")
 @click.option("--dry-run", is_flag=True, help="Print what would run and its hash; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
@@ -152,6 +163,8 @@ def command(
     first_seed: int,
     name: str | None,
     workers: int | None,
+    liars: float | None,
+    twins: bool,
     device: str,
     dry_run: bool,
     as_json: bool,
@@ -165,13 +178,18 @@ def command(
       farflock sim --set method.name=diloco --peers 8
       farflock sim plays.toml --rate 10 --latency 80 --churn 60
       farflock sim --chaos --seeds 50
+      farflock sim --chaos --liars 0.25
     """
     out = Output(as_json)
     _require_folder(folder, leg_tokens)
     _require_one_kind(chaos, bool(manifest or assignments), name, device)
+    _require_chaos(chaos, liars, twins)
     if chaos:
-        _disasters(out, range(first_seed, first_seed + seeds), workers, name, dry_run)
-        return
+        from farflock.node.cli.commands import sim_disasters
+
+        wanted = range(first_seed, first_seed + seeds)
+        disasters = sim_disasters.Disasters(wanted, workers, name, liars, twins)
+        return sim_disasters.begin(out, disasters, dry_run)
     from farflock.node.model.device import choose
     from farflock.node.run.fit import require_members
     from farflock.node.run.manifest import load, simulated_default
@@ -182,16 +200,20 @@ def command(
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
+        _require_no_start(described)
         staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
-            sim_pipeline.simulate(out, described, staged, place)
+            texts = local_text(described, manifest, assignments)
+            sim_pipeline.simulate(out, described, staged, texts, place)
         return
     _require_no_replicas(replicas)
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
-        _simulate(out, described, world, folder, place)
+        texts = local_text(described, manifest, assignments)
+        weights = _weights(described, manifest, assignments)
+        _simulate(out, described, world, texts, folder, place, weights)
 
 
 def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
@@ -211,11 +233,37 @@ def _require_one_kind(chaos: bool, described: bool, method: str | None, device: 
         raise click.UsageError("--method is for --chaos; for one run, write --set method.name=NAME")
 
 
+def _require_chaos(chaos: bool, liars: float | None, twins: bool) -> None:
+    """Refuse liars without disasters, and twins without liars."""
+    if liars is not None and not chaos:
+        raise click.UsageError("--liars is for --chaos: add it, or leave out the liars")
+    if twins and liars is None:
+        raise click.UsageError("--twins compares runs with and without lies: add --liars SHARE")
+
+
 def _require_no_replicas(replicas: int) -> None:
     if replicas:
         raise click.UsageError(
             "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
         )
+
+
+def _require_no_start(described: "Manifest") -> None:
+    from farflock.node.errors import Usage
+
+    if described.model.start is not None:
+        why = "a simulated pipeline begins with a server of one stage, which cannot hand out others"
+        raise Usage("model.from", why, "leave out [pipeline], or start the run with farflock run")
+
+
+def _weights(
+    described: "Manifest", path: Path | None, assignments: tuple[str, ...]
+) -> "WeightsFolder | None":
+    """Return what the simulated founder's model begins with; None if the seed gives it."""
+    from farflock.node.run.manifest import model_folder
+    from farflock.node.run.model_section import first_weights
+
+    return first_weights(described.plan(), model_folder(path, assignments))
 
 
 def _link(rate: float, latency: float, loss: float) -> "LinkModel":
@@ -268,25 +316,27 @@ def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry
 
 
 def _simulate(
-    out: Output, described: "Manifest", world: "World", folder: Path | None, device: "Device"
+    out: Output,
+    described: "Manifest",
+    world: "World",
+    texts: "tuple[Text, TokenIds]",
+    folder: Path | None,
+    device: "Device",
+    weights: "WeightsFolder | None",
 ) -> None:
-    """Run the simulation and measure the result on the held-out text."""
+    """Run the simulation and measure the result on the held-out text, the second of `texts`."""
+    import msgspec
     import torch
 
-    from farflock.node.model.corpus import load_corpus
     from farflock.node.model.data import evaluation
-    from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.simulate.simulation import held_out, simulate
 
     torch.set_num_threads(1)
-    corpus, tokenizer = (
-        load_corpus(described.data.corpus, described.data.sha256 or None),
-        ByteTokenizer(),
-    )
     plan = described.plan()
     with out.progress("simulating") as progress:
-        result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder, device)
-    x, y = evaluation(tokenizer.encode(corpus.held_out), plan.seq, EVALUATED)
+        given = folder, device, weights, texts[1]
+        result = simulate(plan, world, texts[0], progress, *given)
+    x, y = evaluation(texts[1], plan.seq, EVALUATED)
     measured = held_out(plan, result.states.values(), x, y, device)
     facts = {
         "state_hash": result.state_hash,
@@ -294,6 +344,8 @@ def _simulate(
         "losses": result.losses,
         "held_out_loss": measured.mean,
         "held_out_standard_error": measured.standard_error,
+        "evaluations": [msgspec.structs.asdict(each) for each in result.evaluations],
+        "ended_by_guard": result.alarm,
         "bytes": result.bytes,
         "bytes_per_peer": result.bytes_per_peer,
         "virtual_s": result.virtual_s,
@@ -301,65 +353,3 @@ def _simulate(
         "steps": result.steps,
     }
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
-
-
-def _disasters(
-    out: Output, seeds: range, workers: int | None, name: str | None, dry_run: bool
-) -> None:
-    """Run seeded disasters; exit with 1 on a violation, or if many seeds leave some fault
-    untried."""
-    from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
-    from farflock.node.simulate.chaos_methods import PHASES, cases_of
-
-    arms = [[arm.method, arm.options] for arm in cases_of(name)]
-    phases = sorted(set(PHASES.values()))
-    if dry_run:
-        plan = {
-            "first_seed": seeds.start,
-            "seeds": len(seeds),
-            "kinds": KINDS,
-            "phases": phases,
-            "arms": arms,
-        }
-        digest = hashlib.sha256(one_line(plan).encode()).hexdigest()
-        out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
-        return
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
-    reports: list[SeedReport] = []
-    with out.progress("seeds") as progress:
-        at_once = min(workers or os.cpu_count() or 1, len(seeds))
-        for report in run_seeds(seeds.start, len(seeds), at_once, name):
-            reports.append(report)
-            progress(len(reports) / len(seeds))
-    fired = sum((report.fired for report in reports), collections.Counter[tuple[str, str]]())
-    empty = [f"{kind} in {phase}" for kind, phase in empty_cells(fired)]
-    failures = [_failure(report, name) for report in reports if report.violations]
-    slowest = max(reports, key=lambda report: report.recovery_s)
-    facts = {
-        "seeds": len(seeds),
-        "violations": len(failures),
-        "failures": failures,
-        "faults": {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS},
-        "empty": empty,
-        "slowest_recovery_s": slowest.recovery_s,
-    }
-    out.table(("", *phases), [(kind, *(fired[kind, phase] for phase in phases)) for kind in KINDS])
-    lines = [
-        f"{len(failures)} of {len(seeds)} seeds violated a promise;"
-        f" the slowest recovery took {slowest.recovery_s} s",
-        *(
-            f"seed {entry['seed']}: {entry['violation']}\n  run it again: {entry['command']}"
-            for entry in failures
-        ),
-        *([f"never fired: {', '.join(empty)}"] if empty else []),
-    ]
-    out.result(facts, "\n".join(lines))
-    if failures or (empty and len(seeds) >= ENOUGH_SEEDS and not name):
-        raise SystemExit(1)
-
-
-def _failure(report: "SeedReport", name: str | None) -> dict[str, object]:
-    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (
-        f" --method {name}" if name else ""
-    )
-    return {"seed": report.seed, "command": command, "violation": report.violations[0]}

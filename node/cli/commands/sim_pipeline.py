@@ -12,12 +12,13 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from farflock.node.data.sequences import Text
     from farflock.node.model.device import Device
-    from farflock.node.model.tokenizer import TokenIds
     from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
-    from farflock.node.simulate.pipeline import PipelineWorld
+    from farflock.node.simulate.pipeline import EventLog, PipelineWorld
+    from farflock.node.tokens.tokenizer import TokenIds
     from farflock.swarm.sim.network import LinkModel
 
 EVALUATED = 128  # held-out sequences
@@ -72,30 +73,29 @@ def world_of(
     )
 
 
-def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device: "Device") -> None:
+def simulate(
+    out: Output,
+    described: "Manifest",
+    world: "PipelineWorld",
+    texts: "tuple[Text, TokenIds]",
+    device: "Device",
+) -> None:
     """Run the simulation, with all stages on one device, and measure the result on the held-out
-    text."""
+    text, the second of `texts`."""
     import torch
 
-    from farflock.node.model.corpus import load_corpus
-    from farflock.node.model.tokenizer import ByteTokenizer
-    from farflock.node.simulate.pipeline import EventLog, PipelineSimulation
+    from farflock.node.simulate.pipeline import PipelineSimulation
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)
-    corpus, tokenizer = (
-        load_corpus(described.data.corpus, described.data.sha256 or None),
-        ByteTokenizer(),
-    )
     pipeline = described.pipeline_plan()
     assert pipeline is not None, "the manifest has no [pipeline]"
     parts = tuple(replace(part, device=device) for part in world.parts)
     placed = replace(world, parts=parts)
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
-        simulation = PipelineSimulation(
-            described.plan(), pipeline, placed, tokenizer.encode(corpus.train)
-        )
+        plan, held_out = described.plan(), texts[1]
+        simulation = PipelineSimulation(plan, pipeline, placed, texts[0], measured_on=held_out)
         return await simulation.run(), simulation.nodes
 
     with out.progress("simulating"):
@@ -103,19 +103,35 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device:
     losses = [float(str(fields["loss"])) for fields in tale.fields("loss")]
     tenth = max(len(losses) // 10, 1)
     facts: dict[str, Any] = {
-        **_measured(described, nodes, tokenizer.encode(corpus.held_out), device),
+        **_measured(described, nodes, texts[1], device),
         "rounds": len(
             {(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}
         ),
         "losses": [
             round(sum(losses[at : at + tenth]) / tenth, 4) for at in range(0, tenth * 10, tenth)
         ],
+        "evaluations": _evaluations(described, world, tale),
         "microbatches": len(tale.fields("microbatch")),
         "bytes": tale.sent_bytes,
         "virtual_s": tale.virtual_s,
         "kills": tale.kills,
     }
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+def _evaluations(
+    described: "Manifest", world: "PipelineWorld", tale: "EventLog"
+) -> list[dict[str, object]]:
+    """Return the values that members told each other, each once; `by` is the number of a peer."""
+    from farflock.node.simulate.pipeline import identity_of
+
+    plan = described.plan()
+    peers = [identity_of(plan, number).peer for number in range(len(world.parts))]
+    told = {}
+    for fields in tale.fields("evaluation"):
+        kept = {name: fields[name] for name in ("round", "outcome", "loss", "standard_error")}
+        told[int(str(fields["round"]))] = kept | {"by": peers.index(str(fields["by"]))}
+    return [told[number] for number in sorted(told)]
 
 
 def _measured(

@@ -12,6 +12,7 @@ from farflock.node.process import torchrun
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import GracefulStop, run_until_asked
 from farflock.node.process.status import Status
+from farflock.node.state.node_lock import only_node_in
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
@@ -44,28 +45,28 @@ def train(
     """
     place = torchrun.place_of(os.environ)
     if place is None:
-        return _train(out, title, lambda started: work(machine, started), greet)
+        return _train(out, title, machine, work, greet)
     with torchrun.gathered(place, machine.device) as ranks:
         if not ranks.leads:
             torchrun.follow_leader(ranks, machine.device, machine.threads)
             return 0
-        leading = replace(machine, ranks=ranks)
-        return _train(out, title, lambda started: work(leading, started), greet)
+        return _train(out, title, replace(machine, ranks=ranks), work, greet)
 
 
 def _train(
     out: Output,
     title: str,
-    work: Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]],
+    machine: MachineOptions,
+    work: TrainingCommand[NodeT],
     greet: Callable[[NodeT], None],
 ) -> int:
     ending = GracefulStop()
-    with watching(title) as show:
+    with only_node_in(machine.folder), watching(title) as show:
 
         def watched(node: NodeT) -> None:
             greet(node)
             ending.gently = node.stop
             node.show_to(lambda status: show(status, node.view_s))
 
-        saved = run_until_asked(ending, lambda: work(watched))
+        saved = run_until_asked(ending, lambda: work(machine, watched))
     return conclude(out, saved, ending.asked, trained=ending.gently is not None)

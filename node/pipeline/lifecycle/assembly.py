@@ -9,7 +9,7 @@ import torch
 
 from farflock.node.loop import Loop
 from farflock.node.model.device import Device
-from farflock.node.model.llama import Llama, build
+from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
@@ -27,6 +27,7 @@ from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
 from farflock.node.reporting import Report
 from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.state.weights_file import WeightsFolder, initial
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import Spool, StateSync
@@ -53,6 +54,7 @@ class NodeServices:
     storage: Storage = in_memory  # of methods' states
     spool: Spool | None = None  # of snapshots; None: `compute` writes them into memory
     device: Device = field(default_factory=Device)  # of stages
+    weights: WeightsFolder | None = None  # that a founder's stages begin with; None: the seed's
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +128,17 @@ class Assembly:
         return StageNode(index, peer, stage.model, state_sync, loop, task, server, batch)
 
     def _report_of(self, index: int) -> Report:
-        """Return the report callback of a stage's loop.
+        """Return the report callback of a stage's loop, whose rounds are reported with the stage.
 
-        A full replica has a loop for each stage. Their rounds are reported with the stage. Their
-        steps coincide, so only the last stage's, which have a loss, are reported."""
+        A full replica has a loop for each stage. Their steps coincide, so only the last stage's,
+        which have a loss, are reported."""
         report, last = self.means.report, len(self.pipeline.stages) - 1
-        if not self.whole:
-            return report
 
         def with_stage(kind: str, fields: dict[str, object]) -> None:
-            if kind != "step" or index == last:
-                report(kind, fields if kind == "step" else {**fields, "stage": index})
+            if kind != "step":
+                report(kind, {**fields, "stage": index})
+            elif index == last or not self.whole:
+                report(kind, fields)
 
         return with_stage
 
@@ -147,7 +149,8 @@ class Assembly:
         constrains only pipelines."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         device = self._device(is_projected=basis is not None)
-        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
+        begun = plan.model, plan.run_seed, self.means.weights, self.pipeline.stages[index]
+        model = initial(*begun).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
         constraint: Constraint | None = None
         if basis is not None:

@@ -19,8 +19,8 @@ from farflock.node.pipeline.passes.requests import (
     encode,
 )
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.call_server import CallReply, Handler
-from farflock.swarm.peer.calls import CallFailed
+from farflock.swarm.peer.calls.call_server import CallReply, Handler
+from farflock.swarm.peer.calls.calls import CallFailed
 from farflock.swarm.peer.peer import Peer
 
 RESERVE_TIMEOUT_S = 2.0  # for one member's answer
@@ -44,9 +44,12 @@ class Reservations:
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
         """Answer a request for a stage at once; pass on every other call."""
-        if request == RESERVE:
-            return encode(Reserved(self.reserve(caller)))
-        return self.handler.admit(caller, request, sizes)
+        greeting = self.greet(caller, request)
+        return self.handler.admit(caller, request, sizes) if greeting is None else greeting
+
+    def greet(self, caller: PeerId, request: bytes) -> bytes | None:
+        """Answer a request for a stage, which newcomers make; return None for any other."""
+        return encode(Reserved(self.reserve(caller))) if request == RESERVE else None
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Pass on a call."""

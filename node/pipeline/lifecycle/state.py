@@ -81,6 +81,10 @@ async def begin_anew(
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
         if snapshot is None:
+            if plan.start is not None:
+                raise LifeOver(
+                    f"the first weights of stage {index} are not here, and no peer serves it"
+                )
             return InitialState("initial", "the run begins")
         return InitialState("snapshot", f"the run resumes after round {snapshot}")
     now = Situation(

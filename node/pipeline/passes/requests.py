@@ -1,6 +1,6 @@
 """Requests of trainers to stage servers, and their answers: the bodies of calls.
 
-Tensors travel as payloads of the call (swarm/peer/calls.py, node/pipeline/passes/edges.py).
+Tensors travel as payloads of the call (swarm/peer/calls/calls.py, node/pipeline/passes/edges.py).
 
 A microbatch is named by its trainer, the caller, and its number. `epoch` is the newest round of
 the stage's stream that the trainer knew to be applied when the microbatch set out; it stays the
@@ -67,6 +67,21 @@ class Forward(_Body, frozen=True, tag="forward"):
     sends: CodecId | None = None
 
 
+class Measure(_Body, frozen=True, tag="measure"):
+    """Asks for the stage's output on held-out text, after which no backward pass comes: the server
+    keeps nothing of it. At the last stage the output is the loss of each sequence.
+
+    Payloads: those of `Forward` and, at the last stage, the target tokens. `number` is that of the
+    microbatch in its evaluation."""
+
+    number: Count
+    stage: StageIndex
+    source: SourceStage
+    epoch: RoundNumber
+    came: CodecId | None = None
+    sends: CodecId | None = None
+
+
 class Backward(_Body, frozen=True, tag="backward"):
     """Asks for the gradient of the stage's input (none at the first stage).
 
@@ -101,7 +116,8 @@ class Revoke(_Body, frozen=True, tag="revoke"):
     attempt: Count
 
 
-StageRequest = Forward | Backward | Confirm | Revoke
+StageRequest = Forward | Backward | Measure | Confirm | Revoke
+StagePass = Forward | Backward | Measure
 
 
 class Done(_Body, frozen=True, tag="done"):
@@ -157,6 +173,10 @@ class Refused(_Body, frozen=True, tag="refused"):
     unread: Made | None = None
 
 
+class NotFinite(_Body, frozen=True, tag="not finite"):
+    """The stage's output on held-out text is not finite."""
+
+
 class Merged(_Body, frozen=True, tag="merged"):
     """The confirmed gradient is in the sum."""
 
@@ -165,7 +185,7 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """The gradient is not here and never will be."""
 
 
-StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
+StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | NotFinite | Merged | Unknown
 
 
 class Reserve(_Body, frozen=True, tag="reserve"):

@@ -71,6 +71,7 @@ class Stage:
         self.model, self._device = model, used_by_stages(device or Device())
         self._names = tuple(name for name, _ in model.named_parameters())
         self._weights = tuple(model.parameters())
+        model.adds_balance = True
 
     @property
     def is_first(self) -> bool:
@@ -109,6 +110,13 @@ class Stage:
     def loss_sum(self, x: Tensor, targets_BL: Tensor) -> float:
         """Compute the last stage's loss without a backward pass, in nats summed over tokens."""
         return float(_summed_loss(self.forward(x), self.there(targets_BL)))
+
+    @torch.no_grad()
+    def losses(self, x: Tensor, targets_BL: Tensor) -> Tensor:
+        """Compute the last stage's mean loss of each sequence (B,), in nats per token."""
+        logits_BLV, targets_BL = _exact(self.forward(x)), self.there(targets_BL)
+        each = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none")
+        return each.view(targets_BL.shape).mean(dim=1)
 
     @torch.enable_grad()
     def graph(self, x: Tensor) -> Graph:
@@ -216,5 +224,10 @@ class GradientAccumulator:
 
 
 def _summed_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    logits = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum")
+    logits = _exact(logits_BLV).flatten(0, 1)
+    return F.cross_entropy(logits, targets_BL.flatten(), reduction="sum")
+
+
+def _exact(logits_BLV: Tensor) -> Tensor:
+    """Return logits in the type in which losses are computed."""
+    return logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()

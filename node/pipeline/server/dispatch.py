@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from farflock.node.pipeline.passes.requests import BadRequest, Refused, decode_request, encode
 from farflock.node.pipeline.server.server import StageServer
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.peer.calls.call_server import CallReply
 
 
 class Dispatch:

@@ -8,6 +8,7 @@ Shapes: B sequences, L positions, D model width."""
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,12 @@ from farflock.node.pipeline.passes.requests import (
     Gone,
     Lacks,
     Made,
+    Measure,
+    NotFinite,
     Refused,
     Revoke,
     StageAnswer,
+    StagePass,
     StageRequest,
     Stale,
     Version,
@@ -40,6 +44,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.gradient_leases import GradientKey
 
 Unread = Refused | Lacks  # the input cannot be read
+NoOutput = Unread | Stale | NotFinite  # of a pass that a server has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class PassRequest:
     """A pass that the trainer `caller` asks for, with the request's payloads."""
 
     caller: PeerId
-    request: Forward | Backward
+    request: StagePass
     payloads: tuple[bytes, ...]
 
 
@@ -70,7 +75,7 @@ class _Backwards(NamedTuple):
     is_finite: Coming
 
 
-ForwardReplies = tuple[list[bytes | Unread | Stale], Version | None]
+ForwardReplies = tuple[list[bytes | NoOutput], Version | None]
 BackwardReply = tuple[BackwardResult | Unread | Gone, Version | None]
 
 
@@ -113,9 +118,9 @@ class StagePasses:
         if isinstance(asked, Forward):
             late = self._applied() - asked.epoch > self._staleness
             return Stale(self._applied()) if late else None
-        return None if known else self._lack(asked)
+        return None if known or isinstance(asked, Measure) else self._lack(asked)
 
-    def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
+    def _misfit(self, asked: StagePass) -> StageAnswer | None:
         """Return a refusal if this stage cannot compute such a pass, else None."""
         if (asked.source < 0) != self.stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
@@ -125,20 +130,20 @@ class StagePasses:
         known = edges.knows(asked.came) and edges.knows(asked.sends)
         return None if known else Foreign(edges.reads)
 
-    def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
+    def _oversize(self, asked: StagePass, sizes: tuple[int, ...]) -> StageAnswer | None:
         """Return a refusal if the number or sizes of the payloads do not fit the request."""
         limits = self._max_sizes(asked)
         if len(sizes) == len(limits) and all(map(operator.le, sizes, limits)):
             return None
         return Refused(f"payloads of {sizes} bytes; at most {limits} belong to it")
 
-    def _max_sizes(self, asked: Forward | Backward) -> tuple[int, ...]:
+    def _max_sizes(self, asked: StagePass) -> tuple[int, ...]:
         """Return the maximum size of each payload of a request, in bytes."""
         edges = self.ends.edges
         given = () if self.stage.is_first else (edges.max_bytes("forward", asked.came),)
-        if isinstance(asked, Forward):
+        if isinstance(asked, Forward) or (isinstance(asked, Measure) and not self.stage.is_last):
             return (edges.token_bytes, *given)
-        if self.stage.is_last:
+        if isinstance(asked, Measure) or self.stage.is_last:
             return (edges.token_bytes, *given, edges.token_bytes)
         arrived = (edges.max_bytes("forward", asked.sends),) if edges.is_masked(asked.sends) else ()
         return (edges.token_bytes, *given, edges.max_bytes("backward", asked.sends), *arrived)
@@ -158,10 +163,12 @@ class StagePasses:
     def begin_forward(self, asked: Sequence[PassRequest]) -> Callable[[], ForwardReplies]:
         """Let the device compute forward passes together; return what waits for it, and then does
         what `forward` does. One with an unreadable input is refused alone."""
+        if self.stage.is_last and any(isinstance(each.request, Measure) for each in asked):
+            return self._begin_losses(asked)
         with self.versions.using(None) as version:
             read = [self._read_or_stale(each) for each in asked]
             inputs = [
-                (_key(each), entry[1])
+                (None if isinstance(each.request, Measure) else _key(each), entry[1])
                 for each, entry in zip(asked, read, strict=True)
                 if isinstance(entry, tuple)
             ]
@@ -173,10 +180,10 @@ class StagePasses:
         asked: Sequence[PassRequest],
         read: Sequence[tuple[Tensor, Tensor] | Unread | Stale],
         outputs: Iterable[Coming],
-    ) -> list[bytes | Unread | Stale]:
+    ) -> list[bytes | NoOutput]:
         """Return the payload of each output, or why there is none."""
         made = iter(outputs)
-        replies: list[bytes | Unread | Stale] = []
+        replies: list[bytes | NoOutput] = []
         for each, entry in zip(asked, read, strict=True):
             if not isinstance(entry, tuple):
                 replies.append(entry)
@@ -184,17 +191,24 @@ class StagePasses:
             try:
                 replies.append(self._output(each, next(made).wait(), entry[0]))
             except UnencodableTensor as error:
-                replies.append(Refused(str(error)[:200], None if self.stage.is_first else "input"))
+                replies.append(self._unencodable(each, str(error)))
         return replies
 
+    def _unencodable(self, asked: PassRequest, why: str) -> Refused | NotFinite:
+        if isinstance(asked.request, Measure):
+            return NotFinite()
+        return Refused(why[:200], None if self.stage.is_first else "input")
+
     def _outputs(
-        self, inputs: Sequence[tuple[GradientKey, Tensor]], version: Version | None
+        self, inputs: Sequence[tuple[GradientKey | None, Tensor]], version: Version | None
     ) -> list[Coming]:
         """Compute one output for each input: alone where its graph is kept, the rest together if
-        there is room."""
+        there is room. Of an input without a key, none is kept."""
 
         def computed(alone: bool) -> list[Coming]:
-            kept = [self.graphs.forward(key, x, version) for key, x in inputs]
+            kept = [
+                None if key is None else self.graphs.forward(key, x, version) for key, x in inputs
+            ]
             rest = [x for (_, x), y in zip(inputs, kept, strict=True) if y is None]
             groups = [[x] for x in rest] if alone else [rest] if rest else []
             outputs = (
@@ -207,6 +221,33 @@ class StagePasses:
             return [next(outputs) if y is None else self._coming(y) for y in kept]
 
         return within_memory([self.graphs], computed)
+
+    def _begin_losses(self, asked: Sequence[PassRequest]) -> Callable[[], ForwardReplies]:
+        """Let the last stage's device compute losses on held-out text; return what waits for it.
+        Each is computed alone: logits take much room."""
+        with self.versions.using(None) as version:
+            begun = [self._begin_loss(each) for each in asked]
+        pack = self.ends.edges.pack_losses
+
+        def ended() -> ForwardReplies:
+            return [
+                pack(each.wait()) if isinstance(each, Coming) else each for each in begun
+            ], version
+
+        return ended
+
+    def _begin_loss(self, asked: PassRequest) -> Coming | Unread | Stale:
+        if not isinstance(asked.request, Measure):
+            return Refused("the last stage has no output for another one")
+        read = self._read_or_stale(asked)
+        if not isinstance(read, tuple):
+            return read
+        try:
+            targets_BL = self.ends.edges.unpack(asked.payloads[-1])
+        except CorruptPayload as error:
+            return Refused(str(error)[:200])
+        work = partial(self.stage.losses, read[1], targets_BL)
+        return self._coming(within_memory([self.graphs], lambda _: work()))
 
     def backward(self, asked: PassRequest) -> BackwardReply:
         """Compute a backward pass at the weights that it names; return its result and their
@@ -286,7 +327,7 @@ class StagePasses:
         return coming(x, ahead=self.stage.runs_ahead)
 
     def _output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
-        assert isinstance(asked.request, Forward)
+        assert not isinstance(asked.request, Backward)
         return self.ends.output(asked.caller, y_BLD, asked.request, tokens_BL, self._came(asked))
 
     def _came(self, asked: PassRequest) -> bytes | None:

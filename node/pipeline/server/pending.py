@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import dataclass
 
 from farflock.node.pipeline.passes.stage import MicrobatchGradient
-from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.peer.calls.call_server import CallReply
 from farflock.swarm.protocol.gradient_leases import Begin, GradientKey, GradientLeases
 
 

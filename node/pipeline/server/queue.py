@@ -10,37 +10,41 @@ import collections
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from farflock.swarm.links import PeerId
+
 Job = TypeVar("Job")
 
 
 @dataclass(slots=True)
 class StageQueue(Generic[Job]):
-    """A queue of at most `room` jobs of each kind, so that neither kind crowds out the other."""
+    """A queue of at most `room` jobs of each kind, so that neither kind crowds out the other, but
+    for the first job of each caller, so that none is crowded out by others."""
 
     room: int
     together: int = 1
-    _forward: collections.deque[Job] = field(default_factory=collections.deque)
-    _backward: collections.deque[Job] = field(default_factory=collections.deque)
+    _forward: collections.deque[tuple[PeerId, Job]] = field(default_factory=collections.deque)
+    _backward: collections.deque[tuple[PeerId, Job]] = field(default_factory=collections.deque)
     _was_backward: bool = False  # the job taken last
 
-    def has_room(self, *, backward: bool) -> bool:
-        """True if one more job of this kind can wait."""
-        return len(self._backward if backward else self._forward) < self.room
+    def has_room(self, caller: PeerId, *, backward: bool) -> bool:
+        """True if one more job of this kind and caller can wait."""
+        jobs = self._backward if backward else self._forward
+        return len(jobs) < self.room or all(other != caller for other, _ in jobs)
 
-    def put(self, job: Job, *, backward: bool) -> None:
+    def put(self, caller: PeerId, job: Job, *, backward: bool) -> None:
         """Add a job."""
-        assert self.has_room(backward=backward), "a job was admitted to a full queue"
-        (self._backward if backward else self._forward).append(job)
+        assert self.has_room(caller, backward=backward), "a job was admitted to a full queue"
+        (self._backward if backward else self._forward).append((caller, job))
 
     def take(self) -> list[Job]:
         """Take the next jobs; empty if none waits. One backward job and one forward job take
         turns; where no backward job waits, up to `together` forward jobs are taken at once."""
         if self._backward and not (self._forward and self._was_backward):
             self._was_backward = True
-            return [self._backward.popleft()]
+            return [self._backward.popleft()[1]]
         self._was_backward = False
         count = min(1 if self._backward else self.together, len(self._forward))
-        return [self._forward.popleft() for _ in range(count)]
+        return [self._forward.popleft()[1] for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self._forward) + len(self._backward)

@@ -6,8 +6,8 @@ Requests wait in a queue; a trainer that finds it full asks another server. Only
 runs at a time, so that no pass sees weights in the middle of a step.
 
 In node/pipeline/server, a request is admitted or refused (passes.py), waits (queue.py) and is
-computed (passes.py); its gradient waits for a confirmation (pending.py), then counts
-(accounts.py)."""
+computed (passes.py); its gradient waits in one of few places (places.py) for a confirmation
+(pending.py), then counts (accounts.py)."""
 
 import asyncio
 import collections
@@ -25,6 +25,7 @@ from farflock.node.pipeline.passes.requests import (
     Confirm,
     Done,
     Forward,
+    Measure,
     Merged,
     Refused,
     Revoke,
@@ -46,12 +47,13 @@ from farflock.node.pipeline.server.passes import (
     StagePasses,
 )
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
+from farflock.node.pipeline.server.places import Places
 from farflock.node.pipeline.server.queue import StageQueue
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import Ema
-from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.peer.calls.call_server import CallReply
 from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 PassInput = TypeVar("PassInput")
@@ -116,6 +118,7 @@ class StageServer:
         self.computing, self._life, self._applied = computing, life, applied
         self.passes = StagePasses(index, stage, ends, versions, applied, terms.staleness)
         self.pending = PendingGradients(staging)
+        self.places = Places(self.pending, terms.queue)
         tokens, knows_loss = ends.edges.tokens, stage.is_last
         self.accounts = StageAccounts(
             staging, versions, applied, terms.staleness, tokens, knows_loss=knows_loss
@@ -123,7 +126,6 @@ class StageServer:
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
         self._rest: Rest | None = None  # of passes that were begun
-        self._line: collections.deque[asyncio.Future[bool]] = collections.deque()
         self._pass_s = Ema()
         self._served: collections.Counter[str] = collections.Counter()
 
@@ -148,38 +150,36 @@ class StageServer:
         refusal = self.passes.refusal(asked, sizes, known=known)
         if refusal is not None or known or isinstance(asked, Confirm | Revoke):
             return refusal
-        return None if self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
+        has_room = self._queue.has_room(key[0], backward=isinstance(asked, Backward))
+        return None if has_room else Busy()
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Serve an admitted request."""
         asked = decode_request(request)
         key = (caller, asked.number)
         match asked:
-            case Forward():
+            case Forward() | Measure():
                 return await self._enqueue(_job(caller, asked, payloads))
             case Backward():
                 return await self._backward(key, asked.attempt, _job(caller, asked, payloads))
             case Confirm(attempt=attempt):
                 return CallReply(encode(await self._confirm(key, attempt)))
             case Revoke(attempt=attempt):
-                self.pending.revoke(key, attempt)
-                self._call_up()
+                self.places.revoke(key, attempt)
                 return CallReply(encode(Unknown()))
 
     async def _enqueue(self, job: _Job) -> CallReply:
-        if not self._queue.has_room(backward=job.is_backward):
+        caller = job.asked.caller
+        if not self._queue.has_room(caller, backward=job.is_backward):
             return CallReply(encode(Busy()))  # the queue filled up while the payloads were fetched
         job.came_s = self._now()
-        self._queue.put(job, backward=job.is_backward)
+        self._queue.put(caller, job, backward=job.is_backward)
         self._waiting.set()
         return await job.reply
 
     async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
         """Compute a pass once. A repeated request gets the same reply, under its own attempt."""
-        begun = self.pending.begin(key, attempt, job.reply)
-        while begun == "busy" and await self._place():
-            begun = self.pending.begin(key, attempt, job.reply)
-        match begun:
+        match await self.places.begin(key, attempt, job.reply):
             case "busy":
                 return CallReply(encode(Busy()))
             case "nothing":
@@ -194,28 +194,8 @@ class StageServer:
                 # a repeat that is cancelled must not cancel the first request's reply
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
-    async def _place(self) -> bool:
-        """Wait in line for a gradient's place. Return False if the line is full, or if it does not
-        move because all places hold gradients that their trainers do not confirm."""
-        if len(self._line) >= self._queue.room:
-            return False
-        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._line.append(place)
-        return await place
-
-    def _call_up(self) -> None:
-        """Give the free places to the first in line."""
-        for _ in range(min(self.pending.staging.free, len(self._line))):
-            self._line.popleft().set_result(True)
-
-    def _turn_away(self) -> None:
-        """Let all in line ask another server."""
-        while self._line:
-            self._line.popleft().set_result(False)
-
     async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
-        found = self.pending.confirm(key, attempt)
-        self._call_up()
+        found = self.places.confirm(key, attempt)
         if isinstance(found, PendingGradient):
             await self._merge(key, found)
         return Merged() if found else Unknown()
@@ -240,8 +220,7 @@ class StageServer:
     async def run(self) -> None:
         """Compute waiting passes forever."""
         while True:
-            self.pending.expire(self._now())
-            self._call_up()
+            self.places.expire(self._now())
             jobs = self._queue.take()
             if jobs or self._rest is not None:
                 await self._do(jobs)
@@ -251,7 +230,7 @@ class StageServer:
                 async with asyncio.timeout(EXPIRE_EVERY_S):
                     await self._waiting.wait()
             except TimeoutError:
-                self._turn_away()
+                self.places.turn_away()
 
     async def _do(self, jobs: list[_Job]) -> None:
         """Compute passes and answer them. Where the device runs ahead, begin these passes, and then
@@ -294,7 +273,7 @@ class StageServer:
         outputs, version = found
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
-            self._served["forward"] += 1
+            self._served["measured" if isinstance(job.asked.request, Measure) else "forward"] += 1
             if isinstance(output, bytes):
                 done = Done(self._life, 0, took_s, waited_s=started_s - job.came_s, version=version)
                 job.resolve(done, (output,))
@@ -357,7 +336,7 @@ class StageServer:
         return asyncio.get_running_loop().time()
 
 
-def _job(caller: PeerId, asked: Forward | Backward, payloads: tuple[bytes, ...]) -> _Job:
+def _job(caller: PeerId, asked: Forward | Backward | Measure, payloads: tuple[bytes, ...]) -> _Job:
     return _Job(PassRequest(caller, asked, payloads), asyncio.get_running_loop().create_future())
 
 

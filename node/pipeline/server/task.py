@@ -19,7 +19,7 @@ from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.node.train.task import Loss, Train
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.peer.rounds import Rounds
+from farflock.swarm.peer.rounds.rounds import Rounds
 from farflock.swarm.peer.tallies import Tallies
 
 LOOK_EVERY_S = 0.5  # to poll for what has no event: another member's offer, a request to stop
@@ -115,7 +115,9 @@ class BatchTrigger:
         return self.tallies.is_over(self.stream) and not self.rounds.called(self.stream)
 
     def _has_enough(self) -> bool:
-        return self.tallies.total(self.stream) >= self.tokens * (self.steps + 1)
+        enough = self.tokens * (self.steps + 1)
+        # Whoever has more than half of it sees all of it before the others do, and begins.
+        return self.tallies.total(self.stream, enough // 2) >= enough
 
     def _tell(self) -> None:
         self.accounts.absorb()

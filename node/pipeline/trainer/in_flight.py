@@ -8,13 +8,13 @@ remembers samples (node/pipeline/contrib/sample_inputs.py).
 Shapes: B sequences, L positions."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from farflock.node.model.data import Batches
+from farflock.node.data.sequences import SequenceStream
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
 from farflock.node.pipeline.trainer.blame import PayloadOrigins
@@ -22,7 +22,7 @@ from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.run.terms import WhenGone
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
-from farflock.swarm.peer.payloads import Given, Left
+from farflock.swarm.peer.calls.payloads import Given, Left
 
 NUMBERS, LIVES = 2**32, 2**29  # microbatches per life; lives with distinct numbers
 
@@ -235,7 +235,7 @@ class MicrobatchSource:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: SequenceStream,
         edges: Edges,
         policy: PathPolicy,
         lane: int = 0,
@@ -245,6 +245,7 @@ class MicrobatchSource:
         self._batches, self._policy = batches, policy
         self.edges, self.lane, self._gone = edges, lane, gone
         self._first = self._next = first
+        self.has_data: Callable[[int], bool] = lambda step: True  # whether a batch can be read
 
     def skip(self, tokens: int) -> None:
         """Move to the position of a run that has trained `tokens` tokens; call this before the
@@ -255,6 +256,20 @@ class MicrobatchSource:
     def begun(self) -> int:
         """Microbatches drawn so far."""
         return self._next - self._first
+
+    @property
+    def stream(self) -> SequenceStream:
+        """The batches that microbatches are."""
+        return self._batches
+
+    @property
+    def position(self) -> int:
+        """The next microbatch's number in the stream of batches."""
+        return self._next % NUMBERS
+
+    def is_ready(self) -> bool:
+        """True if the next microbatch's tokens are on this machine."""
+        return self.has_data(self.position)
 
     def next(self) -> Microbatch:
         """Return the next microbatch and advance the number."""

@@ -4,7 +4,7 @@ path policy."""
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,7 @@ from farflock.node.pipeline.passes.requests import (
     Foreign,
     Forward,
     Gone,
+    Measure,
     Refused,
     StageAnswer,
     StageRequest,
@@ -30,9 +31,9 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Key
 from farflock.swarm.paths.policy import CallOutcome, FinishedCall, PathPolicy
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
-from farflock.swarm.peer.call_server import FETCH_S
-from farflock.swarm.peer.calls import CallFailed, NotFetched
-from farflock.swarm.peer.payloads import Given, Left
+from farflock.swarm.peer.calls.call_server import FETCH_S
+from farflock.swarm.peer.calls.calls import CallFailed, NotAdmitted, NotFetched
+from farflock.swarm.peer.calls.payloads import Given, Left
 from farflock.swarm.peer.peer import OpenWait, Peer
 
 PAUSE_S = 0.25  # before asking again after a refusal, or for a stage without servers
@@ -130,7 +131,9 @@ class StageClient:
             self._learn(server, request, "busy", started_s)
             return Asked(fetched=await self._fetch(request, payloads, error.places))
         except CallFailed as error:
-            self._learn(server, request, error.reason, started_s)
+            # that this peer is no member is no server's fault
+            outcome: CallOutcome = "busy" if isinstance(error, NotAdmitted) else error.reason
+            self._learn(server, request, outcome, started_s)
             await asyncio.sleep(PAUSE_S)
             return Asked()
         except BadRequest:
@@ -147,9 +150,13 @@ class StageClient:
 
     def drop(self, flight: InFlight) -> None:
         """Have servers forget what they keep for a microbatch."""
-        for left, _, _ in flight.left:
-            self._calls.drop(left)
+        self.forget(left for left, _, _ in flight.left)
         flight.left.clear()
+
+    def forget(self, payloads: Iterable[Left]) -> None:
+        """Have the servers that made these payloads forget them."""
+        for left in payloads:
+            self._calls.drop(left)
 
     async def _fetch(
         self, request: StageRequest, payloads: Sequence[Given], places: Collection[int]
@@ -179,10 +186,15 @@ class StageClient:
     def _leaves(self, request: StageRequest) -> bool:
         """True if the answer's payload may stay with the server."""
         match request:
-            case Forward(sends=codec) | Backward(came=codec):
+            case Measure(stage=stage) if self._is_last(stage):
+                return False
+            case Forward(sends=codec) | Backward(came=codec) | Measure(sends=codec):
                 return self._direct and self._codecs.edges.may_stay(codec)
             case _:
                 return False
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._stage_directory.stages - 1
 
     def _max_reply_bytes(self, request: StageRequest) -> int:
         match request:
@@ -190,12 +202,16 @@ class StageClient:
                 return self._codecs.edges.max_bytes("forward", sends)
             case Backward(came=came):
                 return self._codecs.edges.max_bytes("backward", came)
+            case Measure(stage=stage) if self._is_last(stage):
+                return self._codecs.edges.loss_bytes
+            case Measure(sends=sends):
+                return self._codecs.edges.max_bytes("forward", sends)
             case _:
                 return 0
 
     def _timeout_s(self, request: StageRequest) -> float:
         match request:
-            case Forward():
+            case Forward() | Measure():
                 return self._forward_timeout_s
             case Backward():
                 return self._backward_timeout_s
@@ -210,7 +226,8 @@ class StageClient:
         started_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Tell the policy how a pass went; confirmations say nothing about a server's speed."""
+        """Tell the policy how a pass went; confirmations say nothing about a server's speed, and
+        passes on held-out text are none of the policy's."""
         if isinstance(request, Forward | Backward):
             size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
             call = FinishedCall(server.peer, request.stage, size, started_s, took_s)

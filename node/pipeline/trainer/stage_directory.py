@@ -12,7 +12,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.paths.policy import StageServers
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.agreement import axes
 from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.roles import EVERY
@@ -120,7 +120,9 @@ class StageDirectory:
         return next((server for server in servers if server.name == name), None)
 
     def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
-        """Yield, by stage and in order, the keys of each round that closed since the last call."""
+        """Yield, by stage and in order, the keys of each round that closed since the last call.
+
+        Names that no known view lists are left out: a server that lies may note any."""
         rounds = self._peer.rounds
         for stage, stream in self.streams.items():
             while True:
@@ -134,10 +136,20 @@ class StageDirectory:
                 if told is None:
                     self._skipped.append(stage)
                 else:
-                    ages = notes.joined_ages(told)
+                    ages = self._of_members(notes.joined_ages(told))
                     late = [key for key, age in ages.items() if age == notes.LATE]
                     self.left_out += [(stage, key) for key in late]
                     yield stage, sorted(ages)
+
+    def _of_members(self, ages: Mapping[GradientKey, int]) -> dict[GradientKey, int]:
+        """Return the keys whose trainers are or were members."""
+        views = self._peer.context.views.views  # newest last: few trainers have left since
+        known = {
+            trainer
+            for trainer in {trainer for trainer, _ in ages}
+            if any(entry.view.lists(trainer) for entry in reversed(views))
+        }
+        return {key: age for key, age in ages.items() if key[0] in known}
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """True if the next round is over and all its members have been gone for `HOPE_S`: its notes

@@ -69,6 +69,8 @@ class Trainer:
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
         self.may_begin: Callable[[], bool] = lambda: True  # asked before each microbatch
+        # servers refuse all others
+        self._is_member: Callable[[], bool] = lambda: peer.membership.is_member
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough()` is true or `stopping` is set; then give up the microbatches in
@@ -83,6 +85,7 @@ class Trainer:
                     self._look_around()
                 self.begin_more()
                 await self._until_walk_ends()
+            self.commits.hear(_now())  # what rounds have named since the last tick has finished too
         finally:
             await cancel(*self._tasks)
             for flight in self._flights.values():
@@ -150,6 +153,8 @@ class Trainer:
             len(self._walking) < self._depth.wanted
             and len(self._flights) < self._terms.kept
             and self._allowance.has_room(self.commits.ledger.uncommitted, _now())
+            and self._is_member()
+            and self.source.is_ready()
             and self.may_begin()
         ):
             flight = self.source.draw(self._stage_directory.epoch)

@@ -33,7 +33,7 @@ from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDire
 from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
-from farflock.swarm.peer.payloads import Given, Left
+from farflock.swarm.peer.calls.payloads import Given, Left
 
 ATTEMPTS_PER_SERVER = 2  # that fail before weights or a codec count as lost: servers come and go
 

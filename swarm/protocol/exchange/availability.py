@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.messages import MAX_BUNDLES, MAX_MEMBERS, Digest, Mask, Size
-from farflock.swarm.protocol.quorum import is_quorum
+from farflock.swarm.protocol.agreement.electorate import Electorate
 
 PREFIX_BYTES = 8  # of a digest; enough to tell the few rivals for one place apart
 _NOTHING = bytes(PREFIX_BYTES)
@@ -44,17 +44,23 @@ def has(item: RoundItem, member: int) -> bool:
 
 
 class Availability:
-    """The items at places 0 to `places` - 1, as seen by member `me` of a group of `members`.
+    """The items at places 0 to `places` - 1, as seen by member `me` of an electorate.
 
     Rival items may be announced for one place. The one with the smallest digest is preferred; with
-    `fewest`, the one with the fewest contributions, and of those the smallest digest."""
+    `fewest`, the one with the fewest contributions, and of those the smallest digest. All that name
+    a member whose offer is not here come last: this member could not propose them, and if nobody
+    else has that offer, nobody can."""
 
-    def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
-        self._members, self._me, self._fewest = members, me, fewest
-        # Members whose majority counts; None: all.
-        self._electorate: frozenset[int] | None = None
+    def __init__(
+        self, places: int, electorate: Electorate, me: int, *, fewest: bool = False
+    ) -> None:
+        self._electorate, self._me, self._fewest = electorate, me, fewest
+        # Members whose majority counts; None: a quorum of all.
+        self._relied: frozenset[int] | None = None
         self._staying: frozenset[int] = frozenset()  # members of which one must hold an item
         self.rivals: list[dict[bytes, RoundItem]] = [{} for _ in range(places)]
+        self._contested: set[int] = set()  # places with rivals
+        self._offered = 0  # bit mask of the members whose offers are here
         # Digests that are here, of items and of all else the exchange needs.
         self.held: set[bytes] = set()
         self.corrupt: set[bytes] = set()  # content that no correct encoder wrote
@@ -73,12 +79,24 @@ class Availability:
         """Note an announced item; return False if it is known or its place is full."""
         rivals = self.rivals[item.index]
         # One rival per member suffices; more would let a member fill our memory.
-        if item.digest in rivals or len(rivals) >= self._members:
+        if item.digest in rivals or len(rivals) >= len(self._electorate):
             return False
         rivals[item.digest] = item
+        if len(rivals) > 1:
+            self._contested.add(item.index)
         self._places[item.digest].append(item.index)
         self._update(item.index)
         return True
+
+    def know_offer(self, member: int) -> None:
+        """Note that a member's offer is here."""
+        self._offered |= 1 << member
+        for index in sorted(self._contested):
+            self._update(index)
+
+    def knows_offers(self, item: RoundItem) -> bool:
+        """True if the offers of all members whose contributions are in an item are here."""
+        return not int.from_bytes(item.mask, "little") & ~self._offered
 
     def hold(self, *digests: bytes) -> None:
         """Note that the content with these digests is here."""
@@ -98,11 +116,11 @@ class Availability:
                 said[index] = prefix
                 self._agree(index)
 
-    def rely_on(self, electorate: frozenset[int] | None, staying: frozenset[int]) -> None:
-        """From now on, agree on an item once more than half of `electorate` (None: a quorum of
-        all) holds it, and if any are `staying`, one of those."""
-        if (electorate, staying) != (self._electorate, self._staying):
-            self._electorate, self._staying = electorate, staying
+    def rely_on(self, relied: frozenset[int] | None, staying: frozenset[int]) -> None:
+        """From now on, agree on an item once more than half of `relied` (None: a quorum of all)
+        hold it, and if any are `staying`, one of those."""
+        if (relied, staying) != (self._relied, self._staying):
+            self._relied, self._staying = relied, staying
             for index in range(len(self.rivals)):
                 self._agree(index)
 
@@ -137,7 +155,11 @@ class Availability:
             return list(rivals.items())
         return sorted(
             rivals.items(),
-            key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]),
+            key=lambda entry: (
+                not self.knows_offers(entry[1]),
+                contributions(entry[1]) if self._fewest else 0,
+                entry[0],
+            ),
         )
 
     def _update_all(self, digests: Iterable[bytes]) -> None:
@@ -178,7 +200,7 @@ class Availability:
     def _suffices(self, holders: set[int]) -> bool:
         if self._staying and not holders & self._staying:
             return False
-        if self._electorate is None:
-            return is_quorum(holders, self._members)
+        if self._relied is None:
+            return self._electorate.is_quorum(holders)
         # A plain majority: it only keeps content available. The decision itself takes a quorum.
-        return 2 * len(holders & self._electorate) > len(self._electorate)
+        return 2 * len(holders & self._relied) > len(self._relied)

@@ -3,10 +3,10 @@
 A member proposes only items that are held by a quorum (if some members only vote, by most of the
 live contributors), so that the decided content survives its proposer. The kind of exchange
 determines the list (`Content.closable`); Paxos ensures that only one is decided
-(`swarm/protocol/decide.py`). Proposers take turns: a member proposes once all live ones before it
-have had time to, and gives each ballot more time than the last, so that one gets through even over
-slow links. At the deadline members propose the empty list: the exchange has failed, and all agree
-that it has. No member is ever left to guess.
+(`swarm/protocol/agreement/decide.py`). Proposers take turns: a member proposes once all live ones
+before it have had time to, and gives each ballot more time than the last, so that one gets through
+even over slow links. At the deadline members propose the empty list: the exchange has failed, and
+all agree that it has. No member is ever left to guess.
 
 The table has the states of one member, by its role in the exchange. A contributor must hold the
 decided content before it is complete ("held"); a voter does not need it and is complete at once.
@@ -21,22 +21,29 @@ No transition leads back and none is a timeout: a decision may come at any time.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 from farflock.swarm.messages import Message
-from farflock.swarm.protocol.decide import TAKEOVER_S, Decision, Sends
+from farflock.swarm.protocol.agreement.decide import Decision, Sends
+from farflock.swarm.protocol.agreement.rules import JUSTIFY_TIMEOUT_S, AcceptanceRules
+from farflock.swarm.protocol.agreement.transitions import after
+from farflock.swarm.protocol.agreement.turns import MAX_DOUBLINGS, TAKEOVER_S
+from farflock.swarm.protocol.entitlement import Precedent
 from farflock.swarm.protocol.exchange.availability import RoundItem, has
-from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_list
+from farflock.swarm.protocol.exchange.close_list import (
+    BadCloseList,
+    CloseList,
+    decode_close_list,
+    require_entitled,
+)
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.exchange.reminders import Reminders, calls_for_decision
-from farflock.swarm.protocol.transitions import after
 
-# Limit on doublings of the time between a proposer's ballots. Without one, a group whose links heal
-# would wait as long again as they were down.
-MAX_DOUBLINGS = 6
+# A list of content that nobody has costs a group this much at most.
+MAX_JUSTIFY_TIMEOUT_S = 60.0
 
 ClosingRole = Literal["contributor", "voter"]
 ClosingState = Literal["open", "ready", "proposing", "fetching", "complete"]
@@ -63,30 +70,41 @@ CLOSING_TABLES: dict[ClosingRole, dict[tuple[ClosingState, ClosingEvent], Closin
 }
 
 
+def justify_timeout_s(deadline_s: float) -> float:
+    """Return the seconds for which a member tries to get the content of a proposed list.
+
+    Correct members propose what a quorum holds, so few ever wait; on slow lines these need time in
+    proportion to the deadline."""
+    return min(max(JUSTIFY_TIMEOUT_S, deadline_s / 2), MAX_JUSTIFY_TIMEOUT_S)
+
+
 class Closing:
     """One member's part in how an exchange ends.
 
-    `prior_tokens` are the run's agreed tokens before the exchange; a voter that does not know them
-    (None) proposes nothing. While `holds_back` returns True, a next view may take the round over,
-    and this member accepts nothing."""
+    `prior` is what the stream's list before says; a voter that does not know the run's agreed
+    tokens (None) proposes nothing."""
 
     def __init__(
         self,
         context: ExchangeContext,
         content: Content,
-        prior_tokens: int | None,
-        holds_back: Callable[[], bool],
+        prior: Precedent | None,
+        rules: AcceptanceRules | None,
     ) -> None:
-        self._context, self._content, self.prior_tokens = context, content, prior_tokens
+        self._context, self._content, self.prior = context, content, prior
         roster = self._roster = context.roster
         self.decision = Decision(
             context.key,
-            context.view,
+            context.electorate,
             roster.me,
             roster.ordered,
-            holds_back=holds_back,
+            rules=rules,
             ready=content.may_accept,
+            justify_timeout_s=justify_timeout_s(context.terms.deadline_s),
         )
+        if not roster.contributes:
+            self.decision.take_turns(context.started_s)
+        self.keep_time(context.started_s)
         self.state: ClosingState = "open"
         self.close: CloseList | None = None
         self._table = CLOSING_TABLES["contributor" if roster.contributes else "voter"]
@@ -103,6 +121,26 @@ class Closing:
         """Decode a proposed value; raise `BadCloseList` if no correct member proposes it."""
         return decode_close_list(value, self._context.terms, self._roster.contributors)
 
+    def require_entitled(self, value: bytes) -> None:
+        """Raise `BadCloseList` for a proposed value that no correct member proposes, or that counts
+        more than its members may claim."""
+        close = self.require_list(value)
+        if self.prior is not None:
+            entitlement, peers = self._context.terms.entitlement, self._context.electorate.peers
+            require_entitled(close, self.prior, entitlement, peers)
+        if not close.members and not close.state:
+            return  # a member that has heard no offer closes the round, and knows no state
+        counted = [member for member, _ in close.members] or self._roster.contributors
+        if not self._content.offers.may_name(close.state, counted):
+            raise BadCloseList("a close list names a state from which its members did not begin")
+
+    def keep_time(self, now_s: float) -> None:
+        """Let the turns of ballots come.
+
+        A contributor counts them from the moment at which it has a list to propose itself: until
+        then nobody needs another ballot than the first owner's."""
+        self.decision.pass_time(now_s, self._roster.suspects)
+
     def put_forward(self, now_s: float) -> Sends:
         """Propose a close list if there is one and it is our turn."""
         places = self._places(now_s)
@@ -111,8 +149,17 @@ class Closing:
         if self.state == "open":
             self._move("closable")
             self._ready_s = now_s
-        if now_s < self._turn_s() or (value := self._proposal(places, now_s)) is None:
+            if self._roster.contributes:
+                self.decision.take_turns(now_s)
+                self.keep_time(now_s)
+        if now_s < self._turn_s() or not self.decision.may_begin:
             return []
+        if (value := self._proposal(places, now_s)) is None:
+            return []
+        try:
+            self.require_entitled(value)
+        except BadCloseList:
+            return []  # nobody would accept it, and what others offered must not end this peer
         self._move("proposed")
         self._proposed_s, self._proposals = now_s, self._proposals + 1
         return self.decision.propose(value)
@@ -149,7 +196,7 @@ class Closing:
 
         Empty after the deadline, or once no contributor is alive: the exchange has failed."""
         # A list states the run's tokens, which this voter could only guess.
-        if self.prior_tokens is None and not self._roster.contributes:
+        if self.prior is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
         is_over = now_s >= self._context.ends_s or not self._roster.living
@@ -177,8 +224,18 @@ class Closing:
             items = ()
         included = self._included(items)
         members = tuple((member, offers[member].weight) for member in included)
-        tokens = (self.prior_tokens or 0) + offers.tokens(included)
-        return msgspec.msgpack.encode(CloseList(items, members, tokens, offers.common_state()))
+        prior = self.prior or Precedent(hash=None)
+        peers, tokens = self._context.electorate.peers, prior.tokens + offers.tokens(included)
+        close = CloseList(
+            items,
+            members,
+            tokens,
+            offers.common_state(included),
+            prior.hash or b"",
+            prior.idle_after(peers, included),
+            prior.counted_after(peers, included),
+        )
+        return msgspec.msgpack.encode(close)
 
     def _included(self, items: tuple[RoundItem, ...]) -> list[int]:
         members = range(len(self._roster.peers))

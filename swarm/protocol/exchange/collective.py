@@ -19,6 +19,8 @@ stage with one live member, no other member could hold it.
 
 from collections.abc import Callable
 
+import msgspec
+
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     ContentMessage,
@@ -31,9 +33,17 @@ from farflock.swarm.messages import (
     Propose,
     Reduced,
 )
+from farflock.swarm.protocol.agreement.electorate import Electorate
+from farflock.swarm.protocol.agreement.rules import AcceptanceRules
+from farflock.swarm.protocol.entitlement import BEGINNING, MAX_CLAIMED_ROUNDS, Precedent
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
+from farflock.swarm.protocol.exchange.close_list import (
+    BadCloseList,
+    CloseList,
+    NotEntitled,
+    RoundTerms,
+)
 from farflock.swarm.protocol.exchange.closing import Closing
 from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
@@ -48,6 +58,9 @@ from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.voter import Voter
 
+# An offer to a round that stays open for hours is repeated at a bounded pace anyway.
+MAX_REPEAT_DOUBLINGS = 16
+
 
 class Collective:
     """One exchange as one member of its group sees it.
@@ -57,23 +70,25 @@ class Collective:
     def __init__(
         self,
         key: Key,
-        view: bytes,
+        electorate: Electorate,
         roster: Roster,
         terms: RoundTerms,
         started_s: float,
-        prior_tokens: int | None = 0,
+        prior: Precedent | None = BEGINNING,
         holding: Callable[[int, bytes], bool] = lambda bundle, digest: False,
-        holds_back: Callable[[], bool] = lambda: False,
+        rules: AcceptanceRules | None = None,
     ) -> None:
+        view = electorate.hash
         self.key, self.view, self.roster = key, view, roster
         self._actions = Actions(roster.others)
-        context = ExchangeContext(key, view, roster, terms, started_s, self._actions, holding)
+        context = ExchangeContext(key, electorate, roster, terms, started_s, self._actions, holding)
         self.ends_s = context.ends_s  # the deadline, after which an empty list is proposed
         kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
         self._terms, self.content = terms, kind(context)
-        self.closing = Closing(context, self.content, prior_tokens, holds_back)
+        self.closing = Closing(context, self.content, prior, rules)
         changes = self.content.availability.changes
         self._holdings = Holdings(key, view, roster.others, changes, started_s, terms.deadline_s)
+        self._liars: frozenset[int] = frozenset()  # members that claimed more than they may
         self._sent_s = 0.0
         self._offer_repeats, self._offer_due_s = 0, started_s
         self._rely_on_the_living()
@@ -81,8 +96,11 @@ class Collective:
     # events
 
     def offer(self, now_s: float, offer: Offer) -> None:
-        """Offer this member's contribution; only the first offer counts, as a key is used once."""
+        """Offer this member's contribution; only the first offer counts, as a key is used once.
+
+        Tokens and weight that it has saved up beyond what it may claim are left out."""
         if self.roster.me not in self.content.offers:
+            offer = self._entitled(offer)
             self.content.take(self.roster.me, offer)
             self._actions.to_others(offer)
             wait_s = first_repeat_s(self._terms.bundles, self._terms.deadline_s)
@@ -92,10 +110,9 @@ class Collective:
     def receive(self, now_s: float, sender: int, message: ContentMessage | PaxosMessage) -> None:
         """Handle a member's message about this key.
 
-        Raise `BadCloseList` if it carries a value that no correct member proposes."""
-        # Checked first: no bad value may be accepted or learned.
-        if isinstance(message, Propose | Promise | Decided) and message.value is not None:
-            self.closing.require_list(message.value)
+        Raise `BadCloseList` if it carries a value that no correct member proposes, and
+        `NotEntitled` if the sender claims more than it may, or has proposed such a list."""
+        self._require_good(message)
         if self.closing.is_decided and not isinstance(message, Decided):
             self._actions.send(self.closing.remind(now_s, sender, message))
             return
@@ -106,6 +123,10 @@ class Collective:
             case Offer() if sender in self.content.offers:
                 self._holdings.answer(sender)  # it did not hear that its offer is here
                 return
+            case Offer() if not self._is_entitled(sender, message):
+                # No honest member takes it, so none has to wait for its sender.
+                self._liars |= {sender}
+                raise NotEntitled("offer above its entitlement")
             case Offer():
                 self.content.take(sender, message)
                 self._holdings.answer(sender)
@@ -114,14 +135,13 @@ class Collective:
             case Holds():
                 self.content.availability.hear(sender, self._holdings.hear(sender, message))
             case _:
+                self.closing.keep_time(now_s)
                 self._actions.send(self.closing.decision.receive(sender, message))
         self._advance(now_s, everywhere=isinstance(message, Offer))
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
         """Handle the end of a fetch: the bundle is here (`intact`), `corrupt`, or unavailable."""
         self.content.fetched(digest, intact=intact, corrupt=corrupt)
-        if intact and not corrupt:
-            self._actions.send(self.closing.decision.resume())
         self._advance(now_s)
 
     def reduced(
@@ -140,10 +160,11 @@ class Collective:
 
     def tick(self, now_s: float, suspects: frozenset[int]) -> None:
         """Let time pass: update suspects, repeat messages, take over for others."""
-        self.roster.suspect(suspects)
+        self.roster.suspect(suspects | self._liars)
         if self.complete:
             return
         self._rely_on_the_living()
+        self.closing.keep_time(now_s)
         if now_s - self._sent_s >= RESEND_S and not self.closing.is_decided:
             self._sent_s = now_s
             self._repeat(now_s)
@@ -179,6 +200,34 @@ class Collective:
         mine = {item.index % bundles for item in self.close.items if has(item, me)}
         return tuple(bundle in mine and me in self.content.offers for bundle in range(bundles))
 
+    # what a message may say
+
+    def _require_good(self, message: ContentMessage | PaxosMessage) -> None:
+        """Raise `BadCloseList` for a value that may not be accepted or learned."""
+        match message:
+            case Propose(value=value):
+                self.closing.require_entitled(value)
+            case Promise(value=bytes(value)):
+                try:
+                    self.closing.require_entitled(value)
+                except NotEntitled as error:  # it may have accepted it without the list before
+                    raise BadCloseList(str(error)) from None
+            case Decided(value=value):  # a quorum has signed it
+                self.closing.require_list(value)
+
+    def _is_entitled(self, member: int, offer: Offer) -> bool:
+        prior, peer = self.closing.prior, self.roster.peers[member]
+        rounds = MAX_CLAIMED_ROUNDS if prior is None else prior.rounds(peer)
+        return self._terms.entitlement.allows(offer.tokens, offer.weight, rounds)
+
+    def _entitled(self, offer: Offer) -> Offer:
+        """Return our offer with at most what all others will allow us."""
+        prior, entitlement = self.closing.prior, self._terms.entitlement
+        rounds = 1 if prior is None else prior.sure_rounds(self.roster.peers[self.roster.me])
+        tokens = min(offer.tokens, entitlement.max_tokens(rounds))
+        weight = min(offer.weight, entitlement.max_weight(rounds))
+        return msgspec.structs.replace(offer, tokens=tokens, weight=weight)
+
     # consequences of an event
 
     def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
@@ -186,6 +235,7 @@ class Collective:
         if not self.closing.is_decided:
             self.content.work(now_s, everywhere=everywhere)
             self._report(now_s)
+            self._actions.send(self.closing.decision.resume())
             self._actions.send(self.closing.put_forward(now_s))
         if self.closing.is_decided:
             self.closing.settle(now_s)
@@ -195,8 +245,8 @@ class Collective:
 
         Otherwise an item needs a majority of all members, as the decision does anyway. A member
         that leaves proposes nothing that would be gone with it."""
-        electorate = self.roster.living if self.roster.has_voters else None
-        self.content.availability.rely_on(electorate, self.roster.staying)
+        relied = self.roster.living if self.roster.has_voters else None
+        self.content.availability.rely_on(relied, self.roster.staying)
 
     def _report(self, now_s: float) -> None:
         """Report our holdings: at once when they are complete, now and then while they grow."""
@@ -212,7 +262,8 @@ class Collective:
         if me in offers and now_s >= self._offer_due_s:
             # An answer may be late behind content, and an offer is long.
             self._offer_repeats += 1
-            wait_s = min(2 * RESEND_S * 2.0**self._offer_repeats, collect_s(self._terms.deadline_s))
+            doubled = 2.0 ** min(self._offer_repeats, MAX_REPEAT_DOUBLINGS)
+            wait_s = min(2 * RESEND_S * doubled, collect_s(self._terms.deadline_s))
             self._offer_due_s = now_s + wait_s
             unsure = set(self.roster.others) - self._holdings.offered
             self._actions.send((member, offers[me]) for member in sorted(unsure))

@@ -5,19 +5,22 @@ are numbered so that `index % bundles` is their bundle.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from farflock.swarm.messages import Key, Message, Offer, Reduced
+from farflock.swarm.protocol.agreement.electorate import Electorate
 from farflock.swarm.protocol.exchange.actions import Actions, Fetch
 from farflock.swarm.protocol.exchange.availability import Availability, RoundItem
-from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms, decode_close_list
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 
 # Fraction of the deadline for which the group waits for slow live members. The rest is for the
 # reduction and the decision.
 SOFT = 0.5
+# Laggards are waited for this much longer than all others needed.
+GRACE = 0.25
 
 Holders = Callable[[], tuple[int, ...]]  # returns the members to ask now
 
@@ -29,12 +32,17 @@ class ExchangeContext:
     `holding` returns whether the bundle with a number and a digest is in the chunk store."""
 
     key: Key
-    view: bytes
+    electorate: Electorate
     roster: Roster
     terms: RoundTerms
     started_s: float
     actions: Actions
     holding: Callable[[int, bytes], bool]
+
+    @property
+    def view(self) -> bytes:
+        """The hash by which messages name the electorate."""
+        return self.electorate.hash
 
     @property
     def soft_s(self) -> float:
@@ -57,7 +65,7 @@ class Content:
         self._context, self._roster, self._terms = context, context.roster, context.terms
         self.offers = Offers(context.terms.bundles)
         self.availability = Availability(
-            places, len(context.roster.peers), context.roster.me, fewest=fewest
+            places, context.electorate, context.roster.me, fewest=fewest
         )
         self._fetching: set[bytes] = set()
         # By digest, the members that announced the item, and so hold it.
@@ -65,6 +73,9 @@ class Content:
         # Once a list is decided, the digests of its items that are missing here. All other fetches
         # end: members drop what the list does not name, and would refuse it until the deadline.
         self._decided: frozenset[bytes] | None = None
+        self._prompt_s: float | None = None  # when all but laggards had brought what they bring
+        # The list last proposed here, and what is missing of it.
+        self._vouched, self._lacking = b"", list[RoundItem]()
 
     # defined by each kind of exchange
 
@@ -79,10 +90,23 @@ class Content:
         return None
 
     def may_accept(self, value: bytes) -> bool:
-        """Return True if this member may accept the list now; otherwise fetch what it lacks.
+        """Return True if this member holds what it vouches for; otherwise fetch what it lacks.
 
-        A contributor accepts any list that could be applied: it gets the content afterwards."""
-        return True
+        So a decided list has its content at a quorum, whatever its proposer holds."""
+        if value != self._vouched:
+            self._vouched, self._lacking = value, self._vouches_for(value)
+        held = self.availability.held
+        self._lacking = [item for item in self._lacking if item.digest not in held]
+        self._fetch_lacking(self._lacking)
+        return all(item.digest in held for item in self._lacking)
+
+    def _vouches_for(self, value: bytes) -> list[RoundItem]:
+        """Return the items of a list that this member must hold before it accepts the list."""
+        return list(decode_close_list(value, self._terms, self._roster.contributors).items)
+
+    def _fetch_lacking(self, items: list[RoundItem]) -> None:
+        """Fetch the items that a proposed list names and this member lacks."""
+        self.collect(items)
 
     def repeats(self, now_s: float) -> list[tuple[int, Message]]:
         """Return the announcements to repeat now, and the members that may have missed them."""
@@ -94,9 +118,24 @@ class Content:
 
     # common to all kinds
 
+    def awaited(self, now_s: float, here: Collection[int]) -> frozenset[int]:
+        """Return the contributors that are waited for, of which those `here` have brought what they
+        bring."""
+        context, roster = self._context, self._roster
+        if now_s >= context.soft_s:
+            return frozenset()
+        if not roster.prompt <= frozenset(here):
+            self._prompt_s = None
+            return roster.living
+        self._prompt_s = now_s if self._prompt_s is None else self._prompt_s
+        needed_s = self._prompt_s - context.started_s
+        return roster.living if now_s < self._prompt_s + GRACE * needed_s else roster.prompt
+
     def add_offer(self, member: int, offer: Offer) -> bool:
         """Note an offer, and hold our own chunks; return False if it does not count."""
         is_new = self.offers.add(member, offer)
+        if is_new:
+            self.availability.know_offer(member)
         if is_new and member == self._roster.me:
             self.availability.hold(*offer.digests)
         return is_new

@@ -31,9 +31,8 @@ class Gather(Content):
         """Return the places of all live members' payloads, or of those here if they suffice."""
         whole = self._whole()
         enough = 0 < self._terms.enough <= len(whole)
-        late = now_s >= self._context.soft_s  # the rest of the time is for the decision
         quorate = len(whole) >= self._terms.min_participants
-        if not enough and not (quorate and (late or self._roster.living <= set(whole))):
+        if not enough and not (quorate and self.awaited(now_s, whole) <= set(whole)):
             return None
         bundles = self._terms.bundles
         return [member * bundles + bundle for member in whole for bundle in range(bundles)]

@@ -16,17 +16,23 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from farflock.swarm.messages import MAX_MEMBERS, Message, Offer, Reduced
-from farflock.swarm.protocol.decide import TAKEOVER_S
+from farflock.swarm.protocol.agreement.transitions import after
+from farflock.swarm.protocol.agreement.turns import TAKEOVER_S
 from farflock.swarm.protocol.exchange.actions import Reduce
 from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.exchange.holdings import RESEND_S, first_repeat_s
 from farflock.swarm.protocol.exchange.offers import Input
-from farflock.swarm.protocol.transitions import after
 
 # Fraction of the deadline after which a live but silent reducer is replaced: after `SOFT`, when it
 # should have begun, and early enough for another to reduce and be heard.
 LATE_REDUCER = 0.7
+# Fraction of the deadline in which an announced result gets to others: later, and after `SOFT`, one
+# that only its reducer holds is none.
+SPREADS = 0.2
+# Fraction of the deadline for which a reducer fetches contributions at least: one that takes over
+# late has fetched none before.
+FETCHES = 0.15
 
 BundleState = Literal["idle", "reducing", "announced"]
 BundleEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -64,9 +70,14 @@ class Mean(Content):
         self._first_repeat_s = first_repeat_s(bundles, context.terms.deadline_s)
         # By bundle, when to repeat the announcement next, and how often it was repeated.
         self._repeats: dict[int, tuple[float, int]] = {}
+        self._tried_s: dict[int, float] = {}  # by bundle, when its reduction was first tried here
+        # By digest of a result, when it was heard of.
+        self._heard_s: dict[bytes, float] = {}
+        self._fresh: list[bytes] = []  # results of the events since the last `work`
         # By missing contribution, the bundles that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # bundles that may have become reducible
+        self._spoilt: set[int] = set()  # bundles of which no contribution was usable here
 
     # events
 
@@ -101,6 +112,7 @@ class Mean(Content):
         self._move(bundle, "spoilt")
         self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(bundle)))
         self._concerned.add(bundle)
+        self._spoilt.add(bundle)
 
     def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self._roster.peers)
@@ -109,11 +121,17 @@ class Mean(Content):
                 self._common &= int.from_bytes(message.mask, "little")
                 self._may_narrow = True
             self.announced(member, item_of(message))
+            # Of rivals without end, as a liar may announce, only those that count are known there.
+            if message.digest in self._announcers and message.digest not in self._heard_s:
+                self._fresh.append(message.digest)
 
     # consequences of events
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
         """Reduce what can be reduced now, in all bundles or in those of the last event."""
+        for digest in self._fresh:
+            self._heard_s[digest] = now_s
+        self._fresh.clear()
         bundles = self._possible(now_s) if everywhere else sorted(self._concerned)
         self._concerned.clear()
         for bundle in bundles:
@@ -140,8 +158,12 @@ class Mean(Content):
         return sends
 
     def closable(self, now_s: float) -> Iterable[int] | None:
-        """Return the places of all bundles once one result of each is agreed."""
+        """Return the places of all bundles once one result of each is agreed; none if all live
+        members have offered and there is nothing to reduce, which the deadline would not change."""
         agreed, bundles = self.availability.agreed, self._terms.bundles
+        # Of a stage whose servers were all restarted, each may bring an update of no weight.
+        if any(not self._usable(bundle) for bundle in self._spoilt):
+            return () if self.offers.includes(self._roster.living) else None
         if len(agreed) < bundles:
             return None
         masks = {item.mask for item in agreed.values()}
@@ -158,13 +180,14 @@ class Mean(Content):
     def _try(self, bundle: int, now_s: float) -> None:
         """Fetch the contributions to one of our bundles; reduce once no more are expected."""
         inputs = self._usable(bundle)
+        self._tried_s.setdefault(bundle, now_s)
         held = self.availability.held
         missing = [(member, digest) for member, _, digest in inputs if digest not in held]
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(bundle)
             size = self.offers[member].sizes[bundle]
             self.fetch(bundle, digest, size, functools.partial(self._contributor, member))
-        if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
+        if self._may_reduce(now_s, bundle, len(inputs), {member for member, _ in missing}):
             self._begin(bundle, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
     def _narrow(self) -> None:
@@ -180,7 +203,7 @@ class Mean(Content):
     def _possible(self, now_s: float) -> Sequence[int]:
         """Return the bundles that this member may have to reduce: before anybody is late or
         suspect, those that it is the first to reduce."""
-        if now_s >= self._late_s or self._roster.suspects:
+        if now_s >= self._context.soft_s or self._roster.suspects:
             return range(self._terms.bundles)
         return self._firsts
 
@@ -192,20 +215,40 @@ class Mean(Content):
         rank = order.index(self._roster.me)
         if rank == 0:
             return True
-        if now_s < self._late_s and order[0] not in self._roster.suspects:
+        is_soft = now_s >= self._context.soft_s
+        if not is_soft and order[0] not in self._roster.suspects:
             return False  # the common case
-        # In a uniform mean, results with contributions that another bundle lacks do not count.
-        rivals = [
-            item.digest
-            for item in self.availability.rivals[bundle].values()
-            if not int.from_bytes(item.mask, "little") & ~self._common
-        ]
-        if any(digest in self.availability.held for digest in rivals):
+        # A result does not count if it has the contribution of a member whose offer is not here: a
+        # reducer may hide its own offer. Nor, in a uniform mean, one that another bundle lacks.
+        rivals = list(self.availability.rivals[bundle].values())
+        counting = [item.digest for item in rivals if self._counts(item)]
+        if any(digest in self.availability.held for digest in counting):
             return False
-        if all(member in self._roster.suspects for member in order[:rank]):
+        gone = self._roster.suspects
+        if is_soft:  # by then, an offer that is missing here would have come
+            useless = [each.digest for each in rivals if self._is_useless(each, now_s)]
+            gone = gone.union(*(self._announcers.get(digest, ()) for digest in useless))
+        if all(member in gone for member in order[:rank]):
             return True
         # Staggered by rank, so that one member at a time takes over.
-        return not rivals and now_s >= self._late_s + TAKEOVER_S * rank
+        return not counting and now_s >= self._late_s + TAKEOVER_S * rank
+
+    def _is_useless(self, item: RoundItem, now_s: float) -> bool:
+        """True if a result has the contribution of a member whose offer is not here, or had time to
+        spread and did not: its reducer keeps it to itself.
+
+        Others hold it if more say so than may lie, which are a third."""
+        if not self.availability.knows_offers(item):
+            return True
+        heard_s = self._heard_s.setdefault(item.digest, now_s)
+        if now_s < heard_s + SPREADS * self._terms.deadline_s:
+            return False
+        holders = {*self._announcers.get(item.digest, ()), *self.availability.said(item)}
+        return len(holders) <= max((len(self._roster.contributors) - 1) // 3, 1)
+
+    def _counts(self, item: RoundItem) -> bool:
+        is_common = not int.from_bytes(item.mask, "little") & ~self._common
+        return is_common and self.availability.knows_offers(item)
 
     def _usable(self, bundle: int) -> tuple[Input, ...]:
         """Return the contributions to a bundle that may be in its result, in member order."""
@@ -215,12 +258,14 @@ class Mean(Content):
             if digest not in self.availability.corrupt and self._common >> member & 1
         )
 
-    def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
-        living, suspects = self._roster.living, self._roster.suspects
+    def _may_reduce(self, now_s: float, bundle: int, offered: int, missing: set[int]) -> bool:
+        until_s = self._tried_s[bundle] + FETCHES * self._terms.deadline_s
         usable = offered - len(missing) >= self._terms.min_participants
-        # Suspects may never deliver, so their payloads hold nothing up; after `soft_s` none does.
-        all_here = self.offers.includes(living) and not missing - suspects
-        return usable and (all_here or now_s >= self._context.soft_s)
+        awaited = self.awaited(now_s, self.offers)
+        # Suspects may never deliver, so their payloads hold nothing up, nor do those of laggards.
+        late = missing & (awaited | self._roster.prompt)
+        all_here = not late or now_s >= max(self._context.soft_s, until_s)
+        return usable and self.offers.includes(awaited) and all_here
 
     def _contributor(self, member: int) -> tuple[int, ...]:
         return (member,) if self._decided is None else ()

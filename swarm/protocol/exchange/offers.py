@@ -30,10 +30,22 @@ class Offers(dict[int, Offer]):
         """Return the sum of the tokens on which these members' contributions were trained."""
         return sum(self[member].tokens for member in members)
 
-    def common_state(self) -> bytes:
-        """Return the hash of the state that most members started from; the smallest in a tie."""
-        counts = collections.Counter(offer.state for offer in self.values())
-        return min(counts, key=lambda state: (-counts[state], state), default=b"")
+    def common_state(self, members: Collection[int] = ()) -> bytes:
+        """Return the hash of the state from which most of these members started, or most of all; in
+        a tie, that of the most senior.
+
+        So of two members with a state each, the same one is followed in every stream. If different
+        ones were, each would give up its state for the other's, and nobody would have either."""
+        ordered = sorted(members or self)
+        counts = collections.Counter(self[member].state for member in ordered)
+        first = max(ordered, key=lambda member: (counts[self[member].state], -member), default=None)
+        return b"" if first is None else self[first].state
+
+    def may_name(self, state: bytes, members: Collection[int]) -> bool:
+        """True if a list that counts these members may name this state: as far as their offers are
+        here, no more than half of them began with another one."""
+        others = sum(member in self and self[member].state != state for member in members)
+        return 2 * others <= len(members)
 
     def inputs(self, bundle: int) -> tuple[Input, ...]:
         """Return a bundle's contributions that started from the common state, in member order."""

@@ -36,7 +36,7 @@ class Cadence:
     """The rounds of a stream: `first` and every `stride`-th after it.
 
     Streams of whole models share one axis of rounds, and so do the streams of each stage
-    (swarm/protocol/axes.py)."""
+    (swarm/protocol/agreement/axes.py)."""
 
     first: int = 0
     stride: int = 1
@@ -89,7 +89,7 @@ class Stream:
 
     @property
     def is_paired(self) -> bool:
-        """True if its exchanges are between two peers each (swarm/peer/pairing.py)."""
+        """True if its exchanges are between two peers each (swarm/peer/rounds/pairing.py)."""
         return self.terms.group == 2
 
     def reduced(

@@ -5,6 +5,7 @@ the others vote, so that a stage of two members can decide when one dies. A vote
 and proposes only an empty list, when no contributor is left.
 """
 
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import decode_close_list, last_bundles
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 
@@ -15,19 +16,18 @@ class Voter(Content):
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context, places=0)
 
-    def may_accept(self, value: bytes) -> bool:
-        """True if the list may be accepted; a witnessed one only once its last bundles are here.
-
-        Missing ones are fetched. They outlive the stage, so that some peer outside it can tell what
-        was decided."""
+    def _vouches_for(self, value: bytes) -> list[RoundItem]:
+        """Return a witnessed list's last bundles, which outlive the stage, so that some peer
+        outside it can tell what was decided; nothing of other lists."""
         if not self._terms.witnessed:
-            return True
-        bundles, held = self._terms.bundles, self.availability.held
+            return []
         close = decode_close_list(value, self._terms, self._roster.contributors)
-        missing = [item for item in last_bundles(close, bundles) if item.digest not in held]
-        for item in missing:
-            self.fetch(item.index % bundles, item.digest, item.size, self._witnesses)
-        return all(item.digest in held for item in missing)
+        return last_bundles(close, self._terms.bundles)
+
+    def _fetch_lacking(self, items: list[RoundItem]) -> None:
+        for item in items:
+            bundle = item.index % self._terms.bundles
+            self.fetch(bundle, item.digest, item.size, self._witnesses)
 
     def _witnesses(self) -> tuple[int, ...]:
         """Return the members to ask for last bundles: the live contributors, or else all.

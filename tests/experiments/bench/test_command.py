@@ -91,6 +91,16 @@ def test_the_whole_name_of_a_metric_gives_that_line_alone(farflock, asked):
     assert asked["sync"].only == "sync.b"
 
 
+def test_the_name_of_several_metrics_gives_all_of_them(farflock, asked, monkeypatch):
+    names = ["sync.2", "sync.2.cpu", "sync.24"]
+    several = SimpleNamespace(
+        run=lambda options: [Metric(name, 1.0, 2.0, 0.5, 1, 0.1) for name in names]
+    )
+    monkeypatch.setattr(command, "import_module", lambda path: several)
+    _, out, _ = farflock("bench", "sync.2", "--json")
+    assert [json.loads(line)["metric"] for line in out.splitlines()] == names[:2]
+
+
 def test_a_metric_that_a_benchmark_does_not_have_is_a_usage_error(farflock, asked):
     code, out, err = farflock("bench", "sync.c")
     assert (code, out) == (2, "")

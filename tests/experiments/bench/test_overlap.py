@@ -23,7 +23,8 @@ from farflock.node.model.llama import PRESETS
 from farflock.node.run.fit import require_layers
 from farflock.optimizers.catalog import method
 
-SMALLEST = Size(PRESETS["tiny"], batch=1, seq=16, steps=4, fragments=2, overlap=2)
+# The steps that hide an exchange have to take longer than it does, or it is applied too late.
+SMALLEST = Size(PRESETS["tiny"], batch=8, seq=64, steps=8, fragments=2, overlap=5)
 
 
 def turn(local, overlapping, waiting):
@@ -66,7 +67,7 @@ def test_the_ratio_is_that_of_tokens_a_second_in_the_same_turn():
     metric = metric_of(SMALLEST, turns, "overlapping", "overlap.7")
     assert (metric.metric, metric.unit, metric.n, metric.ratio) == ("overlap.7", "tokens/s", 3, 0.8)
     assert metric.value == SMALLEST.tokens / 1.25
-    assert SMALLEST.tokens == 2 * 4 * 16
+    assert SMALLEST.tokens == 2 * 8 * 8 * 64
     waiting = metric_of(SMALLEST, turns, "waiting", "overlap.7.waiting")
     assert waiting.ratio == 0.5
     assert "merged 0 steps later" in waiting.note

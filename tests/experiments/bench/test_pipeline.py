@@ -14,7 +14,7 @@ from farflock.experiments.bench.workers.pipeline_peer import (
     pipeline_of,
     plan_of,
 )
-from farflock.swarm.peer import left
+from farflock.swarm.peer.calls import left
 
 
 def answers(tokens, *cpu_s):

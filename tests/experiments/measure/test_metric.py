@@ -50,9 +50,17 @@ def test_a_metric_without_a_yardstick_says_null():
 
 
 @pytest.mark.parametrize(
-    ("only", "wanted"), [(None, True), ("codec.int8", True), ("codec.int4", False)]
+    ("only", "wanted"),
+    [
+        (None, True),
+        ("codec.int8", True),
+        ("codec", True),
+        ("codec.int4", False),
+        ("codec.int", False),
+        ("codec.int8.a", False),
+    ],
 )
-def test_options_want_everything_or_the_one_metric(only, wanted):
+def test_options_want_everything_or_one_metric_with_its_parts(only, wanted):
     assert Options(only=only).wants("codec.int8") is wanted
 
 

@@ -5,6 +5,8 @@ FOLDER/result.txt: nothing if all was well. A follower writes its error to FOLDE
 """
 
 import asyncio
+import dataclasses
+import itertools
 import os
 import signal
 import sys
@@ -12,19 +14,27 @@ import traceback
 from pathlib import Path
 
 import torch
+from worlds.folders.model_folder import weights_of, write_model
+from worlds.prepared import prepared
 
 from farflock.node.assembly.followers import Assignment, lead
 from farflock.node.assembly.node import replica_node
 from farflock.node.assembly.resume import checkpoint_state, load_state
+from farflock.node.assembly.text import held_out_here, text_here
+from farflock.node.data.local_data import LocalData
 from farflock.node.model import loss
-from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import evaluation
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
+from farflock.node.model.loss import IGNORED
 from farflock.node.model.ranks import FollowerLost
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
+from farflock.node.run.evaluation_section import EvaluationSection
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
+from farflock.node.state.weights_file import WeightsFolder
+from farflock.node.train import shared_meter
+from farflock.node.train.evaluator import meter_of
 from farflock.node.train.shared_task import SharedTask
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -34,13 +44,14 @@ from farflock.swarm.sim.virtual_time import run_virtual
 
 TOKENS = 960
 BATCH, SEQ, ACCUMULATE = 3, 32, 2  # two processes take one row and two
+LAYER_CALLS = 2 * 4  # in an evaluation of 7 sequences by two processes, at the second
 
 
 def manifest(corpus, method="diloco", **options):
     return resolve(
         {
             "run": {"name": "shared", "seed": 3, "total_tokens": TOKENS},
-            "model": {"preset": "tiny"},
+            "model": options.pop("model", {"preset": "tiny"}),
             "train": {
                 "batch": BATCH,
                 "seq": SEQ,
@@ -49,7 +60,7 @@ def manifest(corpus, method="diloco", **options):
                 "autocast": options.pop("autocast", False),
             },
             "method": {"name": method, "options": options},
-            "data": {"corpus": corpus},
+            "data": {"from": corpus},
             "exchange": {"start_peers": 1},
         }
     )
@@ -59,10 +70,14 @@ class World:
     """A lone node at a time, of all ranks or of this process."""
 
     def __init__(self, ranks, folder):
-        self.ranks, self.corpus = ranks, str(folder / "corpus.txt")
+        self.ranks, self.corpus = ranks, str(folder / "texts")
         self.identity = Identity.from_seed(bytes(32))
-        Path(self.corpus).write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
-        self.text = ByteTokenizer().encode(load_corpus(self.corpus).train)
+        prepared(Path(self.corpus))
+        self.folders = self.corpus, str(folder / "cache")
+        self.weights = None  # that runs start from
+        section = self.manifest(method="diloco").data
+        local = LocalData(section.root, [Path(self.corpus)], folder / "cache")
+        self.text = text_here(section, local)
 
     def manifest(self, **terms):
         return manifest(self.corpus, **terms)
@@ -71,7 +86,7 @@ class World:
         me = self.identity
         record = seal(me, Record("3", me.peer, 1, 1, curve=bytes(32)))
         links = SimNetwork(3).links(me.peer)
-        terms = RunTerms("3", 3, view_s=2.0)
+        terms = RunTerms("3", 3, me.peer, view_s=2.0)
         return Peer(terms, me, links, None, incarnation=1, record=lambda: record)
 
     def node(self, peer, described, shared, losses=None, how=()):
@@ -87,10 +102,14 @@ class World:
 
         part = None
         if shared:
-            assignment = Assignment(described.canonical(), peer.me, *how)
+            known = {"folders": self.folders}
+            if self.weights is not None:
+                known["weights"] = str(self.weights.folder)
+            assignment = Assignment(described.canonical(), peer.me, *how, **known)
             part = lead(self.ranks, assignment, self.text, Device())
+        known = {"shared": part, "weights": self.weights}
         return replica_node(
-            described.plan(), peer, self.text, compute=compute, train=train, shared=part
+            described.plan(), peer, self.text, compute=compute, train=train, **known
         )
 
     def trained(self, described, shared, saved=None, how=()):
@@ -204,8 +223,94 @@ def layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time(world, f
     local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False, 1))
 
 
+def each_rank_reads_its_rows_of_a_folder(world, folder):
+    described = world.manifest(model={"from": str(write_model(folder / "model"))}, **OPTIONS)
+    world.weights = WeightsFolder(folder / "model", described.model.shape)
+    began, _, _ = world.trained(described, shared=True)
+    wanted = weights_of(described.model.shape)
+    assert all(torch.equal(began["replica"][f"param.{name}"], x) for name, x in wanted.items())
+    local_steps_are_those_of_one_process(world, described)
+
+
 def layers_are_compiled(world, folder):
     local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (False, True))
+
+
+def the_run_is_evaluated_as_by_one_process(world, folder, model=None):
+    described = world.manifest(model=model or {"preset": "tiny"}, **OPTIONS)
+    node, evaluated = trained_and_evaluated(world, described, shared=True)
+    alone, evaluated_alone = trained_and_evaluated(world, described, shared=False)
+    assert len(evaluated) == len(evaluated_alone) >= 2
+    for one, other in zip(evaluated, evaluated_alone, strict=True):
+        assert (one.round, one.outcome, one.sequences) == (other.round, "ok", 7)
+        assert abs(one.loss - other.loss) <= 1e-3  # of weights that are nearly the same
+    the_same_weights_have_the_same_loss(world, described, node, alone)
+
+
+def so_are_experts_and_a_head_of_its_own(world, folder):
+    model = {"preset": "tiny", "tied": False, "experts": 4}
+    the_run_is_evaluated_as_by_one_process(world, folder, model)
+
+
+def trained_and_evaluated(world, described, shared, measures=True):
+    """Return a node after a run, and the evaluations of it."""
+
+    async def main():
+        plan = dataclasses.replace(described.plan(), evaluation=EvaluationSection(1, 7))
+        async with world.peer().running() as peer:
+            node = world.node(peer, described, shared, [])
+            if shared:
+                assert node.evaluator.measuring.unable.startswith("the held-out text")
+            node.evaluator.schedule = dataclasses.replace(node.evaluator.schedule, every=1)
+            if measures:
+                node.evaluates_on(held_out_here(described.data, world.text), plan)
+            node.loop.pause = node.evaluator.between_steps
+            node.found()
+            await node.run(TOKENS)
+            return node, node.evaluator.measurements()
+
+    return run_virtual(main())
+
+
+def the_same_weights_have_the_same_loss(world, described, node, alone):
+    weights = {name: x.detach().clone() for name, x in alone.model.named_parameters()}
+    tokens, meter = held_out_here(described.data, world.text), node.evaluator.measuring.meter
+    for count, hidden_bytes in ((9, 1 << 30), (9, 5 * SEQ * 24 * 4), (1, 1 << 30)):
+        shared_meter.HIDDEN_BYTES = hidden_bytes
+        windows = meter.windows = evaluation(tokens, SEQ, count)
+        one = meter_of(alone.model, Device(), windows, lambda: 4).measure(weights)
+        found = meter.measure(weights)
+        assert found.sequences == one.sequences == count
+        assert abs(found.mean - one.mean) <= 1e-6
+        assert count == 1 or abs(found.standard_error - one.standard_error) <= 1e-6
+    windows = meter.windows = windows[0], windows[1].clone()
+    windows[1][:, 3:] = IGNORED
+    one = meter_of(alone.model, Device(), windows, lambda: 4).measure(weights)
+    assert abs(meter.measure(weights).mean - one.mean) <= 1e-6
+    assert abs(one.mean - found.mean) > 1e-3
+
+
+def a_follower_has_no_room_to_evaluate(world, folder):
+    """Train on: the value is missing, and nothing else is wrong."""
+    described = world.manifest(**OPTIONS)
+    node, evaluated = trained_and_evaluated(world, described, shared=True)
+    assert [one.outcome for one in evaluated[:3]] == ["ok", "missed", "ok"]
+    state = state_of(node)
+    undisturbed, unmeasured = trained_and_evaluated(world, described, shared=True, measures=False)
+    assert {one.outcome for one in unmeasured} == {"missed"}
+    same(state, state_of(undisturbed))
+
+
+def with_a_shortage(call, at):
+    """A function that does what `call` does, but for once."""
+    times = itertools.count(1)
+
+    def called(*given):
+        if next(times) == at:
+            raise torch.OutOfMemoryError("a planted shortage of memory")
+        return call(*given)
+
+    return called
 
 
 def a_follower_fails(world, folder):
@@ -247,6 +352,9 @@ def main(case, folder):
             return
         if case == "a_follower_fails":
             SharedTask.take_part = fail_at_step_3
+        if case == "a_follower_has_no_room_to_evaluate":
+            once = with_a_shortage(shared_meter.functional_call, at=LAYER_CALLS + 2)
+            shared_meter.functional_call = once  # in the second evaluation
         follow_leader(ranks, Device(), 1)
 
 

@@ -58,6 +58,21 @@ def test_two_processes_train_as_one_does(pair):
 
 
 @pytest.mark.ci_more
+def test_they_evaluate_as_one_does(pair):
+    assert pair("the_run_is_evaluated_as_by_one_process") == ["", ""]
+
+
+@pytest.mark.ci_more
+def test_they_evaluate_experts_and_a_head_of_its_own_as_one_does(pair):
+    assert pair("so_are_experts_and_a_head_of_its_own") == ["", ""]
+
+
+@pytest.mark.ci_more
+def test_a_process_without_room_for_an_evaluation_only_misses_it(pair):
+    assert pair("a_follower_has_no_room_to_evaluate") == ["", ""]
+
+
+@pytest.mark.ci_more
 def test_they_do_so_with_ddp_and_in_bf16(pair):
     assert pair("so_it_is_on_other_terms") == ["", ""]
 
@@ -66,6 +81,11 @@ def test_they_do_so_with_ddp_and_in_bf16(pair):
 def test_they_do_so_a_sequence_at_a_time_with_layers_computed_again_and_losses_in_chunks(pair):
     case = "layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time"
     assert pair(case) == ["", ""]
+
+
+@pytest.mark.ci_more
+def test_they_begin_with_the_weights_of_a_folder(pair):
+    assert pair("each_rank_reads_its_rows_of_a_folder") == ["", ""]
 
 
 @pytest.mark.long

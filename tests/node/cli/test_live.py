@@ -9,7 +9,13 @@ import pytest
 
 from farflock.node.cli.live import LINE_EVERY_SHOWS, live, watching
 from farflock.node.demo.demo import Child, Moment
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import (
+    EvaluationStatus,
+    PartnerStatus,
+    Status,
+    Suspect,
+    Waiting,
+)
 
 ME, OTHER, THIRD = (f"12D3KooW{name}" for name in ("memememe", "otherone", "thirdone"))
 STATUS = Status(
@@ -33,6 +39,7 @@ STATUS = Status(
     rounds={"ok": 4, "partial": 1},
     last_round=5,
     tokens_per_s=1234.5,
+    evaluation=EvaluationStatus(40, OTHER, 3.4121, 0.0101, 64, 400),
 )
 SAID = (
     "50% of 1.0k tokens",
@@ -41,6 +48,7 @@ SAID = (
     "3.142",
     "1,234 tokens/s",
     "5 (4 complete, 1 without some peers)",
+    "3.412 ± 0.010 at round 40",
     "2 members",
     "1.5 MB",
     "2.5 MB",
@@ -77,7 +85,7 @@ def test_lines_come_with_progress_with_news_and_now_and_then(capsys):
 
 def test_a_node_that_has_not_stepped_shows_no_loss_and_no_pace(capsys):
     early = msgspec.structs.replace(
-        STATUS, loss=None, tokens_per_s=None, rounds={}, last_round=None, waits=()
+        STATUS, loss=None, tokens_per_s=None, rounds={}, last_round=None, waits=(), evaluation=None
     )
     with watching("t") as show:
         show(early)
@@ -188,7 +196,7 @@ def test_labels_stand_once(terminal):
 def test_a_lone_member_is_not_several(capsys):
     with watching("t") as show:
         show(msgspec.structs.replace(STATUS, members=(ME,)))
-    assert "run 1 member  " in capsys.readouterr().err
+    assert "run 1 member, 0 with a vote  " in capsys.readouterr().err
 
 
 def test_a_huge_run_and_long_waits_fit_the_terminal_too(terminal):
@@ -224,6 +232,30 @@ def test_what_peers_are_called_is_never_read_as_markup(terminal):
     shown = look()
     assert "[red]" in shown
     assert "[bold]" in shown
+
+
+HOSTILE = "\x1b]0;PWNED\x07\x1b[2J"
+
+
+def strange():
+    hostile = PartnerStatus(f"x{HOSTILE}", "alive", "direct", 3.0, role=HOSTILE)
+    waits = (Waiting(HOSTILE, 5, (HOSTILE,), 4.2),)
+    lies = (Suspect(HOSTILE, HOSTILE, 1, 0, 0),)
+    return msgspec.structs.replace(
+        STATUS, guard=HOSTILE, partners=(hostile,), waits=waits, suspects=lies
+    )
+
+
+def test_what_peers_say_commands_no_terminal(terminal, capsys):
+    with watching("t") as show:
+        show(strange())
+    assert "\x1b" not in capsys.readouterr().err
+    look = terminal()
+    with watching("t") as show:
+        show(strange())
+    shown = look()
+    assert "PWNED" not in shown
+    assert "\x07" not in shown
 
 
 class Process:

@@ -88,12 +88,25 @@ def _cpu_s(*arguments):
     )
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_in_the_table_exists_and_explains_itself(farflock, name):
-    code, out, _ = farflock(name, "--help")
+GROUPS = {"data": ("prepare", "show"), "tokenizer": ("train", "convert", "show")}
+NAMES = [
+    words for name in cli.COMMANDS for words in ((name, part) for part in GROUPS.get(name, [""]))
+]
+
+
+@pytest.mark.parametrize("words", NAMES, ids=" ".join)
+def test_each_command_in_the_table_exists_and_explains_itself(farflock, words):
+    code, out, _ = farflock(*filter(None, words), "--help")
     assert code == 0
-    assert out.startswith(f"Usage: farflock {name}")
+    assert out.startswith(f"Usage: farflock {' '.join(words).strip()}")
     assert "--json" in out
+
+
+def test_a_group_of_commands_names_them(farflock):
+    for name, parts in GROUPS.items():
+        code, out, _ = farflock(name, "--help")
+        assert code == 0
+        assert all(re.search(rf"^  {part} ", out, re.MULTILINE) for part in parts)
 
 
 def test_without_a_command_the_help_is_shown_as_a_usage_error(farflock):

@@ -1,6 +1,7 @@
 """One printer: words and results stay apart, JSON is always JSON, only a terminal gets bars."""
 
 import json
+import logging
 import math
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.cli.output import Output, one_line, plain_table
+from farflock.node.cli.output import Output, clean, clean_logs, one_line, plain_table
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.floats(), st.text()),
@@ -127,3 +128,87 @@ def test_on_a_terminal_progress_is_a_bar_on_standard_error(capsys, monkeypatch):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "comparing: 50%" not in shown.err
+
+
+# Commands to a terminal.
+
+HOSTILE = "\x1b]0;PWNED\x07\x1b[2J"
+
+
+def is_control(char):
+    return char not in "\n\t" and (ord(char) < 32 or 127 <= ord(char) < 160)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (HOSTILE, ""),
+        (f"5 ms  {HOSTILE}here\x1b[8m", "5 ms  here"),
+        ("\x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\", "click"),
+        ("\x9b2J\x9d0;PWNED\x9cb", "b"),
+        ("\x1bPq#0\x1b\\\x1bcdone\x1b(B", "done"),
+        ("50%\r100%\x08\x7f", "50%100%"),
+        ("\x1b\x1b[2J\x1b", ""),
+        ("lines\n\tstay, é and 漢 too", "lines\n\tstay, é and 漢 too"),
+    ],
+)
+def test_escape_sequences_and_control_characters_are_removed(text, left):
+    assert clean(text) == left
+
+
+def test_two_texts_cannot_hide_the_lines_between_them():
+    assert clean("a\x1b]0;\nhonest\n\x07b") == "a0;\nhonest\nb"
+
+
+@given(st.text(st.sampled_from("\x1b\x9b\x9d\x9c\x07[]P\\;0mJ \n\tab\x00\r\x7f")))
+def test_no_control_character_survives_and_nothing_is_left_to_remove(text):
+    left = clean(text)
+    assert not any(map(is_control, left))
+    assert clean(left) == left
+    assert left.count("\n") == text.count("\n")
+
+
+@given(st.text(st.characters(exclude_categories=["Cc"])))
+def test_text_without_control_characters_stays_as_it_is(text):
+    assert clean(text) == text
+
+
+def test_many_unfinished_sequences_take_no_time():
+    assert clean("\x1b]" * 200_000) == ""
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nothing_that_is_printed_commands_a_terminal(capsys, as_json):
+    out = Output(as_json)
+    out.line(f"a{HOSTILE}")
+    out.table([f"b{HOSTILE}"], [[f"c{HOSTILE}"]])
+    out.result({"d": f"{HOSTILE}\x9b2J\x7f"}, f"d{HOSTILE}")
+    out.failure(f"e{HOSTILE}", 1)
+    with out.progress(f"f{HOSTILE}") as show:
+        show(1.0)
+    shown = "".join(capsys.readouterr())
+    assert not any(map(is_control, shown))
+    assert all(f"{letter}\n" in shown or letter in "df" for letter in "abcdef")
+    if as_json:
+        assert json.loads(shown[shown.index('{"d"') :].splitlines()[0])["d"].endswith("\x9b2J\x7f")
+
+
+def test_a_table_on_a_terminal_holds_no_commands_but_our_own(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Output(as_json=False).table([f"b{HOSTILE}"], [[f"c{HOSTILE}"]])
+    shown = capsys.readouterr().out
+    assert "PWNED" not in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_logs_command_no_terminal_and_neither_do_their_tracebacks(caplog):
+    with clean_logs():
+        try:
+            raise ValueError(HOSTILE + "bad")
+        except ValueError:
+            logging.getLogger("farflock.test").exception("from %s", f"{HOSTILE}peer")
+    assert caplog.messages == ["from peer"]
+    assert "ValueError: bad" in caplog.text
+    assert not any(map(is_control, caplog.text))
+    logging.getLogger("farflock.test").warning("%s", HOSTILE)
+    assert caplog.messages[-1] == HOSTILE

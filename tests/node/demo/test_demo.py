@@ -1,6 +1,7 @@
 """A demo's count of newcomers, its peers' wait for one, and the errors that fail it."""
 
 import math
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from farflock.node.demo.demo import (
     HOLD_AT,
+    JOIN_AT,
     MIN_RUN_S,
     NEWCOMER_TIMEOUT_S,
     SLOW_STEP_S,
@@ -170,3 +172,14 @@ def test_a_newcomer_that_ended_delays_no_other_node(demo):
 def test_an_error_before_the_end_or_of_one_that_was_in_fails_the_demo(demo, case):
     with pytest.raises(Failure, match="newcomer ended with an error"):
         demo(1, **case).require_success()
+
+
+def test_peers_get_the_invite_in_a_file_of_their_users_alone(demo, monkeypatch):
+    swarm, commands = demo(None, came_in=True), {}
+    monkeypatch.setattr(Demo, "start", lambda self, name, command: commands.update({name: command}))
+    file = swarm.invite_file("farflock:x")
+    assert Path(file).read_text() == "farflock:x\n"
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    del swarm.children[1]
+    swarm.let_happen(JOIN_AT, file)
+    assert commands == {"newcomer": ["join", file]}

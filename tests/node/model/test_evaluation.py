@@ -8,10 +8,17 @@ import torch
 from torch import nn
 
 from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import Batches, evaluation
-from farflock.node.model.evaluation import evaluate, summarise, unigram_loss
+from farflock.node.model.data import BadData, Batches, evaluation
+from farflock.node.model.evaluation import (
+    evaluate,
+    losses,
+    sequence_means,
+    summarise,
+    unigram_loss,
+)
 from farflock.node.model.llama import PRESETS, build, next_token_loss
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.model.loss import IGNORED
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 
 class Fixed(nn.Module):
@@ -93,3 +100,30 @@ def test_a_tiny_model_falls_below_the_unigram_loss_on_the_shipped_plays():
     after = evaluate(model, *windows)
     assert before.mean > math.log(256) - 0.1
     assert after.mean + 4 * after.standard_error < floor
+
+
+LEFT_OUT = torch.tensor([[0, IGNORED], [IGNORED, IGNORED], [2, 1]])
+
+
+def test_a_sequences_loss_is_the_mean_over_its_targets_that_count():
+    log_total = math.log(math.e + 1 + 1 / math.e)
+    expected = [log_total - 1, (log_total + 1 + log_total) / 2]
+    model = Fixed([1.0, 0.0, -1.0])
+    found = losses(model, torch.zeros_like(LEFT_OUT), LEFT_OUT, batch_size=1)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    estimate = evaluate(model, torch.zeros_like(LEFT_OUT), LEFT_OUT)
+    assert estimate.sequences == 2
+    assert estimate.mean == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+def test_an_evaluation_of_no_target_is_refused():
+    y = torch.full((3, 2), IGNORED)
+    with pytest.raises(BadData, match="no loss to measure; hold out more text"):
+        evaluate(Fixed([0.0, 0.0]), torch.zeros_like(y), y)
+
+
+def test_where_every_target_counts_the_mean_has_the_bits_of_a_plain_one():
+    each = torch.rand(5, 49, generator=torch.Generator().manual_seed(1))
+    found = sequence_means(each, torch.zeros(5, 49, dtype=torch.int64))
+    assert torch.equal(found, each.double().mean(dim=1))
+    assert sequence_means(torch.zeros(1, 49), torch.full((1, 49), IGNORED)).isnan().all()

@@ -112,7 +112,7 @@ def test_logits_equal_the_slow_reference(config):
 )
 def test_logits_equal_transformers(config):
     transformers = pytest.importorskip("transformers")
-    from farflock.node.model.export import hugging_face_config
+    from farflock.node.model.hf_config import hugging_face_config
 
     model, ids = lively(config), tokens(config, batch=3)
     other = transformers.LlamaForCausalLM(
@@ -156,8 +156,8 @@ def test_presets_have_the_promised_sizes():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"vocab_size": 1}, "vocab_size is 1; it must lie between 2 and 1048576"),
-        ({"vocab_size": 1_048_577}, "vocab_size is 1048577"),
+        ({"vocab_size": 1}, "vocab_size is 1; it must lie between 2 and 4294967296"),
+        ({"vocab_size": 2**32 + 1}, "vocab_size is 4294967297"),
         ({"layers": 0}, "layers is 0"),
         ({"context": 10**9}, "context is 1000000000"),
         ({"dim": 25}, "make dim a multiple of 4"),

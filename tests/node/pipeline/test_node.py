@@ -32,7 +32,7 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
-from farflock.swarm.peer.round_log import LOG_ROUNDS
+from farflock.swarm.peer.rounds.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -506,7 +506,7 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(
     made = plan()
     base = pipeline_audit.pipeline(2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
-    node = node_of(bench, made, cut, NOTHING, tokens=TEXT)
+    node = node_of(bench, made, cut, NOTHING, text=TEXT)
     assert node.trainer._terms.window == expected
 
 
@@ -523,7 +523,7 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
 
 def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
     cut = pipeline_audit.pipeline(3, BATCH)
-    node = node_of(bench, plan(), cut, EVERY, tokens=TEXT)
+    node = node_of(bench, plan(), cut, EVERY, text=TEXT)
     assert (node.role, list(node.stage_directory.streams)) == ("replica", [0, 1, 2])
     assert [serving.model.span for serving in node.servings] == list(cut.stages)
     together = joined(serving.model.state_dict() for serving in node.servings)
@@ -569,7 +569,7 @@ def test_several_downloads_are_told_as_one():
 @pytest.mark.parametrize("stage", [0, 2, NOTHING])
 def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
     cut = pipeline_audit.pipeline(3, BATCH)
-    node = node_of(bench, plan(), cut, stage, tokens=TEXT if stage == NOTHING else None)
+    node = node_of(bench, plan(), cut, stage, text=TEXT if stage == NOTHING else None)
     assert node.role == role_of(stage)
     assert list(node.stage_directory.streams) == [0, 1, 2]
     assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)

@@ -2,12 +2,14 @@
 
 import asyncio
 import collections
+import gc
 import hashlib
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from worlds.card import CARD
 
 from farflock.node.assembly.checkpoints import folder_of, save_all
@@ -16,6 +18,7 @@ from farflock.node.errors import Usage
 from farflock.node.model.device import Device, choose
 from farflock.node.pipeline.lifecycle.reservations import emptiest
 from farflock.node.process import pipeline_role as pipeline_part
+from farflock.node.process.held_out import bring_held_out
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.pipeline_role import (
     founders,
@@ -24,14 +27,16 @@ from farflock.node.process.pipeline_role import (
     last_of_part,
     part_of,
 )
+from farflock.node.process.status_writer import why_no_evaluation
 from farflock.node.run.composition import Uncomposable
+from farflock.node.run.evaluation_section import EvaluationSection
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import needed_stage_bytes, needed_stage_device_bytes
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
-from farflock.swarm.peer.calls import CallFailed
+from farflock.swarm.peer.calls.calls import CallFailed
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
@@ -237,6 +242,34 @@ def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(
     made(bench, text, tmp_path, stage, trains, look=look)
 
 
+@pytest.mark.parametrize(
+    ("stage", "trains"), [(0, True), (1, False), (NOTHING, True), (EVERY, True)]
+)
+def test_whatever_it_does_it_evaluates_once_it_has_the_held_out_text(
+    bench, text, tmp_path, stage, trains
+):
+    async def look(node, keepers):
+        assert why_no_evaluation(node) == "the held-out text is not here yet"
+        await bring_held_out(node, MANIFEST, None)
+        assert why_no_evaluation(node) == ""
+        assert node.evaluator.measuring.meter is not None
+        assert node.evaluator.guard.on == "warn"
+        assert [keeper.facts() for keeper in keepers] == [{"members": []}] * len(keepers)
+        return True
+
+    assert made(bench, text, tmp_path, stage, trains, look=look)
+
+
+def test_a_pipeline_without_evaluations_says_so(bench, text, tmp_path):
+    never = structs.replace(MANIFEST, evaluation=EvaluationSection(every=0))
+
+    def look(node, keepers):
+        assert node.evaluator is None
+        assert why_no_evaluation(node) == "the run's manifest wants no evaluations"
+
+    made(bench, text, tmp_path, 0, True, manifest=never, look=look)
+
+
 def steps_of(node, keeper):
     """The step at which each stage's checkpoint lets the node go on, by stage."""
     return {serving.index: serving.loop.step for serving in node.servings}
@@ -402,12 +435,18 @@ def test_stages_lie_on_the_machines_device(bench, text, tmp_path, card, stage):
     assert all(x.device.type == card.type for x in weights)
 
 
+def fill_card(left_bytes):
+    """Leave so much room on the card; whatever earlier tests left in cycles must not be freed
+    later, which would leave more."""
+    gc.collect()
+    CARD.sweep()
+    CARD.capacity_bytes = CARD.used_bytes + left_bytes
+
+
 def test_stages_that_do_not_fit_a_device_are_refused_with_both_numbers(bench, text, tmp_path, card):
-    CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    fill_card(sum(device_needs()) - 1)
     made(bench, text, tmp_path, 1, False, device=choose())
-    CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    fill_card(sum(device_needs()) - 1)
     with pytest.raises(Uncomposable, match="serving all stages of 3 takes about") as refused:
         made(bench, text, tmp_path, EVERY, True, device=choose())
     assert "of the device's memory, and" in str(refused.value)
@@ -420,8 +459,7 @@ def test_a_node_does_not_offer_to_move_to_a_stage_that_its_device_does_not_hold(
     """It offers less memory than that stage needs of the host's."""
     largest = max(range(3), key=lambda stage: device_needs()[stage])
     smallest = min(range(3), key=lambda stage: device_needs()[stage])
-    CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + device_needs()[largest] - 1
+    fill_card(device_needs()[largest] - 1)
 
     def look(node, keepers):
         return node.means.memory_bytes, node.means.needs_bytes

@@ -128,6 +128,20 @@ def test_work_that_does_not_end_in_time_is_broken_off(monkeypatch):
     assert time.monotonic() - began_s < 10
 
 
+def test_a_slow_stop_is_said_and_ends_well(monkeypatch, caplog):
+    monkeypatch.setattr(module, "SLOW_STOP_S", 0.05)
+
+    async def work():
+        ending.gently = lambda: None
+        send(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        return "saved"
+
+    ending = GracefulStop()
+    assert run_until_asked(ending, work) == "saved"
+    assert "still stopping" in caplog.text
+
+
 def test_work_that_is_cancelled_without_a_signal_raises_the_cancellation():
     async def work():
         asyncio.current_task().cancel()

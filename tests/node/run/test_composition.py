@@ -25,8 +25,8 @@ from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.skippipe import PathPlan, PlannedPaths, Stop
-from farflock.swarm.peer.call_server import ROOM_BYTES
-from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
+from farflock.swarm.peer.calls.call_server import ROOM_BYTES
+from farflock.swarm.peer.calls.payloads import MAX_PAYLOAD_BYTES
 
 MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
 SIZES = (1, 2, 2, 1)

@@ -9,16 +9,38 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farflock.node.errors import Usage
-from farflock.node.run.invite import MAX_ADDRESSES, MAX_CHARS, PREFIX, VERSION, Invite, mint, parse
+from farflock.node.run.invite import (
+    MAX_ADDRESSES,
+    MAX_CHARS,
+    PREFIX,
+    VERSION,
+    Grant,
+    Invite,
+    grant_of,
+    mint,
+    parse,
+)
+from farflock.swarm.capability import MAX_USES, shown, unseal
+from farflock.swarm.identity import Identity
+from farflock.swarm.messages import MAX_MEMBERS
 
 NOW_S = 1_800_000_000
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-INVITE = Invite(
-    "0123456789abcdef" * 2,
-    "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
-    (ADDRESS,),
-    NOW_S + 60,
+ISSUER = Identity.from_seed(bytes(32))
+
+
+def granted(invite, uses=3, votes=1, secret=bytes(range(32))):
+    return grant_of(ISSUER, invite, uses, votes, secret)
+
+
+INVITE = granted(
+    Invite(
+        "0123456789abcdef" * 2,
+        "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
+        (ADDRESS,),
+        NOW_S + 60,
+    )
 )
 
 peers = st.text(BASE58, min_size=1, max_size=60)
@@ -35,6 +57,14 @@ invites = st.builds(
     founder=peers,
     addresses=st.lists(addresses, min_size=1, max_size=MAX_ADDRESSES).map(tuple),
     expires=st.integers(NOW_S, 2**40),
+).flatmap(
+    lambda invite: st.builds(
+        granted,
+        st.just(invite),
+        st.integers(0, MAX_USES),
+        st.integers(0, MAX_MEMBERS),
+        st.binary(min_size=32, max_size=32),
+    )
 )
 
 
@@ -61,14 +91,15 @@ def test_an_invite_comes_back_as_it_was_minted(invite):
 
 def test_the_longest_invite_that_can_be_minted_can_be_read():
     address = "/dns4/" + "a" * (256 - len("/dns4//p2p/" + "x" * 52)) + "/p2p/" + "x" * 52
-    longest = Invite("f" * 32, "x" * 64, (address,) * MAX_ADDRESSES, 2**40)
+    bare = Invite("f" * 32, "x" * 64, (address,) * MAX_ADDRESSES, 2**40)
+    longest = granted(bare, MAX_USES, MAX_MEMBERS)
     assert len(mint(longest)) <= MAX_CHARS
     assert parse(mint(longest), NOW_S) == longest
 
 
 def test_an_invite_of_three_addresses_is_one_line_of_a_chat():
     three = msgspec.structs.replace(INVITE, addresses=(ADDRESS,) * 3)
-    assert len(mint(three)) < 500
+    assert len(mint(three)) < 750
 
 
 def test_white_space_around_an_invite_is_forgiven():
@@ -76,7 +107,8 @@ def test_white_space_around_an_invite_is_forgiven():
 
 
 def test_the_format_is_what_was_documented():
-    fields = [VERSION, INVITE.run, INVITE.founder, list(INVITE.addresses), INVITE.expires]
+    grant = [ISSUER.peer, 3, 1, "trusted", bytes(range(32)), INVITE.grant.signature]
+    fields = [VERSION, INVITE.run, INVITE.founder, list(INVITE.addresses), INVITE.expires, grant]
     assert mint(INVITE) == packed(msgspec.msgpack.encode(fields))
 
 
@@ -99,6 +131,41 @@ def test_an_expired_invite_says_since_when():
     assert parse(mint(INVITE), INVITE.expires) == INVITE
     sentence = refusal(mint(INVITE), INVITE.expires + 7200)
     assert "expired 2.0 hours ago; ask" in sentence
+
+
+def test_an_invite_gives_what_a_joiner_shows_and_members_check():
+    joiner = Identity.from_seed(bytes([1]) * 32).peer
+    request = parse(mint(INVITE), NOW_S).ticket.request(INVITE.run, joiner, b"record")
+    capability = shown(INVITE.run, joiner, request)
+    assert capability == INVITE.capability
+    assert (capability.issuer, capability.expires) == (ISSUER.peer, INVITE.expires)
+    assert (capability.uses, capability.votes) == (3, 1)
+    assert unseal(INVITE.ticket.capability, INVITE.run) == capability
+
+
+def raw(invite):
+    return packed(
+        msgspec.msgpack.encode((VERSION, *msgspec.to_builtins(invite, builtin_types=(bytes,))))
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"uses": 9}, {"votes": 9}, {"secret": bytes(32)}, {"signature": bytes(64)}]
+)
+def test_an_invite_that_its_issuer_did_not_sign_so_is_refused(change):
+    forged = msgspec.structs.replace(INVITE, grant=msgspec.structs.replace(INVITE.grant, **change))
+    assert "the invite lets nobody in: not signed by its issuer" in refusal(raw(forged))
+    later = msgspec.structs.replace(INVITE, expires=INVITE.expires + 10**6)
+    assert "the invite lets nobody in" in refusal(raw(later))
+
+
+def test_an_invite_without_a_grant_is_neither_minted_nor_read():
+    bare = msgspec.structs.replace(INVITE, grant=None)
+    with pytest.raises(ValueError, match="lets nobody in"):
+        mint(bare)
+    assert "the invite lets nobody in: it has no capability" in refusal(raw(bare))
+    assert bare.ticket is None
+    assert not isinstance(bare.grant, Grant)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A model that cannot fit is refused by arithmetic alone, with the numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -8,12 +9,15 @@ from worlds.card import CARD
 
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.device import Device
+from farflock.node.model.frozen_base import BASE_PRECISIONS
+from farflock.node.model.lora import LoraTerms
 from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
     WHOLE_BATCH,
     Exchanged,
     StepChoices,
     kept_outer,
+    min_device_bytes,
     needed_bytes,
     needed_device_bytes,
     require_memory,
@@ -55,6 +59,23 @@ def test_it_is_as_much_as_whole_nodes_were_seen_to_take(size, method):
     ).plan()
     seen_bytes = SEEN_MIB[size, method] * 2**20
     assert seen_bytes <= needed_bytes(plan, exchanged(plan)) <= 1.35 * seen_bytes
+
+
+def test_adapters_take_less_than_the_model_that_is_not_trained():
+    whole = manifest("125m")
+    plan = replace(whole, lora=LoraTerms(r=16, alpha=32.0))
+    weights = 4 * plan.model.parameters()
+    assert plan.trained_values * 100 < plan.model.parameters()
+    trained = 4 * 4 * plan.trained_values  # with a gradient and two moments
+    least = min_device_bytes(plan)
+    assert weights < least == weights + trained
+    assert min_device_bytes(whole) == 4 * weights
+    for needed in (needed_bytes, needed_device_bytes):
+        beside = () if needed is needed_device_bytes else (Exchanged(),)
+        assert needed(whole, *beside) - needed(plan, *beside) > 2.9 * (weights - trained)
+        held = [needed(plan, *beside, StepChoices(base=precision)) for precision in BASE_PRECISIONS]
+        assert held == sorted(held, reverse=True)
+        assert held[0] - held[-1] > 0.5 * weights  # in four bits, and tables in bf16
 
 
 def test_what_is_kept_beside_the_model_is_counted():

@@ -16,7 +16,7 @@ from farflock.node.run.memory import (
     require_stage_memory,
     stage_parameters,
 )
-from farflock.swarm.peer.left import MAX_LEFT_BYTES
+from farflock.swarm.peer.calls.left import MAX_LEFT_BYTES
 
 
 def planned(stages, **terms):

@@ -4,6 +4,7 @@ import asyncio
 import collections
 
 import pytest
+from worlds.waiting import until
 
 from farflock.node.simulate import chaos
 from farflock.node.simulate.chaos import (
@@ -17,6 +18,7 @@ from farflock.node.simulate.chaos import (
     run_seeds,
 )
 from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, case_of
+from farflock.swarm.protocol.agreement.electorate import Electorate
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 EXACT, GATHERS, SILENT, PAIRS = 0, 1, 16, 43  # seeds
@@ -48,7 +50,14 @@ def test_a_cell_is_empty_until_its_fault_has_fired():
 
 
 def until_all_are_in(seed, main):
-    """Run `main(disaster)` once all peers of a seed have come in."""
+    """Run `main(disaster)` once all peers of a seed have come in, and vote."""
+
+    def all_vote(disaster):
+        peers = [life.peer for life in disaster.population.lives.values()]
+        chains = [peer.context.chain for peer in peers]
+        # A method that sends nothing has no rounds, in which votes could be earned.
+        is_silent = not any(peer.rounds.names or peer.pairing.streams for peer in peers)
+        return is_silent or not any(chain is None or chain.newest.learners for chain in chains)
 
     async def whole():
         disaster = Chaos(seed, case_of(seed))
@@ -56,6 +65,7 @@ def until_all_are_in(seed, main):
             disaster.population.begin(index)
             await asyncio.sleep(0.3)
         await disaster.progress(1, "the start")
+        await until(lambda: all_vote(disaster), 300, "all votes")
         await main(disaster)
         await disaster.population.end_all()
         return disaster
@@ -98,7 +108,7 @@ def test_a_majority_always_lives_and_a_fault_that_hits_no_peer_is_not_counted(se
 @pytest.mark.parametrize("seed", [EXACT, PAIRS])
 def test_no_peer_is_killed_that_a_view_needs_for_its_quorum(monkeypatch, seed):
     # so the view's first member decides all
-    monkeypatch.setattr(chaos, "is_quorum", lambda members, size: 0 in members)
+    monkeypatch.setattr(Electorate, "is_quorum", lambda self, voters: 0 in voters)
 
     async def main(disaster):
         assert not await disaster.kill(0)
@@ -203,9 +213,19 @@ def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
 
 
 def test_reports_come_in_the_order_of_seeds(monkeypatch):
-    monkeypatch.setattr(chaos, "run_seed", lambda seed, name: (seed, name))
-    assert list(run_seeds(4, 3)) == [(4, None), (5, None), (6, None)]
-    assert list(run_seeds(4, 2, name="ddp")) == [(4, "ddp"), (5, "ddp")]
+    monkeypatch.setattr(chaos, "run_seed", lambda *given: given)
+    usual = 0.0, 0, False
+    assert list(run_seeds(4, 3)) == [(4, None, *usual), (5, None, *usual), (6, None, *usual)]
+    assert list(run_seeds(4, 2, name="ddp")) == [(4, "ddp", *usual), (5, "ddp", *usual)]
+    assert list(run_seeds(4, 1, liars=0.25, are_twins=True)) == [(4, None, 0.25, 0, True)]
+
+
+def test_in_a_twin_the_liars_do_not_lie():
+    liar, twin = (run_seed(0, liars=0.25, is_twin=is_twin) for is_twin in (False, True))
+    assert liar.lies.liars == twin.lies.liars
+    assert liar.lies.acted
+    assert not twin.lies.acted
+    assert twin.pace > 0
 
 
 def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():

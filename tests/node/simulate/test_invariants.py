@@ -13,7 +13,9 @@ from farflock.node.simulate.invariants import (
     MAX_ITEMS,
     MAX_STORE_BYTES,
     MAX_TASKS,
+    NO_LIARS,
     OVERDUE_S,
+    Distrust,
     InvariantChecker,
 )
 from farflock.node.train.driver import Claim
@@ -29,8 +31,8 @@ STEPS = 3
 class Scene:
     """A watch, and clients of three peers whose results the test makes up."""
 
-    def __init__(self, arm="diloco"):
-        self.watch, self.state = InvariantChecker(arm, PEERS), torch.zeros(2)
+    def __init__(self, arm="diloco", liars=NO_LIARS):
+        self.watch, self.state = InvariantChecker(arm, PEERS, liars), torch.zeros(2)
         snapshot = lambda replica: {"phi": self.state}  # noqa: E731
         self.driver = SimpleNamespace(
             method=SimpleNamespace(snapshot=snapshot, feedback=None), replica=None
@@ -88,11 +90,11 @@ class Scene:
         )
 
 
-def violations(main, arm="diloco"):
+def violations(main, arm="diloco", liars=NO_LIARS):
     """The watch's report after `main(scene)`."""
 
     async def whole():
-        scene = Scene(arm)
+        scene = Scene(arm, liars)
         await main(scene)
         return scene.watch.violations
 
@@ -213,6 +215,14 @@ def test_a_round_that_fails_is_found_only_while_nothing_but_a_death_has_happened
     the_only(violations(main), "round 0 of delta failed although only one peer had died")
 
 
+def test_a_round_that_was_late_at_the_death_may_fail():
+    async def main(scene):
+        scene.watch.calm_until_s, scene.watch.overdue = 5.0, {("delta", 0)}
+        scene.applied(0, status="failed")
+
+    assert violations(main) == []
+
+
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_mean_of_something_else_than_what_was_sent_is_found(codec):
     async def main(scene):
@@ -260,6 +270,29 @@ def test_tokens_that_do_not_add_up_are_found():
         await scene.round([1, 2, 3], number=1, tokens=200)
 
     the_only(violations(main), "round 1 of delta has 200 tokens after 90")
+
+
+@pytest.mark.parametrize(("claimed", "is_found"), [(0, False), (500, False), (501, True)])
+def test_among_liars_tokens_are_at_most_those_trained_and_what_the_liars_may_claim(
+    claimed, is_found
+):
+    async def main(scene):
+        await scene.round([1, 2, 3])
+        await scene.round([1, 2, 3], number=1, tokens=90 + 60 + claimed)
+
+    found = violations(main, liars=Distrust(["three"], 500))
+    assert [f"round 1 of delta has {150 + claimed} tokens" in each for each in found] == (
+        [True] if is_found else []
+    )
+
+
+def test_what_a_liar_applies_is_no_violation_and_what_others_apply_is_one_still():
+    async def main(scene):
+        for index in range(3):
+            scene.state = torch.full((2,), float(index > 0) + (index > 1))
+            scene.applied(index)
+
+    the_only(violations(main, liars=Distrust(["three"], 0)), "['peer 0', 'peer 1']")
 
 
 def test_peers_that_are_told_different_tokens_are_found():

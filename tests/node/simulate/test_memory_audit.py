@@ -22,7 +22,8 @@ def in_a_peer(test):
         identity = Identity.from_seed(bytes(32))
         network = SimNetwork(1)
         links = network.links(identity.peer)
-        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        terms = RunTerms("run", 1, identity.peer)
+        peer = Peer(terms, identity, links, None, incarnation=1, record=lambda: b"")
         peer.found()
         await test(peer, network)
 
@@ -64,7 +65,7 @@ def test_frames_that_are_never_taken_out_of_an_inbox_are_found():
         for _ in range(MANY):
             assert other.send(peer.me, b"")
         await asyncio.sleep(60)
-        assert longest(peer) == (MANY, "peer._links._inbox.queue")
+        assert longest(peer) == (MANY, "peer.context.links._inbox.queue")
 
     in_a_peer(check)
 

@@ -23,9 +23,12 @@ from farflock.node.state.checkpoint import (
     bytes_of,
     latest,
     load,
+    meta_of,
     prune,
+    put_aside,
     save,
     steps,
+    steps_aside,
 )
 
 SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "replace")
@@ -338,6 +341,22 @@ def test_a_corrupt_one_of_the_same_step_is_set_aside(tmp_path, caplog):
     assert "is corrupt; renaming it to step-1.corrupt-1" in caplog.text
 
 
+def test_what_is_put_aside_is_no_checkpoint_and_is_found_by_its_reason(tmp_path):
+    for _ in range(2):
+        put_aside(write(tmp_path, 9), "gone-wrong")
+    put_aside(write(tmp_path, 10), "gone-wrong")
+    put_aside(write(tmp_path, 10), "corrupt")
+    (tmp_path / "step-x.gone-wrong-1").mkdir()
+    (tmp_path / "step-8.gone-wrong-1").write_text("a file")
+    assert steps(tmp_path) == []
+    assert latest(tmp_path) is None
+    found = steps_aside(tmp_path, "gone-wrong")
+    names = ["step-9.gone-wrong-1", "step-9.gone-wrong-2", "step-10.gone-wrong-1"]
+    assert [path.name for path in found] == names
+    assert_whole(load(found[-1]), 10)
+    assert steps_aside(tmp_path / "nowhere", "gone-wrong") == []
+
+
 def test_pruning_keeps_the_newest_whole_ones(tmp_path):
     for step in range(1, 7):
         write(tmp_path, step)
@@ -348,6 +367,26 @@ def test_pruning_keeps_the_newest_whole_ones(tmp_path):
     assert not (tmp_path / ".step-7.partial").exists()
     with pytest.raises(ValueError, match="keeps at least one"):
         prune(tmp_path, 0)
+
+
+def test_pruning_leaves_one_that_is_spared(tmp_path):
+    for step in range(1, 7):
+        write(tmp_path, step)
+    prune(tmp_path, 2, spared=tmp_path / "step-3")
+    assert [step for step, _ in steps(tmp_path)] == [3, 5, 6]
+    prune(tmp_path, 2, spared=tmp_path / "step-6")
+    assert [step for step, _ in steps(tmp_path)] == [3, 5, 6]
+    prune(tmp_path, 1)
+    assert [step for step, _ in steps(tmp_path)] == [6]
+
+
+def test_what_is_said_of_a_checkpoint_is_read_without_its_tensors(tmp_path):
+    path = write(tmp_path, 1)
+    meta = load(path).meta
+    (path / "inner.safetensors").write_bytes(b"broken")
+    assert meta_of(path) == meta
+    with pytest.raises(CheckpointError):
+        meta_of(tmp_path / "step-2")
 
 
 def test_pruning_by_size_deletes_the_oldest_and_never_the_last_intact_one(tmp_path):

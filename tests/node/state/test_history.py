@@ -374,3 +374,20 @@ def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, c
         msgspec.json.decode((tmp_path / "events.jsonl").read_bytes().splitlines()[0])["kind"]
         == "round"
     )
+
+
+@pytest.mark.parametrize("name", ["run.db", "events.jsonl", "receipts.jsonl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path, name, there):
+    victim = tmp_path / "victim.txt"
+    if there:
+        victim.write_text("mine")
+    folder = tmp_path / "node"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    refused = pytest.raises(HistoryUnusable, match="symbolic link")
+    with refused, History.open(folder, Clock()) as writer:
+        writer.event("round")
+        writer.receipt(round=1)
+    assert not there or victim.read_text() == "mine"
+    assert victim.exists() == there

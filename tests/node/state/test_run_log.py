@@ -4,6 +4,8 @@ import pytest
 
 from farflock.node.state.history import History
 from farflock.node.state.run_log import RunRecorder
+from farflock.swarm.accusations import Accusation
+from farflock.swarm.peer.rounds.round_log import Verdict
 
 
 class Links:
@@ -52,6 +54,31 @@ def test_a_round_is_an_event_in_short_and_a_receipt_in_full(history):
     }
 
 
+def test_a_receipt_says_who_decided_a_round_as_far_as_that_is_known(history):
+    def verdict(stream, number):
+        known = (stream, number) == ("delta", 4)
+        return Verdict("b", ("a", "b"), {"a": 1.0, "b": 0.5}) if known else None
+
+    journal = RunRecorder(history, Links().total_bytes, verdict)
+    journal.report("round", round_of(4))
+    journal.report("round", round_of(5))
+    first, second = history.receipts()
+    assert (first["proposer"], first["signers"]) == ("b", ["a", "b"])
+    assert first["weights"] == {"a": 1.0, "b": 0.5}
+    assert not {"proposer", "signers", "weights"} & second.keys()
+
+
+def test_an_evaluation_is_an_event_and_the_first_members_loss_a_number(history):
+    journal = RunRecorder(history, Links().total_bytes)
+    said = {"by": "a", "outcome": "ok", "loss": 3.5, "standard_error": 0.1}
+    journal.report("evaluation", {"round": 40, "repeated": False, **said})
+    journal.report("evaluation", {"round": 40, "repeated": True, **said | {"loss": 9.9}})
+    journal.report("evaluation", {"round": 50, "repeated": False, **said | {"loss": None}})
+    history.flush()
+    assert history.last() == {"held_out": (40, 3.5)}
+    assert [event["round"] for event in history.events()] == [40, 40, 50]
+
+
 def test_receipts_add_up_and_rounds_are_counted_by_status(history):
     links = Links()
     journal = RunRecorder(history, links.total_bytes)
@@ -84,6 +111,18 @@ def test_steps_are_numbers_and_whatever_else_happens_is_an_event(history):
         ("adopt", "too far behind")
     ]
     assert history.receipts() == []
+
+
+def test_a_lie_is_an_event_and_is_said_with_its_peer(history, caplog):
+    recorder = RunRecorder(history, lambda: (0, 0))
+    recorder.accused(Accusation("12D3KooWliar", "two values in one ballot", 1, 3.0, 3.0))
+    (event,) = history.events()
+    assert (event["kind"], event["peer"], event["what"]) == (
+        "accused",
+        "12D3KooWliar",
+        "two values in one ballot",
+    )
+    assert "peer 12D3KooWliar lies: two values in one ballot" in caplog.text
 
 
 def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path, caplog):

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S, EndBarrier
+from farflock.node.train.end_barrier import (
+    CUT_OFF_S,
+    END_S,
+    FRUITLESS_ROUNDS,
+    LOOK_EVERY_S,
+    EndBarrier,
+)
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.tallies import TallyReport
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -105,15 +111,16 @@ def test_a_run_of_one_member_is_not_cut_off():
 
 
 def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_trained_again(here):
-    together = EndBarrier(here, here, here)
+    together, long_s = EndBarrier(here, here, here), FRUITLESS_ROUNDS * PATIENCE_S
     assert not due(together, here, 0, 10)
-    assert not due(together, here, 40, 60)
-    assert not due(together, here, 40, 159)
-    assert due(together, here, 40, 160)
-    assert not due(together, here, 45, 165), (
+    assert not due(together, here, 40, 60, 1.0)
+    assert not due(together, here, 40, 159, 1.0 + long_s)
+    assert not due(together, here, 40, 160, 0.9 + long_s), "a round may be under way"
+    assert due(together, here, 40, 160, 1.0 + long_s)
+    assert not due(together, here, 45, 165, 1.0 + long_s), (
         "something was agreed upon: from here on it counts anew"
     )
-    assert due(together, here, 45, 265)
+    assert due(together, here, 45, 265, 1.0 + 2 * long_s)
 
 
 def ended_after_s(here, changes=(), stopping=lambda: False):

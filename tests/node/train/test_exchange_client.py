@@ -10,6 +10,7 @@ from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.driver import Claim
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Members, RandomGroups
+from farflock.swarm.protocol.entitlement import Entitlement
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -47,7 +48,8 @@ def between(bench, text, work):
             while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
             first = max(peer.context.views.newest.first_round for peer in (one, other))
-            clients = [ExchangeClient(peer, 3) for peer in (one, other)]
+            entitled = Entitlement(weight=3.0)
+            clients = [ExchangeClient(peer, 3, entitlement=entitled) for peer in (one, other)]
             return await work(clients, first)
 
     return run_virtual(main())

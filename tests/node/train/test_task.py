@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from worlds.card import CARD, OutOfMemory
@@ -13,6 +14,7 @@ from farflock.node.assembly.node import task_of
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import ModelConfig, build
+from farflock.node.model.loss import IGNORED
 from farflock.node.model.step_options import StepOptions
 from farflock.node.run.terms import RunPlan
 from farflock.node.train.task import StepImpossible
@@ -195,6 +197,81 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(text, single):
     with pytest.raises(RuntimeError, match="size"):
         made.forward_backward(0, Progress(0))
     assert made.parts.at_once == BATCH
+
+
+# targets that are left out
+
+
+@pytest.fixture
+def answers(text):
+    """The text, of which stretches of 5 to 200 tokens are left out, more than count."""
+    chance = np.random.Generator(np.random.Philox(key=1))
+    ends = np.cumsum(chance.integers(5, 200, 1000))
+    places = np.arange(min(len(text), int(ends[-1])))
+    counts = np.searchsorted(ends, places, side="right") % 3 == 0
+    ids = np.asarray(text[: len(places)], np.uint32)
+    return np.where(counts, ids, ids | np.uint32(2**31)).view(np.int32)
+
+
+def by_hand(made, batches):
+    """The mean of batches, each the mean over all its targets that count; 0 for one without any."""
+    losses = []
+    for x, y in batches:
+        counts = y.flatten() != IGNORED
+        if counts.any():
+            logits = made.module(x).flatten(0, 1)[counts]
+            loss = torch.nn.functional.cross_entropy(logits, y.flatten()[counts]) / len(batches)
+            loss.backward()
+            losses.append(loss.item())
+    return sum(losses, 0.0), gradients(made)
+
+
+@pytest.mark.parametrize(
+    ("on", "micro_batch", "accumulate"), [("cpu", None, 1), ("cpu", 1, 2), ("device", 3, 2)]
+)
+def test_a_batch_is_the_mean_over_its_targets_that_count(
+    answers, single, on, micro_batch, accumulate
+):
+    device = None if on == "cpu" else single
+    made = task(answers, device, micro_batch=micro_batch, accumulate=accumulate)
+    twin = task(answers, accumulate=accumulate)
+    batches = [made.batches.batch(part) for part in range(accumulate)]
+    counted = [(y != IGNORED).sum(dim=1) for _, y in batches]
+    assert all(0 < int(each.sum()) < each.numel() * SEQ for each in counted)
+    assert len(set(counted[0].tolist())) > 1
+    assert_close(passes(made), by_hand(twin, batches))
+
+
+class Fixed:
+    """The same batches in each step."""
+
+    batch_size, seq = BATCH, SEQ
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def batch(self, step):
+        return self.batches[step % len(self.batches)]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_parts_and_batches_without_a_target_count_for_nothing(text, micro_batch):
+    x, y = task(text).batches.batch(0)
+    nothing, few = torch.full_like(y, IGNORED), torch.full_like(y, IGNORED)
+    few[2, 5:9] = y[2, 5:9]
+    made, twin = (task(text, accumulate=2, micro_batch=size) for size in (micro_batch, None))
+    made.batches = Fixed((x, nothing), (x, few))
+    assert_close(passes(made), by_hand(twin, [(x, nothing), (x, few)]))
+
+
+def test_a_step_without_a_target_leaves_gradients_of_zero(text, half):
+    for device in (None, half):
+        made = task(text, device)
+        x, y = made.batches.batch(0)
+        made.batches = Fixed((x, torch.full_like(y, IGNORED)))
+        loss, found = passes(made)
+        assert loss == 0
+        assert not any(each.any() for each in found.values())
 
 
 # fp16

@@ -110,15 +110,15 @@ def in_loop(test):
 
 
 def daemons():
-    """The living child processes, except those that stay once a test has used a process pool or a
-    nursery."""
+    """The living child processes, except those that stay once a test has used a process pool,
+    torch's shared memory or a nursery."""
     living = [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ]
     return [
         child
         for child in living
-        if not re.search("multiprocessing|nursery", " ".join(child.cmdline()))
+        if not re.search("multiprocessing|torch_shm_manager|nursery", " ".join(child.cmdline()))
     ]
 
 

@@ -7,12 +7,12 @@ import pytest
 from worlds.waiting import now
 
 from farflock.swarm.chunk_server import PIECE_BYTES
-from farflock.swarm.chunk_store import Store, digest_of
+from farflock.swarm.chunk_store import TERMS, Store, digest_of
+from farflock.swarm.context import PeerContext
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Ping, Want
 from farflock.swarm.peer.bootstrap import fetch_chunk
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -37,7 +37,7 @@ class BootstrapWorld:
         """A member that serves these chunks."""
         links, store = self.network.links(name), Store(2**30)
         for chunk in chunks:
-            store.put(chunk, "served")
+            store.put(chunk, TERMS)
         port = PeerContext("run", 0, 1, links, store, self.spawn)
 
         async def serve():

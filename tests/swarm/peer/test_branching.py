@@ -2,15 +2,25 @@
 stays, and nothing counts twice."""
 
 import asyncio
-import collections
 import contextlib
-import functools
-import json
+import dataclasses
 import random
 
 import msgspec
 import pytest
-from worlds.herd import STREAM, TOKENS, Herd, Node, grown
+from adversaries.lines import (
+    AFTER_S,
+    claim,
+    forked,
+    has_served_since,
+    ids,
+    is_one,
+    lines,
+    names_of,
+    progress,
+    suspects,
+)
+from worlds.herd import STREAM, TOKENS, Node, identity
 from worlds.waiting import now, until
 
 from farflock.swarm.frame import Frame
@@ -19,106 +29,14 @@ from farflock.swarm.messages import BranchAsk, BranchSign, Lineage, Views
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
 from farflock.swarm.protocol import branches
 from farflock.swarm.protocol.branches import branch_of, fork_of, trail
-from farflock.swarm.protocol.views import Certified, Chain, encode
-from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.protocol.views import Certified, Chain, branch_domain, encode
 
-AFTER_S = 20.0
+REFUSED = "dropped: branch of a line that has its quorum"
+BEYOND = "more tokens than its line can have trained"
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]
 
 
 # Whole peers.
-
-
-class Lines(Herd):
-    """A herd in which there may be several lines: the laws hold in each of them."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.branch_after_s = AFTER_S
-        self.by_view = {}  # by (hash of the round's view, round): result
-
-    def agreed(self, node, outcome, contents, name):
-        number = outcome.key.round
-        place = (node.peer.context.views.at(number).hash, number)
-        result = (contents, outcome.participants, outcome.tokens, node.state)
-        assert self.by_view.setdefault(place, result) == result, (
-            f"two results of round {number} in one view"
-        )
-
-    def check_line(self, *numbers):
-        """Check that these nodes are on one line, in its view, and its log counts nothing twice."""
-        chains = [self.nodes[number].peer.context.views for number in numbers]
-        assert len({chain.newest.hash for chain in chains}) == 1
-        assert all(self.nodes[number].peer.membership.is_member for number in numbers)
-        counted, tokens, rounds = collections.Counter(), 0, 0
-        for (digest, number), (contents, participants, after, _) in sorted(
-            self.by_view.items(), key=lambda e: e[0][1]
-        ):
-            if chains[0].at(number).hash == digest:
-                counted.update(
-                    name for content in contents[:1] for name in json.loads(content)["names"]
-                )
-                tokens += TOKENS * len(participants) if contents else 0
-                assert after == tokens, f"round {number} says {after} tokens, {tokens} were trained"
-                rounds += 1
-        assert max(counted.values()) == 1, counted
-        assert rounds == 1 + max(
-            number for digest, number in self.by_view if chains[0].at(number).hash == digest
-        )
-
-    def check_tokens(self):
-        """Done by `check_line`."""
-
-
-def lines(count, **options):
-    def decorate(main):
-        @functools.wraps(main)
-        def test():
-            async def whole():
-                herd = Lines(**options)
-                await grown(herd, count)
-                await main(herd)
-                await herd.end()
-                assert asyncio.all_tasks() == {asyncio.current_task()}
-
-            run_virtual(whole())
-
-        del test.__wrapped__  # pytest would look for a fixture `herd`
-        return test
-
-    return decorate
-
-
-def ids(herd, *numbers):
-    return {herd.nodes[number].id for number in numbers}
-
-
-def progress(herd, *numbers):
-    return min(herd.nodes[number].applied for number in numbers)
-
-
-def names_of(herd, *numbers):
-    return {herd.nodes[number].peer.membership.branch for number in numbers}
-
-
-def is_one(herd, *numbers):
-    """True if these nodes are all members of one newest view."""
-    nodes = [herd.nodes[number] for number in numbers]
-    if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
-        return False
-    return len({node.view.hash for node in nodes}) == 1 and nodes[0].members == {
-        node.id for node in nodes
-    }
-
-
-def has_served_since(herd, moment_s, *numbers):
-    return all(
-        any(
-            at_s > moment_s and status in ("ok", "partial", "alone")
-            for at_s, _, status in herd.nodes[n].events
-        )
-        for n in numbers
-    )
 
 
 @lines(5)
@@ -250,7 +168,7 @@ async def test_a_peer_cut_off_for_less_than_the_time_set_starts_no_branch(
 @lines(5)
 async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_taken_over(herd):
     """No majority is missing now, but the rounds until the newest view begins belong to lives that
-    have ended."""
+    have ended. Its voters re-found it, so that nobody starts a branch."""
     for node in herd.nodes.values():
         node.quiet = True
     await asyncio.sleep(4)
@@ -269,11 +187,10 @@ async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_t
     moment_s = now()
     for node in herd.nodes.values():
         node.quiet = False
-    await until(
-        lambda: has_served_since(herd, moment_s, *range(5)), AFTER_S + 60, "a round with all"
-    )
+    await until(lambda: has_served_since(herd, moment_s, *range(5)), AFTER_S, "a round with all")
     await until(lambda: is_one(herd, *range(5)), 20, "a view of all")
-    assert None not in names_of(herd, *range(5))
+    assert names_of(herd, *range(5)) == {None}
+    assert herd.nodes[0].view.refoundings
     herd.check_line(*range(5))
 
 
@@ -320,6 +237,8 @@ async def test_a_founder_that_starts_the_run_again_while_it_sees_no_peer_finds_b
         30,
         "progress of both",
     )
+    for number in (1, 2, 3):  # the run is old
+        claim(herd.nodes[number], 2**61)
     herd.network.heal()
     await until(lambda: is_one(herd, *range(4)), 60, "one view of all")
     assert [status for _, _, status in herd.nodes[0].events].count("lost") == 1
@@ -389,7 +308,7 @@ async def test_hostile_messages_about_branches_change_nothing_and_are_counted(he
             told(herd, 0, sender, message, incarnation)
         await asyncio.sleep(1.5)
     assert node.view.hash == view.hash
-    assert not node.peer.branching.adrift
+    assert not node.peer.branching.drift.streams
     assert (
         sum(
             count
@@ -418,6 +337,92 @@ async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
         await asyncio.sleep(1)
     assert node.peer.membership.branch is None
     assert node.peer.context.counters["dropped: not from a member"] >= 10
+
+
+@lines(4)
+async def test_a_branch_with_endless_tokens_pulls_no_member_off_a_line_that_has_its_quorum(herd):
+    """Nothing but the member's own signature is needed for a branch of one."""
+    liar, honest = herd.nodes[3], [herd.nodes[number] for number in range(3)]
+    await asyncio.sleep(1)
+    liar.quiet = True
+    chain = honest[0].peer.context.views
+    me = chain.newest.peers.index(liar.id)
+    lone = branch_of(chain.newest, {me}, honest[0].applied + 5)
+    proof = identity(3).sign(branch_domain("run"), encode(lone))
+    own = Chain("run", [*chain.views, Certified(lone, proofs=((me, proof),))])
+    start = max(node.applied for node in honest)
+    lure = Lineage(2**61, lone.number, trail(own), (encode(own.views[-1]),))
+    for _ in range(15):
+        for number in range(3):
+            told(herd, number, liar.id, msgspec.structs.replace(lure, views=()), liar.incarnation)
+            told(herd, number, liar.id, lure, liar.incarnation)
+        await asyncio.sleep(1)
+    assert all(node.peer.membership.branch is None for node in honest)
+    assert all(node.peer.context.counters[REFUSED] > 5 for node in honest)
+    assert min(node.applied for node in honest) > start + 2
+    assert all(suspects(node) == {(liar.id, BEYOND)} for node in honest)
+
+
+@lines(5)
+async def test_of_two_branches_none_wins_by_tokens_that_nobody_can_have_trained(herd):
+    for number in (0, 1):
+        herd.kill(number)
+    honest, liar = [herd.nodes[2], herd.nodes[3]], herd.nodes[4]
+    herd.network.partition(ids(herd, 2, 3), {liar.id})
+    await until(lambda: None not in names_of(herd, 2, 3, 4), AFTER_S + 30, "two branches")
+    mine, start = names_of(herd, 2, 3), progress(herd, 2, 3)
+    honest[0].quiet = honest[1].quiet = True
+    await until(lambda: liar.tokens > 3 * honest[0].tokens, 90, "more tokens of the liar's branch")
+    honest[0].quiet = honest[1].quiet = False
+    claim(liar, 2**61)
+    herd.network.heal()
+    await until(lambda: all(map(suspects, honest)), 30, "its claim")
+    await asyncio.sleep(20)
+    assert names_of(herd, 2, 3) == mine
+    assert all(suspects(node) == {(liar.id, BEYOND)} for node in honest)
+    assert progress(herd, 2, 3) > start + 10
+
+
+@lines(5)
+async def test_a_peer_that_was_told_of_too_many_tokens_is_not_accused_of_repeating_them(herd):
+    """Only a peer that began the branch itself knows that nobody trained them."""
+    for number in (0, 1):
+        herd.kill(number)
+    judge, liar = herd.nodes[2], herd.nodes[4]
+    herd.network.partition(ids(herd, 2, 3), {liar.id})
+    await until(lambda: None not in names_of(herd, 2, 3, 4), AFTER_S + 30, "two branches")
+    judge.quiet = herd.nodes[3].quiet = True
+    herd.network.partition(ids(herd, 2, 3), {liar.id, identity(5).peer})
+    late = herd.start(5)
+    await until(lambda: late.id in liar.members, 40, "its admission to the branch")
+    for node in (late, liar):
+        claim(node, 2**61)
+    herd.network.heal()
+    await until(lambda: suspects(judge), 30, "the claim")
+    await asyncio.sleep(20)
+    assert suspects(judge) == {(liar.id, BEYOND)}
+    assert judge.peer.context.counters[f"dropped: {BEYOND}"] > 0
+
+
+@lines(5)
+async def test_a_line_that_kept_its_quorum_stays_although_a_branch_has_more_tokens(herd):
+    herd.network.partition(ids(herd, 0, 1, 2), ids(herd, 3, 4))
+    for number in (0, 1, 2):
+        herd.nodes[number].quiet = True
+    await until(lambda: None not in names_of(herd, 3, 4), AFTER_S + 15, "the branch")
+    await asyncio.sleep(20)
+    tokens = [node.tokens for node in herd.nodes.values()]
+    assert min(tokens[3:]) > 3 * max(tokens[:3])
+    herd.network.heal()
+    for number in (0, 1, 2):
+        herd.nodes[number].quiet = False
+    await until(
+        lambda: set(names_of(herd, 0, 1, 2, 3, 4)) == {None} and len(herd.nodes[3].members) == 5,
+        90,
+        "one line",
+    )
+    await asyncio.sleep(5)
+    herd.check_line(0, 1, 2, 3, 4)
 
 
 @lines(3)
@@ -502,3 +507,38 @@ def test_whatever_happens_all_end_on_one_line_and_nothing_counts_twice_in_it(see
 @pytest.mark.parametrize("seed", range(100, 250))
 def test_the_same_for_many_more_seeds(seed):
     ends_on_one_line(seed)
+
+
+@pytest.mark.parametrize("late", [(), (0, 1, 2), (3, 4)], ids=["none", "main line", "branch"])
+def test_a_newcomer_that_meets_both_lines_follows_the_one_with_its_quorum_and_says_so(late):
+    @lines(5)
+    async def main(herd):
+        await forked(herd)
+        for number in late:
+            slow = herd.network.model(herd.nodes[number].id)
+            herd.network.set_link(herd.nodes[number].id, dataclasses.replace(slow, latency_s=0.7))
+        herd.nodes[3].quiet = herd.nodes[4].quiet = True
+        node = herd.start(5)
+        await until(lambda: node.id in herd.nodes[0].members, 25, "its admission")
+        await asyncio.sleep(10)
+        assert node.peer.membership.branch is None
+        assert is_one(herd, 0, 1, 2, 5)
+        ghost = names_of(herd, 3) != {None} and node.id in herd.nodes[3].members
+        assert not ghost, "nobody waits for it on the other line"
+        said = node.peer.membership.sync.choice
+        assert "leaves view" in said or late != (0, 1, 2), "the main line came second"
+
+    main()
+
+
+@lines(5)
+async def test_a_newcomer_that_only_the_branch_could_answer_comes_over_to_the_main_line(herd):
+    await forked(herd)
+    newcomer = identity(5).peer
+    for number in (0, 1, 2):
+        herd.network.cut(newcomer, herd.nodes[number].id)
+    node = herd.start(5)
+    await until(lambda: node.id in herd.nodes[3].members, 25, "its admission to the branch")
+    herd.network.heal()
+    await until(lambda: is_one(herd, 0, 1, 2, 3, 4, 5), 60, "one line of all")
+    assert names_of(herd, 0, 5) == {None}

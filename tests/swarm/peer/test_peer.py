@@ -19,6 +19,7 @@ from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN, VIEW_S = "run", 2.0
@@ -61,13 +62,14 @@ class PeerWorld:
         number = len(self.peers)
         links = self.network.links(identity(number).peer)
         peer = Peer(
-            RunTerms(RUN, 3, VIEW_S),
+            RunTerms(RUN, 3, identity(0).peer, VIEW_S),
             identity(number),
             links,
             directory,
             incarnation=number,
             record=lambda: self.record(number),
         )
+        peer.membership.bring(ticket_of(identity(0), RUN))
         peer.ticks.rests = self.rests
         self.peers.append(peer)
         return peer
@@ -248,7 +250,7 @@ async def back_in_another_life(world, number):
     links = world.network.links(identity(number).peer)
     record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
     born = Peer(
-        RunTerms(RUN, 3, VIEW_S),
+        RunTerms(RUN, 3, identity(0).peer, VIEW_S),
         identity(number),
         links,
         None,
@@ -360,6 +362,33 @@ async def test_records_that_the_directory_should_not_have_shown_are_dropped_and_
     await asyncio.sleep(1)
     assert set(peer.membership.records) == {identity(6).peer}
     assert peer.context.counters["dropped: bad record"] == 3
+
+
+@in_a_world
+async def test_a_directory_that_raises_is_asked_again_and_the_peer_lives(world):
+    class Failing:
+        def __init__(self):
+            self.failures = ["announce", "peers"]
+
+        def fail(self, what):
+            if what in self.failures:
+                self.failures.remove(what)
+                raise RuntimeError(f"no {what} today")
+
+        async def announce(self, run, record):
+            self.fail("announce")
+            return True
+
+        async def peers(self, run):
+            self.fail("peers")
+            return [world.record(6)]
+
+    directory = Failing()
+    peer = await world.begin(directory)
+    await asyncio.sleep(10)
+    assert not directory.failures
+    assert set(peer.membership.records) == {identity(6).peer}
+    assert peer.failure is None
 
 
 # Hostile frames.

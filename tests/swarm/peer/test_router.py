@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from farflock.swarm.context import Entrance
 from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, Leave, Message, Offer, PairPropose, Ping, Prepare
@@ -32,7 +33,9 @@ class Part:
 class RouterWorld:
     def __init__(self, chain="known"):
         self.came, self.reconciled = [], []
-        self.context = SimpleNamespace(chain=chain, counters=collections.Counter())
+        self.context = SimpleNamespace(
+            chain=chain, counters=collections.Counter(), entrance=Entrance()
+        )
         self.router = Router(self.context, Part(self, "membership"), Part(self, "rounds"))
 
     def reconcile(self, peer, view):
@@ -51,7 +54,14 @@ def test_a_peer_has_a_receiver_for_every_message():
     async def main():
         links = SimNetwork(1).links(Identity.from_seed(bytes(32)).peer)
         identity = Identity.from_seed(bytes(32))
-        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        peer = Peer(
+            RunTerms("run", 1, identity.peer),
+            identity,
+            links,
+            None,
+            incarnation=1,
+            record=lambda: b"",
+        )
         assert peer.router.kinds == set(typing.get_args(Message))
 
     run_virtual(main())

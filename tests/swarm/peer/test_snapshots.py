@@ -11,10 +11,10 @@ from worlds.tasks import Spawner
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import Store
+from farflock.swarm.context import PeerContext
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer import snapshots
-from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import (
     ASK_EVERY_S,
     KEEP_ROUNDS,
@@ -51,6 +51,7 @@ class Peer:
         links, self.store = world.network.links(name), Store(budget_bytes)
         self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
         self.context.chain = Chain("run", [Certified(GENESIS)])
+        self.context.entrance.standing = lambda peer: world.standings.get(peer, "member")
         self.snapshots = Snapshots(
             self.context, lambda stage: [peer for peer in world.asked(stage) if peer != name]
         )
@@ -83,7 +84,7 @@ class SnapshotWorld(Spawner):
     def __init__(self):
         super().__init__()
         self.network = SimNetwork(1)
-        self.members = MEMBERS
+        self.members, self.standings = MEMBERS, {}
         self.asked = lambda stage: self.members  # which members serve a stage
         self.joiner = Peer(self, "joiner")
 
@@ -122,6 +123,10 @@ async def test_the_snapshot_that_all_announce_comes_whole_and_in_order(world):
         ({"a": snapshot(7), "b": snapshot(7), "c": snapshot(9)}, snapshot(7)),
         ({"a": snapshot(7), "b": snapshot(9)}, snapshot(9)),
         (
+            {name: snapshot(number) for name, number in zip("abcd", (8, 2**58, 7, 9), strict=True)},
+            snapshot(9),
+        ),
+        (
             {"a": snapshot(7, b"true"), "b": snapshot(7, b"true"), "c": snapshot(7, b"lie")},
             snapshot(7, b"true"),
         ),
@@ -130,7 +135,8 @@ async def test_the_snapshot_that_all_announce_comes_whole_and_in_order(world):
     ],
     ids=[
         "most win over newest",
-        "of equals the newest",
+        "of equals the newer",
+        "of equals none that claims a later round than the others",
         "most win over a liar",
         "before the first round",
         "no chunks",
@@ -312,7 +318,7 @@ async def test_if_no_peer_answers_in_time_the_message_says_what_came_and_what_to
         await world.joiner.fetch(timeout_s=5.0)
     assert abs(now() - 5.0) < 0.01
     lazy = world.peer("a").serve(snapshot())
-    lazy.store.view = lambda digest: None  # it offers what it does not hold
+    lazy.store.served = lambda digest: None  # it offers what it does not hold
     with pytest.raises(SnapshotUnavailable, match="1 members offered one"):
         await world.joiner.fetch(timeout_s=5.0)
 
@@ -411,6 +417,29 @@ async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
 
 
 @in_a_world
+async def test_candidates_that_ask_leave_half_of_the_room_to_members(world):
+    host = world.peer("a").serve(snapshot(), build_s=3.0)
+    candidates = [f"candidate {number}" for number in range(MAX_ASKERS)]
+    world.standings = dict.fromkeys(candidates, "candidate")
+    for candidate in candidates:
+        host.snapshots.receive(candidate, StateQuery(NAME))
+    assert host.snapshots.waiting[NAME] == MAX_ASKERS // 2
+    host.snapshots.receive("joiner", StateQuery(NAME))
+    assert host.snapshots.waiting[NAME] == MAX_ASKERS // 2 + 1
+    await asyncio.sleep(5.0)
+
+
+@in_a_world
+async def test_for_a_stranger_no_snapshot_is_made(world):
+    host = world.peer("a").serve(snapshot())
+    world.standings = {"joiner": "stranger"}
+    host.snapshots.receive("joiner", StateQuery(NAME))
+    await asyncio.sleep(5.0)
+    assert host.built == 0
+    assert host.context.counters["dropped: state query of a stranger"] == 1
+
+
+@in_a_world
 async def test_a_peer_that_withdraws_serves_no_peer_until_it_serves_again(world):
     host = world.peer("a").serve(snapshot())
     host.snapshots.withdraw()
@@ -464,7 +493,7 @@ async def test_a_later_question_gets_the_snapshot_in_download_until_it_is_too_ol
         (KEEP_ROUNDS + 1, 1),
         (2 * KEEP_ROUNDS + 1, 1),
     ):
-        host.context.floor = (touched + 1,)
+        host.context.touched.begin(None, touched)
         assert (await world.joiner.fetch()).round == number
     await asyncio.sleep(KEEP_S)
     assert (await world.joiner.fetch()).round == 2
@@ -481,13 +510,13 @@ async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only
 
     host.snapshots.serve(NAME, provide, lambda: version)
     for version, number in ((7, 0), (7, 0), (8, 1), (8, 1), (7, 2)):  # noqa: B007 - asked for by the lambda
-        host.context.floor = (host.context.touched + 2 * KEEP_ROUNDS,)
+        host.context.touched.begin(None, host.context.touched.newest + 2 * KEEP_ROUNDS)
         await asyncio.sleep(KEEP_S)
         assert (await world.joiner.fetch()).round == number
     host.snapshots.withdraw()
     host.snapshots.serve(NAME, provide)
     assert (await world.joiner.fetch()).round == 3
-    host.context.floor = (host.context.touched + KEEP_ROUNDS + 2,)
+    host.context.touched.begin(None, host.context.touched.newest + KEEP_ROUNDS + 2)
     assert (await world.joiner.fetch()).round == 4, "it has no version any more"
 
 

@@ -7,25 +7,29 @@ from hypothesis import strategies as st
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.protocol import branches, views
+from farflock.swarm.protocol.agreement.certificates import signed_text
+from farflock.swarm.protocol.agreement.convictions import is_proven
+from farflock.swarm.protocol.agreement.justified import vote_domain
+from farflock.swarm.protocol.backbone import begun, cut
 from farflock.swarm.protocol.branches import (
     Fork,
     Petition,
     Solitude,
     branch_of,
     fork_of,
+    is_anchored,
     is_stronger,
+    max_tokens,
     other_chain,
     trail,
 )
-from farflock.swarm.protocol.decide import signed_text
 from farflock.swarm.protocol.views import (
     BadView,
     Certified,
-    Chain,
     Member,
     View,
     encode,
-    genesis,
+    founded,
     view_key,
 )
 
@@ -39,17 +43,23 @@ MEMBERS = tuple(Member(identity.peer, 10 + number) for number, identity in enume
 
 def chain_of(members=MEMBERS, first_round=5):
     """A chain of genesis and one view of these members."""
-    chain = Chain(RUN, [Certified(genesis(RUN, MEMBERS[0]))])
+    chain = begun(RUN, MEMBERS[0].peer, founded(RUN, IDENTITIES[0], MEMBERS[0]))
     assert chain.extend(decided(chain, members, first_round, [0]))
     return chain
 
 
 def decided(chain, members, first_round, signers):
     newest = chain.newest
-    view = View(newest.number + 1, newest.hash, first_round, tuple(members))
+    view = View(
+        newest.number + 1,
+        newest.hash,
+        first_round,
+        tuple(members),
+        branches=newest.branches,
+    )
     text, domain = (
-        signed_text(view_key(view.number), (0, 0), encode(view)),
-        views.signature_domain(RUN),
+        signed_text(view_key(view.number), newest.hash, (0, 0), encode(view)),
+        vote_domain(RUN),
     )
     sign = {member.peer: identity for member, identity in zip(MEMBERS, IDENTITIES, strict=True)}
     return Certified(
@@ -67,7 +77,7 @@ def signed(view, signers, domain=None):
 
 def branched(chain, founders, first_round=7):
     """The same chain with a branch that these members of its newest view founded."""
-    other = Chain(RUN, list(chain.views))
+    other = cut(chain, chain.newest.number)
     assert other.extend(signed(branch_of(chain.newest, founders, first_round), founders))
     return other
 
@@ -100,7 +110,7 @@ FORGERIES = {
     "a false signature": lambda parent, view: msgspec.structs.replace(
         signed(view, (1, 3)), proofs=((1, bytes(64)), (3, bytes(64)))
     ),
-    "signed as a view": lambda parent, view: signed(view, (1, 3), views.signature_domain(RUN)),
+    "signed as a view": lambda parent, view: signed(view, (1, 3), vote_domain(RUN)),
     "signed in another run": lambda parent, view: signed(
         view, (1, 3), views.branch_domain("other")
     ),
@@ -176,6 +186,12 @@ def test_a_petition_is_complete_once_everybody_listed_has_signed():
 # Two lines.
 
 
+def begun_again(number):
+    """The chain of a peer that starts the run again, in another life."""
+    founder = Member(MEMBERS[number].peer, 77)
+    return begun(RUN, founder.peer, founded(RUN, IDENTITIES[number], founder))
+
+
 def both(mine, theirs):
     """The fork as each side sees it."""
     return (
@@ -210,7 +226,7 @@ def test_a_line_that_ends_where_the_other_branches_off_has_nothing_after_the_for
 
 def test_lines_with_nothing_in_common_are_not_compared_unless_both_go_back_to_a_founding():
     chain = chain_of()
-    again = Chain(RUN, [Certified(genesis(RUN, Member(MEMBERS[0].peer, 77)))])
+    again = begun_again(0)
     assert fork_of(chain, 0, trail(again)) == Fork(
         -1, prefix(chain.views[0].view), prefix(again.newest)
     )
@@ -233,8 +249,8 @@ def test_the_other_line_is_verified_from_the_fork_on():
 
 def test_a_second_founding_by_the_same_founder_is_another_line_and_one_by_another_peer_is_none():
     chain = chain_of()
-    for founder, good in ((MEMBERS[0].peer, True), (MEMBERS[1].peer, False)):
-        again = Chain(RUN, [Certified(genesis(RUN, Member(founder, 77)))])
+    for founder, good in ((0, True), (1, False)):
+        again = begun_again(founder)
         fork, theirs = both(chain, again)
         raw = branches.missing_views(again, theirs)
         if good:
@@ -271,7 +287,7 @@ def test_what_a_message_holds_of_a_long_line_is_bounded_and_goes_on_from_the_for
     line = branched(chain, (1,))
     for number in range(8, 40):
         assert line.extend(decided(line, [MEMBERS[1]], number, [0]))
-    monkeypatch.setattr(branches, "MAX_MISSING_BYTES", 1500)
+    monkeypatch.setattr(views, "MAX_SENT_BYTES", 1500)
     fork = both(line, chain)[0]
     raw = branches.missing_views(line, fork)
     assert 0 < sum(map(len, raw)) <= 1500
@@ -286,11 +302,105 @@ def test_of_two_lines_exactly_one_stays(mine, theirs, my_prefix, their_prefix):
     assert theirs <= mine or here
 
 
+def anchor_of(view):
+    return view.number, view.hash
+
+
+def sides(anchor, one, other):
+    """Which of two chains has the anchor, as each of them tells by the other's trail."""
+    here, there = both(one, other)
+    mine = is_anchored(anchor, here, one.newest.number, trail(one))
+    theirs = is_anchored(anchor, here, other.newest.number, trail(other))
+    assert is_anchored(anchor, there, one.newest.number, trail(one)) == mine
+    assert is_anchored(anchor, there, other.newest.number, trail(other)) == theirs
+    return mine, theirs
+
+
+def test_of_two_lines_the_one_with_the_founders_anchor_has_it_however_short_the_other_one_is():
+    chain = chain_of()
+    one, other = branched(chain, (1,)), branched(chain, (2, 3))
+    for first_round in (9, 11):
+        assert other.extend(decided(other, [MEMBERS[3], MEMBERS[2]], first_round, [0, 1]))
+    assert sides(anchor_of(one.newest), one, other) == (True, False)
+    assert sides(anchor_of(other.views[2].view), one, other) == (False, True)
+    assert sides(anchor_of(other.newest), one, other) == (False, True), "mine has gone another way"
+    assert sides(anchor_of(chain.newest), one, other) == (False, False), "both have it"
+    assert sides((2, bytes(32)), one, other) == (False, False), "neither has it"
+    assert sides((99, other.newest.hash), one, other) == (False, False)
+    assert sides(None, one, other) == (False, False)
+
+
+def test_of_a_line_and_its_own_continuation_the_anchor_decides_nothing():
+    chain = chain_of()
+    line = branched(chain, (1,))
+    assert sides(anchor_of(line.newest), chain, line) == (False, False)
+
+
+def test_the_anchor_decides_between_two_foundings_too():
+    chain, again = chain_of(), begun_again(0)
+    assert sides(anchor_of(again.newest), chain, again) == (False, True)
+    assert sides(anchor_of(chain.newest), chain, again) == (True, False)
+
+
+hashes = st.binary(min_size=8, max_size=8)
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(hashes, max_size=4),
+    st.lists(hashes, min_size=1, max_size=4, unique=True),
+    st.lists(hashes, min_size=1, max_size=4, unique=True),
+    st.integers(0, 16),
+)
+def test_a_trail_shows_an_anchor_where_a_list_of_all_views_has_it(
+    oldest, shared, mine, theirs, place
+):
+    """The slow twin: each line as a list of (number, prefix)."""
+    if mine[0] == theirs[0]:
+        return
+    mine, theirs = ([*enumerate([*shared, *own], oldest)] for own in (mine, theirs))
+    fork = Fork(oldest + len(shared) - 1, mine[len(shared)][1], theirs[len(shared)][1])
+    everything = [*mine, *theirs]
+    number, prefix_there = everything[place % len(everything)]
+    for line in (mine, theirs):
+        expected = (number, prefix_there) in line and number > fork.number
+        raw = b"".join(each for _, each in line)
+        anchor = number, prefix_there + bytes(24)
+        assert is_anchored(anchor, fork, line[-1][0], raw) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**62), st.integers(0, 2**62), st.binary(min_size=1, max_size=200))
+def test_any_trail_shows_an_anchor_or_not(at, number, raw):
+    fork = Fork(-1, bytes([1]) * 8, bytes([2]) * 8)
+    assert is_anchored((at, bytes([3]) * 32), fork, number, raw) in (True, False)
+
+
 @settings(deadline=None)
 @given(st.integers(0, 600), st.binary(min_size=1, max_size=200))
 def test_any_trail_is_compared_or_refused(number, raw):
     fork = fork_of(chain_of(), number, raw)
     assert fork is None or fork.number >= -1
+
+
+def test_whoever_signs_two_successors_of_a_view_in_one_ballot_is_convicted_and_nobody_else():
+    first = chain_of()
+    mine, theirs = cut(first, 1), cut(first, 1)
+    assert mine.extend(decided(mine, MEMBERS[:4], 6, [0, 1, 2]))
+    assert theirs.extend(decided(theirs, MEMBERS[:3], 6, [2, 3, 4]))
+    found = []
+    branches.testify(mine, theirs, both(mine, theirs)[0], found.append)
+    assert [each.peer for each in found] == [MEMBERS[2].peer]
+    assert is_proven(RUN, found[0])
+
+
+def test_a_branch_beside_a_successor_convicts_nobody():
+    first = chain_of()
+    mine, theirs = cut(first, 1), branched(cut(first, 1), [2, 3])
+    assert mine.extend(decided(mine, MEMBERS[:4], 6, [0, 1, 2]))
+    found = []
+    branches.testify(mine, theirs, both(mine, theirs)[0], found.append)
+    assert not found
 
 
 def test_any_peer_ever_heard_of_that_is_not_with_me_may_be_elsewhere():
@@ -301,3 +411,25 @@ def test_any_peer_ever_heard_of_that_is_not_with_me_may_be_elsewhere():
         MEMBERS[3].peer,
     } | {"new"}
     assert set(branches.elsewhere(line, ["new"], me, member=False)) == ever - {me} | {"new"}
+
+
+def test_a_line_stands_by_the_words_of_a_quorum_each_of_them_fresh_and_about_this_view():
+    newest = chain_of().newest
+    voices = branches.Voices()
+    for peer in newest.peers[:2]:
+        voices.hear(peer, newest, 0.0)
+    assert not voices.make_quorum(newest, 1.0), "two of five"
+    voices.hear(newest.peers[0], newest, 1.0)
+    assert not voices.make_quorum(newest, 1.0), "one of them twice"
+    other = msgspec.structs.replace(newest, first_round=newest.first_round + 1)
+    voices.hear(newest.peers[2], other, 1.0)
+    assert not voices.make_quorum(newest, 1.0), "a third about another view"
+    voices.hear(newest.peers[2], newest, 2.0)
+    assert voices.make_quorum(newest, 2.0)
+    assert not voices.make_quorum(newest, branches.STANDS_S + 1.5), "only the third is still fresh"
+
+
+def test_a_line_can_have_trained_what_64_members_may_claim_in_a_hundred_rounds_a_second():
+    assert max_tokens(1000, 10, 0.0) == 1000 + 64 * 10 * 8
+    assert max_tokens(1000, 10, 2.0) == 1000 + 64 * 10 * (8 + 200)
+    assert max_tokens(0, 2**40, 1e9) > 2**62, "where claims have no bound, this is none either"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.messages import Key
-from farflock.swarm.protocol.groups import group_of, order, reducers, rotation
+from farflock.swarm.protocol.groups import group_of, order, proposers, reducers, rotation
 
 VIEW = bytes(range(32))
 PEERS = tuple(f"12D3Koo{number:02d}" for number in range(12))
@@ -97,3 +97,12 @@ def test_a_member_that_comes_or_goes_leaves_the_others_order_as_it_is():
         assert rotation([peer for peer in PEERS if peer != gone], 5, "a") == tuple(
             p for p in whole if p != gone
         )
+
+
+def test_voters_that_serve_a_stage_propose_first_then_its_learners_then_other_voters():
+    ordered, voters = [4, 3, 2, 1, 0], {0, 3, 4}
+    assert proposers(ordered, {2, 3}, voters.__contains__, stage=1) == (3, 2, 4, 0)
+    assert proposers(ordered, {1, 2}, voters.__contains__, stage=0) == (2, 1, 4, 3, 0)
+    everybody = set(range(5))
+    assert proposers(ordered, everybody, voters.__contains__, stage=None) == (4, 3, 0)
+    assert proposers(ordered, everybody, everybody.__contains__, stage=None) == (4, 3, 2, 1, 0)

@@ -7,25 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.messages import MAX_MEMBERS, MAX_STAGES
-from farflock.swarm.protocol.decide import signed_text
+from farflock.swarm.messages import MAX_MEMBERS, MAX_STAGES, MAX_VIEWS_SENT
+from farflock.swarm.protocol.agreement.certificates import signed_text
+from farflock.swarm.protocol.agreement.justified import vote_domain
+from farflock.swarm.protocol.backbone import begun
+from farflock.swarm.protocol.roll import Admittance
 from farflock.swarm.protocol.views import (
     KEPT_VIEWS,
     BadView,
     Candidates,
     Certified,
-    Chain,
     Member,
     View,
     decode_certified,
     decode_view,
     encode,
-    genesis,
+    founded,
     next_members,
-    revised,
-    signature_domain,
+    refounded,
     view_key,
 )
+from farflock.swarm.protocol.views import successor as views_successor
 from farflock.swarm.roles import NOTHING
 
 RUN = "run"
@@ -34,15 +36,15 @@ MEMBERS = tuple(Member(identity.peer, 10 + number) for number, identity in enume
 
 
 def certify(view, signers, *, ballot=(0, 0), run=RUN):
-    text = signed_text(view_key(view.number), ballot, encode(view))
-    domain = signature_domain(run)
+    text = signed_text(view_key(view.number), view.previous, ballot, encode(view))
+    domain = vote_domain(run)
     return Certified(
         view, ballot, tuple((index, identity.sign(domain, text)) for index, identity in signers)
     )
 
 
-def founded():
-    return Chain(RUN, [Certified(genesis(RUN, MEMBERS[0]))])
+def start():
+    return begun(RUN, MEMBERS[0].peer, founded(RUN, IDENTITIES[0], MEMBERS[0]))
 
 
 def successor(chain, members, first_round=None):
@@ -53,7 +55,7 @@ def successor(chain, members, first_round=None):
 
 def grown(members=MEMBERS, first_round=2):
     """A chain of genesis and one view of these members."""
-    chain = founded()
+    chain = start()
     assert chain.extend(certify(successor(chain, members, first_round), [(0, IDENTITIES[0])]))
     return chain
 
@@ -129,7 +131,7 @@ def test_a_view_that_begins_where_the_one_before_it_does_takes_its_place():
     """Otherwise views that change faster than rounds would run ahead of them, and leave rounds to
     members that are long gone."""
     chain = grown(first_round=5)
-    assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), (5,)) == ()
+    assert not chain.refuses(encode(successor(chain, MEMBERS[:3], 5)), (5,))
     assert chain.extend(certify(successor(chain, MEMBERS[:3], 5), signers(5)))
     assert [chain.at(number).number for number in (4, 5, 6)] == [0, 2, 2]
 
@@ -183,20 +185,6 @@ def test_a_promise_for_a_view_holds_back_rounds_until_it_is_decided():
     assert not chain.blocked(10**6)
 
 
-def test_a_proposal_is_revised_by_axis_to_where_it_may_begin():
-    view = View(2, bytes(32), 7, MEMBERS[:4], (3, 9))
-    assert decode_view(revised(encode(view), view, (5, 4, 8, 2), ())).begins == (7, 4, 9, 2)
-    assert decode_view(revised(encode(view), view, (), MEMBERS[:4])) == view
-
-
-def test_a_proposal_keeps_the_members_that_are_present_in_their_places():
-    before = View(2, bytes(32), 7, MEMBERS[:4])
-    restarted = Member(MEMBERS[2].peer, 99)
-    proposal = View(3, before.hash, 8, (MEMBERS[0], restarted, MEMBERS[4]))
-    kept = decode_view(revised(encode(proposal), before, (), MEMBERS[1:3])).members
-    assert kept == (MEMBERS[0], MEMBERS[1], restarted, MEMBERS[4])
-
-
 def test_a_stage_is_served_by_the_peers_that_said_so_and_by_every_full_replica():
     view = View(
         2,
@@ -221,34 +209,35 @@ def test_a_member_of_a_stage_that_cannot_be_is_refused(stage):
 def test_the_floor_accepts_only_a_successor_that_begins_after_every_round_touched():
     chain = grown()
     proposal = encode(successor(chain, MEMBERS[:4], first_round=9))
-    assert chain.floor(proposal, (9,)) == ()
-    assert chain.floor(proposal, (10,)) == (10,)
-    assert chain.floor(proposal, (21,)) == (21,)
-    assert chain.floor(b"nonsense", (5,)) == (5,)
-    assert chain.floor(encode(chain.newest), (2,)) == (2,), "not a successor"
+    assert not chain.refuses(proposal, (9,))
+    assert chain.refuses(proposal, (10,))
+    assert chain.refuses(proposal, (21,))
+    assert chain.refuses(b"nonsense", (5,))
+    assert chain.refuses(encode(chain.newest), (2,)), "not a successor"
 
 
 def test_the_chain_keeps_a_bounded_number_of_views_and_sends_them_in_portions():
-    chain = Chain(RUN, [Certified(genesis(RUN, MEMBERS[0]))])
+    chain = start()
     for _ in range(KEPT_VIEWS + 5):
         chain.extend(certify(successor(chain, MEMBERS[:1]), signers(1)))
     assert len(chain.views) == KEPT_VIEWS
     oldest = chain.views[0].view.number
     assert oldest == 6
     portion = [decode_certified(raw).view.number for raw in chain.since(10)]
-    assert portion == list(range(11, 27))
+    assert portion == list(range(11, 11 + MAX_VIEWS_SENT))
     assert [decode_certified(raw).view.number for raw in chain.since(chain.newest.number - 1)] == [
         chain.newest.number
     ]
     assert chain.since(chain.newest.number) == ()
-    assert decode_certified(chain.since(oldest - 1)[0]).view.number == oldest
-    assert chain.since(oldest - 2) == (), "mine do not reach back"
+    assert decode_certified(chain.since(oldest)[0]).view.number == oldest + 1
+    assert chain.since(oldest - 1) == (), "mine do not reach back"
 
 
 def test_a_learner_follows_from_portions_alone():
-    teacher, learner = grown(), founded()
+    teacher, learner = grown(), start()
     for number in (5, 4, 3):
-        teacher.extend(certify(successor(teacher, MEMBERS[:number]), signers(5)))
+        voters = signers(len(teacher.newest.members))
+        teacher.extend(certify(successor(teacher, MEMBERS[:number]), voters))
     while raw := teacher.since(learner.newest.number, limit=2):
         for entry in raw:
             learner.extend(decode_certified(entry))
@@ -268,14 +257,14 @@ def test_any_bytes_decode_to_a_view_or_are_refused(raw):
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_an_altered_view_is_refused_or_another_one(place, value):
-    good = certify(successor(founded(), MEMBERS), signers(1))
+    good = certify(successor(start(), MEMBERS), signers(1))
     raw = bytearray(encode(good))
     raw[place % len(raw)] = value
     try:
         altered = decode_certified(bytes(raw))
     except BadView:
         return
-    chain = founded()
+    chain = start()
     if altered == good:
         assert chain.extend(altered)
     else:
@@ -386,6 +375,29 @@ def test_there_is_room_for_so_many_members_and_no_more():
     )
 
 
+def test_while_others_wait_the_most_junior_of_those_whose_places_lapsed_make_room():
+    full, lapsed = View(1, bytes(32), 1, members_of(MAX_MEMBERS)), {"peer05", "peer40", "peer41"}
+
+    def members(*late):
+        joining = {name: Member(name, 1) for name in late}
+        return next_members(full, {}, joining, (), lambda member: member.peer in lapsed)
+
+    def without(*gone):
+        return tuple(member for member in full.members if member.peer not in gone)
+
+    assert members() is None, "nobody waits"
+    assert members("z1") == (*without("peer41"), Member("z1", 1))
+    assert members("z1", "z2")[-2:] == (Member("z1", 1), Member("z2", 1))
+    assert members("z1", "z2")[:-2] == without("peer40", "peer41")
+    assert len(members("z1", "z2", "z3", "z4")) == MAX_MEMBERS
+    smaller = View(1, bytes(32), 1, members_of(MAX_MEMBERS - 1))
+    late = {"z1": Member("z1", 1)}
+    assert next_members(smaller, {}, late, (), lambda member: True) == (
+        *smaller.members,
+        late["z1"],
+    ), "there is room"
+
+
 def test_wishes_to_join_expire_and_their_table_is_bounded():
     candidates = Candidates()
     candidates.join(A, expires_s=5.0)
@@ -411,3 +423,63 @@ def test_a_member_that_left_must_ask_again_and_an_earlier_lifes_goodbye_does_not
     candidates.leave(A)
     assert candidates.leaving == set()
     assert candidates.live(0.0) == {"a": again}
+
+
+def lives(*numbers):
+    """Members in their next lives."""
+    return tuple(Member(MEMBERS[number].peer, 50 + number) for number in numbers)
+
+
+def test_a_re_founding_may_begin_earlier_and_lists_keys_of_the_view_before():
+    chain = grown(MEMBERS[:3], first_round=8)
+    view = refounded(chain.newest, (MEMBERS[0], *lives(1, 2, 4)), 5)
+    assert view.members == (MEMBERS[0], *lives(1, 2))
+    assert not chain.refuses(encode(view), (9,))
+    assert chain.refounded_at == 0
+    assert chain.extend(certify(view, signers(2)))
+    assert chain.at(5) == chain.newest
+    assert chain.at(4) == chain.views[0].view
+    assert chain.refounded_at == 5
+    later = views_successor(chain.newest, view.members)
+    assert chain.extend(certify(later, [(0, IDENTITIES[0]), (1, IDENTITIES[1])]))
+    assert (chain.newest.refoundings, chain.refounded_at) == (1, 5)
+
+
+def again(chain, **changes):
+    newest = chain.newest
+    return msgspec.structs.replace(refounded(newest, newest.members, 5), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"refoundings": 2},
+        {"refoundings": 0},
+        {"branches": 1},
+        {"stage_rounds": (5,)},
+        {"members": (*MEMBERS[:3], MEMBERS[4])},
+        {"admits": ((0, Admittance(bytes(32), 1, 0)),)},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_no_other_view_begins_before_the_view_that_it_follows(changes):
+    chain = grown(MEMBERS[:3], first_round=8)
+    view = again(chain, **changes)
+    assert chain.refuses(encode(view), ())
+    with pytest.raises(BadView):
+        chain.extend(certify(view, signers(3)))
+
+
+def test_a_re_founding_needs_a_quorum_of_the_voters():
+    chain = grown(MEMBERS[:4], first_round=8)
+    with pytest.raises(BadView, match="quorum"):
+        chain.extend(certify(again(chain), signers(1)))
+
+
+def test_runs_with_rounds_of_stages_are_not_re_founded():
+    """Half a pipeline could not go on, and a stage's rounds could not be taken back."""
+    chain = start()
+    staged = msgspec.structs.replace(successor(chain, MEMBERS[:3], 8), stage_rounds=(8, 8))
+    assert chain.extend(certify(staged, [(0, IDENTITIES[0])]))
+    with pytest.raises(BadView, match="does not re-found"):
+        chain.extend(certify(again(chain), signers(3)))

@@ -11,6 +11,7 @@ from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
 from farflock.swarm.record import BadRecord, Record, seal, unseal
 from farflock.swarm.sim.directory import HEAD_LIFETIME_S, DirectoryFaults, MemoryTable
 from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.tickets import ticket_of
 from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN = "run"
@@ -216,13 +217,14 @@ async def member(stack, network, directory, number):
     shows a peer."""
     links = network.links(directory.me)
     peer = Peer(
-        RunTerms(RUN, 1, 2.0),
+        RunTerms(RUN, 1, identity(0).peer, 2.0),
         identity(number),
         links,
         directory,
         incarnation=number,
         record=lambda: record(number),
     )
+    peer.membership.bring(ticket_of(identity(0), RUN))
     await stack.enter_async_context(peer.running())
     if number == 0:
         peer.found()

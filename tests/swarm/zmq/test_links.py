@@ -188,11 +188,11 @@ def test_it_works_over_ip6():
 def test_forged_replayed_foreign_and_own_records_are_refused():
     async def main(fleet):
         a, b = await fleet.peer(1), await fleet.peer(2)
-        first, second = b.record(), b.record(role="reader", speed=5.0)
+        first, second = b.record(), b.record(role="trainer", speed=5.0)
         assert a.learn(second)
         assert not a.learn(second)
         assert not a.learn(first)
-        assert a.table.known[b.me][0].role == "reader"
+        assert a.table.known[b.me][0].role == "trainer"
         forged = bytearray(b.record())
         forged[-1] ^= 1
         stranger = Record("run", identity(3).peer, 1, 99, bytes(32))

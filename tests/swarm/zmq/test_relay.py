@@ -3,6 +3,8 @@ them."""
 
 import asyncio
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from worlds.fleet import FRAME, got, identity, run, silent, until
@@ -12,6 +14,8 @@ from farflock.swarm.zmq import sending as zmq_sending
 from farflock.swarm.zmq import upkeep as zmq_upkeep
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
+from farflock.swarm.zmq.outbox import BULK
+from farflock.swarm.zmq.relay import CANDIDATES_SHARE, Relays
 
 
 async def hidden_pair(fleet, *relays):
@@ -270,9 +274,101 @@ def test_a_refused_peer_is_refused_on_the_forwarded_road_too():
     run(main)
 
 
-def test_a_budget_below_one_frame_is_refused_at_the_start():
+@pytest.mark.parametrize("rate", ["forward_bytes_per_s", "forward_all_bytes_per_s"])
+def test_a_budget_of_nothing_is_refused_at_the_start(rate):
     async def main(fleet):
         with pytest.raises(ValueError, match="relay=False"):
-            await fleet.peer(1, forward_bytes_per_s=1000)
+            await fleet.peer(1, **{rate: 0.0})
 
     run(main)
+
+
+def test_a_budget_below_one_frame_a_second_carries_a_frame_now_and_then():
+    async def main(fleet):
+        a, b, relay = await triangle(fleet, forward_bytes_per_s=1000, forward_all_bytes_per_s=1000)
+        assert await a.send_bulk(b.me, FRAME, 5.0)
+        assert await got(b) == (a.me, FRAME)
+        for _ in range(4):
+            await a.send_bulk(b.me, FRAME, 5.0)
+        await until(lambda: relay.counters["forward: over budget"])
+
+    run(main)
+
+
+def test_nothing_that_a_stranger_sends_is_forwarded():
+    async def main(fleet):
+        relay = await fleet.peer(3, standing=lambda peer: "stranger")
+        a, b = await hidden_pair(fleet, relay)
+        assert a.send(b.me, b"x")
+        await until(lambda: relay.counters["forward: from a stranger"])
+        assert await silent(b)
+        assert a.road(b.me) == "none"
+        assert relay.detours.relayed_bytes == 0
+
+    run(main)
+
+
+def test_a_stranger_that_a_member_calls_hears_it_and_cannot_answer():
+    async def main(fleet):
+        relay = await fleet.peer(3)
+        a, b = await hidden_pair(fleet, relay)
+        relay.detours.standing = lambda peer: "member" if peer == a.me else "stranger"
+        assert a.send(b.me, b"x")
+        await until(lambda: relay.counters["forward: from a stranger"])
+        assert relay.relayed_bytes(a.me)
+        assert not relay.relayed_bytes(b.me)
+
+    run(main)
+
+
+def test_a_stranger_is_served_from_the_moment_at_which_it_is_a_member():
+    async def main(fleet):
+        standing = {}
+        relay = await fleet.peer(3, standing=lambda peer: standing.get(peer, "stranger"))
+        a, b = await hidden_pair(fleet, relay)
+        assert a.send(b.me, b"first")
+        await until(lambda: relay.counters["forward: from a stranger"])
+        standing.update({a.me: "member", b.me: "member"})
+        await until(lambda: a.road(b.me) == "forwarded")
+        assert await got(b) == (a.me, b"first")
+        assert relay.detours.relayed_bytes >= relay.relayed_bytes(a.me) > 0
+
+    run(main)
+
+
+def test_a_candidate_has_a_small_budget_and_members_theirs():
+    async def main(fleet):
+        relay = await fleet.peer(3)
+        a, b = await hidden_pair(fleet, relay)
+        relay.detours.standing = lambda peer: "candidate" if peer == a.me else "member"
+        assert a.send(b.me, b"first")
+        assert await got(b) == (a.me, b"first")
+        for _ in range(6):  # 1.5 MB; a candidate begins with one frame, and has 256 kB a second
+            await a.send_bulk(b.me, FRAME, 5.0)
+        await until(lambda: relay.counters["forward: over a candidate's budget"])
+        assert relay.relayed_bytes(a.me) < 1_200_000
+        for number in range(6):
+            assert await b.send_bulk(a.me, bytes([number]) + FRAME[1:], 5.0)
+            assert (await got(a))[1][:1] == bytes([number])
+        assert not relay.counters["forward: over budget"]
+
+    run(main)
+
+
+def test_candidates_together_leave_most_of_the_budget_to_members():
+    sender, body = SimpleNamespace(relayed_bytes=0), pack_forward(b"", identity(2).peer, FRAME)
+    there = SimpleNamespace(write=lambda message: True, best=lambda lane: there)
+    table = SimpleNamespace(partners={identity(2).peer: there}, counters=Counter())
+    standing = {identity(3).peer: "member"}
+    relays = Relays(
+        identity(1), "run", table, True, 1e6, 4e6, lambda peer: standing.get(peer, "candidate")
+    )
+    for seed in range(4, 64):
+        sender.peer = identity(seed).peer
+        relays.forward(sender, BULK, body, 1.0)
+    assert table.counters["forward: over a candidate's budget"] == 60 - 1e6 // len(body)
+    assert relays.relayed_bytes <= 4e6 / CANDIDATES_SHARE
+    sender.peer = identity(3).peer
+    for _ in range(3):
+        relays.forward(sender, BULK, body, 1.0)
+    assert not table.counters["forward: over budget"]

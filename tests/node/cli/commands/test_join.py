@@ -5,14 +5,17 @@ import time
 
 import pytest
 
-from farflock.node.run.invite import Invite, mint
+from farflock.node.run.invite import Invite, grant_of, mint
+from farflock.swarm.identity import Identity
 
-PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+FOUNDER = Identity.from_seed(bytes(32))
+PEER = FOUNDER.peer
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}"
 
 
 def invite(lasts_s):
-    return mint(Invite("ab" * 16, PEER, (ADDRESS,), int(time.time() + lasts_s)))
+    bare = Invite("ab" * 16, PEER, (ADDRESS,), int(time.time() + lasts_s))
+    return mint(grant_of(FOUNDER, bare, 1, 0, bytes(32)))
 
 
 @pytest.mark.net

@@ -5,6 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from farflock.node.assembly.checkpoints import KEPT
+from farflock.node.cli.commands.dry_run import size_options
 from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.errors import Usage
 from farflock.node.model.device import Device
@@ -15,6 +16,7 @@ def given(*arguments):
     made = []
 
     @click.command()
+    @size_options
     @machine_options
     def command(**options):
         made.append(machine_of(options))
@@ -66,3 +68,23 @@ def test_how_much_is_computed_at_once_is_a_number_or_the_devices_choice(text, si
 def test_what_is_no_number_of_sequences_is_refused_in_words(text):
     said = given("--micro-batch", text)
     assert "is not a number of sequences; write it as in 4, or auto" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"),
+    [
+        ((), None),
+        (("--relay", "no"), 0.0),
+        (("--relay", "20mbit"), 2_500_000.0),
+        (("--uplink", "20mbit"), 625_000.0),
+        (("--uplink", "20mbit", "--relay", "1mbit"), 125_000.0),
+        (("--relay", "no", "--uplink", "20mbit"), 0.0),
+    ],
+)
+def test_forwarding_takes_what_is_said_or_a_quarter_of_an_uplink_that_is_given(arguments, rate):
+    assert given(*arguments).relay_bytes_per_s == rate
+
+
+@pytest.mark.parametrize("text", ["yes", "20", "0mbit", "-1mbit", "20MB", ""])
+def test_what_is_no_rate_of_forwarding_is_refused_in_words(text):
+    assert "is not a rate; write it as 20mbit or 1.5gbit, or no" in given("--relay", text)

@@ -125,6 +125,7 @@ def test_a_damaged_key_is_named_and_left_alone(started, manifest, tmp_path):
     folder = tmp_path / "node"
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"not a key")
+    (folder / "identity.key").chmod(0o600)
     done = started(manifest, "--folder", folder)
     assert done.returncode == 1
     assert (

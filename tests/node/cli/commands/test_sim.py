@@ -1,6 +1,7 @@
 """`farflock sim` runs a manifest in virtual time; the same seed ends in the same state."""
 
 import collections
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from worlds.card import CARD
 
 from farflock.node.simulate import chaos, simulation
 from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, SeedReport
+from farflock.node.simulate.lies import LieReport
 
 SHORT = ("--peers", "2", "--set", "run.total_tokens=2048")
 
@@ -96,11 +98,13 @@ def reports(monkeypatch):
     """Reports that stand in for disasters: a violation in seed 8, the rest as the test says."""
     made, asked = {}, []
 
-    def run_seeds(first, count, workers, name):
-        asked.append((first, count, workers) if name is None else (first, count, workers, name))
+    def run_seeds(first, count, workers, name, liars, *, are_twins):
+        chosen = [choice for choice in (name, liars, are_twins and "twins") if choice]
+        asked.append((first, count, workers, *chosen))
         for seed in range(first, first + count):
             yield made.get(
-                seed, SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100)
+                (seed, "twin") if are_twins else seed,
+                SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100),
             )
 
     monkeypatch.setattr(chaos, "run_seeds", run_seeds)
@@ -200,6 +204,75 @@ def test_a_dry_run_of_disasters_runs_none(farflock, reports):
     assert shown["seeds"] == 7
     assert shown["hash"] != other["hash"]
     assert reports["asked"] == []
+
+
+@pytest.mark.parametrize("share", ["0", "-0.1", "0.34", "1", "nan"])
+def test_no_more_than_a_third_of_the_voters_may_lie(farflock, reports, share):
+    code, _, err = farflock("sim", "--chaos", "--liars", share)
+    assert code == 2
+    assert "at most a third of the voters may lie" in err
+    assert reports["asked"] == []
+
+
+def test_liars_are_for_disasters(farflock):
+    code, _, err = farflock("sim", "--liars", "0.25")
+    assert code == 2
+    assert "--liars is for --chaos" in err
+
+
+def test_twins_are_for_liars(farflock, reports):
+    code, _, err = farflock("sim", "--chaos", "--twins")
+    assert code == 2
+    assert "add --liars SHARE" in err
+    assert reports["asked"] == []
+
+
+def test_twins_show_how_many_rounds_a_minute_liars_leave(farflock, reports):
+    for seed, (mine, its) in enumerate([(10.0, 40.0), (30.0, 30.0), (15.0, 20.0), (0.0, 0.0)]):
+        report = lied(seed)
+        reports[seed] = dataclasses.replace(report, pace=mine)
+        reports[seed, "twin"] = dataclasses.replace(report, pace=its)
+    _, found, _ = disasters(farflock, "--seeds", "4", "--liars", "0.25", "--twins")
+    pace = {"mean": 2 / 3, "median": 0.75, "least": 0.25, "least_seed": 0, "below_half": 1}
+    assert found["pace"] == pytest.approx(pace)
+    assert [each[-1] for each in reports["asked"]] == [0.25, "twins"]
+
+
+def lied(seed):
+    """A report of a seed in which one of four lied."""
+    lies = LieReport({2: "void"})
+    lies.acted["void", "offer"], lies.said["void"] = 2, 5
+    lies.refusals["refused: a lie"], lies.accusations["void", "a lie"] = 4, 3
+    return SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0, 60.0, lies)
+
+
+def test_liars_and_what_became_of_their_lies_are_added_up(farflock, reports):
+    reports.update({seed: lied(seed) for seed in (0, 1)})
+    code, found, _ = disasters(farflock, "--seeds", "2", "--liars", "0.25", "--workers", "1")
+    assert code == 0
+    assert reports["asked"] == [(0, 2, 1, 0.25)]
+    assert found["liars"]["void"] == {"offer": 4}
+    assert "void" not in found["idle_liars"]
+    assert "hijack" in found["idle_liars"]
+    assert (found["seeds_of_liars"], found["statements"]) == ({"void": 2}, {"void": 10})
+    assert found["refused"] == {"refused: a lie": 8}
+    assert found["accusations"] == {"void": {"a lie": 6}}
+    assert found["rounds_a_minute"] == 5
+
+
+def test_a_liar_that_never_lied_fails_where_there_were_seeds_enough(farflock, reports):
+    reports.update({seed: lied(seed) for seed in range(ENOUGH_SEEDS)})
+    code, _, _ = disasters(farflock, "--seeds", str(ENOUGH_SEEDS), "--liars", "0.25")
+    assert code == 1
+
+
+def test_people_are_shown_the_lies_and_the_command_that_brings_a_violation_back(farflock, reports):
+    reports[0] = lied(0)
+    reports[0].violations.append("two are one")
+    code, out, _ = farflock("sim", "--chaos", "--seeds", "1", "--liars", "0.25")
+    assert code == 1
+    assert "farflock sim --chaos --seeds 1 --first-seed 0 --liars 0.25" in out
+    assert 'accusations: {"void": {"a lie": 3}}' in out
 
 
 def test_disasters_take_no_manifest_and_no_device(farflock, manifest):

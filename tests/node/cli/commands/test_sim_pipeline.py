@@ -26,6 +26,8 @@ stages = 2
 batch = 4
 [exchange]
 view_s = 2.0
+[evaluation]
+every = 0
 """
 
 
@@ -53,6 +55,18 @@ def test_it_trains_and_the_same_seed_gives_the_same_state(farflock, manifest):
     assert first["microbatches"] >= 36
     assert first["losses"][-1] < first["losses"][0]
     assert first["kills"] == 0
+    assert first["evaluations"] == []
+
+
+def test_members_in_turn_measure_it_on_its_way(farflock, manifest):
+    evaluated = "--set", "evaluation.every=5", "--set", "evaluation.sequences=4"
+    found = facts(farflock, manifest(1280), "--peers", "5", "--step", "0.1", *evaluated)
+    told = found["evaluations"]
+    assert [each["round"] for each in told] == [0, 5]
+    assert all(each["outcome"] == "ok" for each in told)
+    assert {each["by"] for each in told} <= set(range(5))
+    assert told[0]["loss"] > told[1]["loss"]
+    assert told[1]["loss"] == pytest.approx(found["held_out_loss"], rel=0.1)
 
 
 def test_stages_are_on_the_device_that_was_chosen(farflock, manifest, card):

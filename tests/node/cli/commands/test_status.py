@@ -1,14 +1,23 @@
 """`farflock status` shows the status that a node wrote, and says so if there is none."""
 
 import json
+import os
 
 import msgspec
 import pytest
 
 from farflock.node.cli.commands.status import _seen
 from farflock.node.process.inspect_run import MemberInspection, RunInspection
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import (
+    EvaluationStatus,
+    PartnerStatus,
+    Status,
+    Suspect,
+    Waiting,
+)
 from farflock.node.run.manifest import load
+from farflock.node.state.node_lock import only_node_in
+from farflock.node.state.paths import RunFolder
 
 STATUS = Status(
     pid=1,
@@ -44,6 +53,13 @@ def test_status_says_how_far_the_run_is_and_whom_it_waits_for(farflock, node):
     assert "50.0% of 1,200 tokens" in out
     assert "sent 1,234,567 bytes" in out
     assert "waits for ooWother (pairs, round 5, 4 s left)" in out
+    assert "forwarded" not in out
+
+
+def test_status_says_how_much_was_forwarded_for_others(farflock, node):
+    there = msgspec.structs.replace(STATUS, relayed_bytes=7654321)
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    assert "received 10, forwarded 7,654,321 for others" in farflock("status", "--folder", node)[1]
 
 
 def test_status_says_where_outer_state_is_if_not_on_the_cpu(farflock, node):
@@ -68,11 +84,10 @@ def test_before_the_first_step_there_is_no_loss_to_show(farflock, node):
     assert "no round applied yet" in out
 
 
-def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(
-    farflock, node, monkeypatch
-):
+def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(farflock, node):
     training = msgspec.structs.replace(
         STATUS,
+        pid=os.getpid(),
         loss=2.34567,
         tokens_per_s=1234.5,
         rounds={"ok": 3, "partial": 1},
@@ -80,11 +95,53 @@ def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(
         doing="trains",
     )
     (node / "status.json").write_bytes(msgspec.json.encode(training))
-    monkeypatch.setattr("farflock.node.cli.commands.status.is_node", lambda pid: pid == 1)
-    lines = farflock("status", "--folder", node)[1].splitlines()
-    assert lines[0] == "process 1 trains"
+    with only_node_in(RunFolder(node)):
+        lines = farflock("status", "--folder", node)[1].splitlines()
+        assert json.loads(farflock("status", "--folder", node, "--json")[1])["running"]
+    assert lines[0] == f"process {os.getpid()} trains"
     assert "step 12, loss 2.346, 1,234 tokens/s" in lines
     assert "rounds applied: 3 ok, 1 partial; the last is number 3" in lines
+
+
+def test_a_status_of_the_node_before_is_called_that(farflock, node):
+    with only_node_in(RunFolder(node)):
+        first = farflock("status", "--folder", node)[1].splitlines()[0]
+    assert first == (
+        f"process {os.getpid()} is starting; this is the last status of the node before it"
+    )
+
+
+LIAR = Suspect("12D3KooWliar", "two values in one ballot", 3, 1_700_000_000, 1_700_000_060)
+
+
+def test_whoever_lied_is_named_with_the_lie_and_nobody_else_is(farflock, node):
+    assert (
+        "no peer has made a false statement"
+        in farflock("status", "--folder", node, "--suspects")[1]
+    )
+    there = msgspec.structs.replace(STATUS, suspects=(LIAR,))
+    (node / "status.json").write_bytes(msgspec.json.encode(there))
+    code, out, _ = farflock("status", "--folder", node, "--suspects")
+    assert code == 0
+    assert "12D3KooWliar  two values in one ballot, 3 times, last 2023-11-1" in out
+    assert "ooWother" not in out
+    assert "lies: 12D3KooWliar  two values in one ballot" in farflock("status", "--folder", node)[1]
+    said = json.loads(farflock("status", "--folder", node, "--suspects", "--json")[1])
+    assert said == {"suspects": [msgspec.to_builtins(LIAR)]}
+
+
+def test_suspects_are_known_to_this_machines_node_alone(farflock, node):
+    code, _, err = farflock("status", "farflock:x", "--suspects")
+    assert code == 2
+    assert "leave INVITE out" in err
+
+
+def test_a_status_of_strange_words_commands_no_terminal(farflock, node):
+    strange = msgspec.structs.replace(STATUS, guard="\x1b]0;PWNED\x07\x1b[2Jthe loss rose")
+    (node / "status.json").write_bytes(msgspec.json.encode(strange))
+    out = farflock("status", "--folder", node)[1]
+    assert "the training may have gone wrong: the loss rose\n" in out
+    assert "\x1b" not in out
 
 
 def test_what_a_dead_node_wrote_last_is_called_that(farflock, node):
@@ -148,6 +205,27 @@ def test_a_run_seen_from_outside_is_told_in_lines(manifest):
     assert said[1] == "members: 2, answering: 1 (view 4, on branch 0badcafe)"
     assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
     assert "does not answer" in said[3]
+
+
+def test_the_evaluation_and_what_the_guard_says_are_shown(farflock, node):
+    seen = EvaluationStatus(40, "12D3KooWhere", 3.4121, 0.0101, 64, 640)
+    known = msgspec.structs.replace(
+        STATUS, evaluation=seen, guard="the held-out loss rose", no_evaluation="no text", busy=0.9
+    )
+    (node / "status.json").write_bytes(msgspec.json.encode(known))
+    lines = farflock("status", "--folder", node)[1].splitlines()
+    assert "held-out loss: 3.412 ± 0.010 at round 40, measured by KooWhere" in lines
+    assert "the training may have gone wrong: the held-out loss rose" in lines
+    assert "this node does not evaluate: no text" in lines
+    bad = msgspec.structs.replace(known, evaluation=EvaluationStatus(40, "x", None, 0, 64, 640))
+    (node / "status.json").write_bytes(msgspec.json.encode(bad))
+    assert "not finite at round 40" in farflock("status", "--folder", node)[1]
+
+
+def test_a_run_seen_from_outside_shows_its_newest_evaluations(manifest):
+    seen = EvaluationStatus(40, "12D3KooWhere", 3.4121, 0.0101, 64, 640)
+    run = RunInspection(load(manifest), 4, None, (), (seen,))
+    assert "held-out loss: 3.412 ± 0.010 at round 40, by KooWhere" in _seen("ab" * 16, run)
 
 
 def test_a_folder_in_which_no_node_has_run_is_called_that(farflock, tmp_path):

@@ -62,6 +62,12 @@ def test_other_calls_are_passed_on():
     assert member.reservations.admit("a", b"else", ()) == b"passed on"
 
 
+def test_a_stranger_is_told_a_stage_and_nothing_else():
+    member = Member(0, 1)
+    assert decode_reserved(member.reservations.greet("a", RESERVE)) == 0
+    assert member.reservations.greet("a", b"else") is None
+
+
 @pytest.mark.parametrize("raw", [b"", b"\x93", b"\x91\xa8reserved", b"\x92\xa8reserved\xff"])
 def test_what_is_no_reservation_is_refused(raw):
     with pytest.raises(BadRequest):

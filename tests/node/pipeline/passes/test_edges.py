@@ -207,6 +207,20 @@ def test_of_several_codecs_a_request_says_which_one_its_payloads_are_in():
     assert made.written_in(payload, plain) == plain
 
 
+def test_losses_are_read_as_they_were_written_in_float32():
+    made = edges()
+    for losses in ([2.5, 0.0], [float("inf"), float("nan")], [1e-30, 3e38]):
+        payload = made.pack_losses(torch.tensor(losses, dtype=torch.float64))
+        assert len(payload) == made.loss_bytes == 4 * BATCH
+        read = made.unpack_losses(payload)
+        assert read.dtype == torch.float64
+        assert torch.equal(read.float(), torch.tensor(losses).float()) or read.isnan().any()
+    assert made.unpack_losses(b"\x00\x00\x20\x40" * 2).tolist() == [2.5, 2.5]
+    for payload in (b"", bytes(7), bytes(12)):
+        with pytest.raises(CorruptPayload, match="are not the losses of 2 sequences"):
+            made.unpack_losses(payload)
+
+
 def replaced(request, **changes):
     return msgspec.structs.replace(request, **changes)
 

@@ -24,7 +24,7 @@ from farflock.node.pipeline.server.server import StageServer
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
-from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.peer.calls.call_server import CallReply
 
 MODEL = ModelConfig(
     vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False

@@ -10,9 +10,9 @@ from farflock.node.pipeline.server.queue import StageQueue
 def filled(forward, backward, room=8, together=1):
     queue = StageQueue(room, together)
     for number in range(forward):
-        queue.put(f"f{number}", backward=False)
+        queue.put("t", f"f{number}", backward=False)
     for number in range(backward):
-        queue.put(f"b{number}", backward=True)
+        queue.put("t", f"b{number}", backward=True)
     return queue
 
 
@@ -44,26 +44,36 @@ def test_a_crowd_of_one_kind_does_not_hold_up_the_other():
         (job,) = queue.take()
         kinds.append(job[0])
         if job[0] == "f":
-            queue.put(f"f{number}", backward=False)
+            queue.put("t", f"f{number}", backward=False)
     assert kinds == ["b", "f"] * 4
 
 
 def test_a_backward_pass_that_comes_meanwhile_is_next():
     queue = filled(2, 0)
     assert queue.take() == ["f0"]
-    queue.put("late", backward=True)
+    queue.put("t", "late", backward=True)
     assert drained(queue) == [["late"], ["f1"]]
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_each_kind_has_room_of_its_own(backward):
     queue = filled(0 if backward else 3, 3 if backward else 0, room=3)
-    assert not queue.has_room(backward=backward)
-    assert queue.has_room(backward=not backward)
+    assert not queue.has_room("t", backward=backward)
+    assert queue.has_room("t", backward=not backward)
     with pytest.raises(AssertionError, match="admitted to a full queue"):
-        queue.put("one too many", backward=backward)
-    queue.put("the other kind", backward=not backward)
+        queue.put("t", "one too many", backward=backward)
+    queue.put("t", "the other kind", backward=not backward)
     assert len(queue) == 4
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_caller_that_fills_the_queue_leaves_room_for_one_job_of_each_other(backward):
+    queue = filled(0 if backward else 3, 3 if backward else 0, room=3)
+    for caller in "uv":
+        assert queue.has_room(caller, backward=backward)
+        queue.put(caller, caller, backward=backward)
+        assert not queue.has_room(caller, backward=backward)
+    assert [job for jobs in drained(queue) for job in jobs][3:] == ["u", "v"]
 
 
 def test_an_empty_queue_gives_nothing_and_says_so():
@@ -77,8 +87,8 @@ def test_whatever_happens_nothing_is_lost_doubled_or_overtaken():
         chance, queue, put, taken = random.Random(seed), StageQueue(5, 1 + seed % 4), [], []
         for number in range(100):
             backward = chance.random() < 0.4
-            if queue.has_room(backward=backward):
-                queue.put((backward, number), backward=backward)
+            if queue.has_room("t", backward=backward):
+                queue.put("t", (backward, number), backward=backward)
                 put.append((backward, number))
             if chance.random() < 0.5:
                 taken += queue.take()

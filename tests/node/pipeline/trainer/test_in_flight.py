@@ -16,7 +16,7 @@ from farflock.node.pipeline.trainer.in_flight import (
     first_number,
 )
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
-from farflock.swarm.peer.payloads import Left
+from farflock.swarm.peer.calls.payloads import Left
 
 ORDER, TOKENS, LANE = (0, 2, 1, 3), 4, 5
 

@@ -13,6 +13,7 @@ from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING
 
 A, B, C, T = Member("a", 1, 0), Member("b", 1, 1), Member("c", 1, 1), Member("t", 1, NOTHING)
+U = Member("u", 1, NOTHING)
 STREAMS = {0: StreamName("grad/0", 0, 1), 1: StreamName("grad/1", 2, 5)}
 
 
@@ -123,12 +124,21 @@ def test_the_epoch_is_the_newest_round_of_any_stage_and_the_tokens_are_those_of_
 
 
 def test_what_rounds_name_is_heard_once_in_their_order_and_by_their_stride():
-    swarm, stage_directory = made()
+    swarm, stage_directory = made(A, B, C, T, U)
     swarm.close(0, 0, ("t", 1)).close(1, 2, ("t", 1), ("u", 5))
     assert list(stage_directory.named()) == [(0, [("t", 1)]), (1, [("t", 1), ("u", 5)])]
     assert list(stage_directory.named()) == []
     swarm.close(0, 1, ("t", 2)).close(0, 2).close(1, 7, ("t", 3))
     assert list(stage_directory.named()) == [(0, [("t", 2)]), (0, []), (1, [("t", 3)])]
+
+
+def test_a_name_that_no_view_ever_listed_is_left_out_and_one_that_has_left_is_not():
+    swarm, stage_directory = made(A, B, C, T, U)
+    swarm.view(A, B, C, T)
+    swarm.close(0, 0, ("stranger", 7), ("t", 1), ("u", 5))
+    swarm.logs["grad/1"][2] = (notes.written({("stranger", 7): notes.LATE, ("t", 1): 0}),)
+    assert list(stage_directory.named()) == [(0, [("t", 1), ("u", 5)]), (1, [("t", 1)])]
+    assert not stage_directory.left_out
 
 
 def test_a_round_whose_notes_are_not_here_yet_is_waited_for():

@@ -33,6 +33,7 @@ from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_num
 from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE_S
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
+from farflock.swarm.peer.calls.calls import NotAdmitted
 from farflock.swarm.protocol.allowance import Allowance
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -353,3 +354,34 @@ def test_a_trainer_that_comes_later_begins_in_its_stream_where_the_run_is():
     run_virtual(main())
     assert drawn == [7]
     assert trainer.source.begun == 1
+
+
+# Membership.
+
+
+@trained(window=2, kept=4)
+async def test_a_trainer_begins_nothing_before_it_is_a_member_or_after_it_was_one(world):
+    world.is_member = False
+    await asyncio.sleep(1.0)
+    assert (world.trainer.source.begun, world.log) == (0, [])
+    world.is_member = True
+    await world.merged()
+    world.is_member = False
+    await asyncio.sleep(1.0)
+    begun = world.trainer.source.begun
+    await world.close(*range(begun))
+    await asyncio.sleep(1.0)
+    assert world.trainer.source.begun == begun
+    world.is_member = True
+    await asyncio.sleep(1.0)
+    assert world.trainer.source.begun > begun
+
+
+@trained()
+async def test_that_it_is_no_member_is_no_server_s_fault(world):
+    def refused(request):
+        raise NotAdmitted("0a")
+
+    world.script("0a", Forward, refused)
+    await world.merged()
+    assert world.results[0][:2] == ("0a", "busy")

@@ -8,8 +8,8 @@ from worlds.trainer_world import EPOCH, LIFE, STAGES, stages_of, trained
 
 from farflock.node.pipeline.passes.requests import Backward, Confirm, Forward
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S
-from farflock.swarm.peer.calls import NotFetched
-from farflock.swarm.peer.payloads import Left
+from farflock.swarm.peer.calls.calls import NotFetched
+from farflock.swarm.peer.calls.payloads import Left
 
 
 def missing(*places):

@@ -3,11 +3,12 @@
 import random
 
 import pytest
+from worlds.decisions import electorate_of
 
-from farflock.swarm.protocol.exchange.availability import Availability, RoundItem
-from farflock.swarm.protocol.quorum import is_quorum
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, has
 
 PLACES, MEMBERS, ME = 5, 4, 1
+VOTERS = electorate_of(MEMBERS)
 
 
 def digest(name):
@@ -15,7 +16,7 @@ def digest(name):
 
 
 def item(index, name):
-    return RoundItem(index, digest(name), 10, bytes([1]) + bytes(7))
+    return RoundItem(index, digest(name), 10, bytes([1 << name % MEMBERS]) + bytes(7))
 
 
 def place(entry):
@@ -27,11 +28,15 @@ class Slow:
 
     def __init__(self):
         self.items, self.held, self.corrupt, self.said = [], set(), set(), {}
+        self.offered = set()
 
     def rivals(self, index):
-        return sorted(
-            (entry for entry in self.items if entry.index == index), key=lambda entry: entry.digest
-        )
+        """The preferred one first: of a known offer, and of those the smallest."""
+
+        def rank(entry):
+            return not any(has(entry, member) for member in self.offered), entry.digest
+
+        return sorted((entry for entry in self.items if entry.index == index), key=rank)
 
     def prefix(self, index):
         return next(
@@ -45,7 +50,7 @@ class Slow:
             for entry in self.rivals(index):
                 prefix = entry.digest[:8]
                 said = {m for m, row in self.said.items() if row.get(index) == prefix} | {ME}
-                if entry.digest in self.held and is_quorum(said, MEMBERS):
+                if entry.digest in self.held and VOTERS.is_quorum(said):
                     found[index] = entry
                     break
         return found
@@ -62,7 +67,7 @@ class Slow:
 
 
 def step(chance, quick, slow):
-    match chance.randrange(4):
+    match chance.randrange(5):
         case 0:
             entry = item(chance.randrange(PLACES), chance.randrange(1, 8))
             known = [rival.digest for rival in slow.rivals(entry.index)]
@@ -86,19 +91,23 @@ def step(chance, quick, slow):
             ]
             quick.hear(member, changes)
             slow.said.setdefault(member, {}).update(changes)
+        case 4:
+            member = chance.randrange(MEMBERS)
+            quick.know_offer(member)
+            slow.offered.add(member)
 
 
 def test_every_step_leaves_what_looking_through_everything_finds():
     for seed in range(200):
         chance = random.Random(seed)
-        quick, slow = Availability(PLACES, MEMBERS, ME), Slow()
+        quick, slow = Availability(PLACES, VOTERS, ME), Slow()
         for _ in range(40):
             step(chance, quick, slow)
             slow.check(quick)
 
 
 def test_the_version_changes_with_what_is_agreed_and_only_then():
-    availability = Availability(1, 2, 0)
+    availability = Availability(1, electorate_of(2), 0)
     availability.add(item(0, 3))
     assert availability.version == 0
     availability.hold(digest(3))
@@ -112,7 +121,7 @@ def test_the_version_changes_with_what_is_agreed_and_only_then():
 
 @pytest.mark.parametrize("changes", [[], [(2, b"x" * 8), (2**32 - 1, bytes(8))], [(0, b"y" * 8)]])
 def test_reports_of_any_places_are_taken(changes):
-    availability = Availability(2, 3, 0)
+    availability = Availability(2, electorate_of(3), 0)
     availability.add(item(0, 3))
     availability.hold(digest(3))
     availability.hear(1, changes)

@@ -27,10 +27,13 @@ def test_the_first_offer_of_a_member_stands_and_one_of_another_size_is_refused()
     assert (offers.tokens([0]), list(offers), len(offers)) == (1, [0], 1)
 
 
-def test_the_common_state_is_that_of_most_and_of_equals_the_smallest():
+def test_the_common_state_is_that_of_most_and_of_equals_the_most_seniors():
     assert Offers(2).common_state() == b""
     assert filled({0: b"b", 1: b"a", 2: b"b"}).common_state() == b"b"
-    assert filled({0: b"b", 1: b"a"}).common_state() == b"a"
+    for mine, others in ((b"b", b"a"), (b"a", b"b")):
+        assert filled({1: others, 0: mine}).common_state() == mine
+        assert filled({3: others, 1: mine}).common_state() == mine
+    assert filled({0: b"c", 1: b"a", 2: b"b"}).common_state([1, 2]) == b"a"
 
 
 def test_inputs_are_in_member_order_and_leave_out_members_that_started_elsewhere():
