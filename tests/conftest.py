@@ -10,9 +10,11 @@ from pathlib import Path
 
 import hypothesis
 import numpy as np
+import parts
 import pytest
 import torch
 from nursery import Nursery
+from purity import GUARD
 
 pytest.register_assert_rewrite("worlds")
 
@@ -28,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The everyday examples are a function of the tree, so that a commit is judged by the same tests
 # wherever and whenever it is judged. `make test-long` searches further, at random.
 hypothesis.settings.register_profile(
-    "everyday", max_examples=40, deadline=None, derandomize=True, database=None
+    "everyday", max_examples=25, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.register_profile(
     "long",
@@ -48,6 +50,34 @@ def pytest_addoption(parser):
         action="store_true",
         help="rewrite tests/golden/*.json with what the code does now",
     )
+    parts.add_options(parser)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(parts.Parts(config), "parts")
+
+
+def watched(item):
+    """A wrapper of a test's phase that sees what a pure test touches."""
+    if item.get_closest_marker("net"):
+        return (yield)
+    with GUARD.watching():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    return (yield from watched(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    return (yield from watched(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    return (yield from watched(item))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ begin with `sys.executable`. Tests of imports, of packaging and of the processes
 itself starts do without it.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -31,7 +32,8 @@ PRELOADED = (
 )
 MAX_REQUEST = 1 << 20
 NUMBER = struct.Struct("<q")  # what a keeper says: first the pid, then how it ended
-START_S = 60.0
+START_S = 240.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Nursery:
@@ -82,7 +84,7 @@ class Nursery:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(START_S)
 
 
 class Nursed(subprocess.Popen):
@@ -167,9 +169,17 @@ def serve(path):
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:
+                end_with_parent()
                 server.close()
                 return keep(connection)
             connection.close()
+
+
+def end_with_parent():
+    """Let the kernel kill this process when its parent ends, so that a suite that is killed leaves
+    nothing behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def keep(connection):
@@ -180,6 +190,7 @@ def keep(connection):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
+        end_with_parent()
         connection.close()
         for own, fd in enumerate(fds):
             os.dup2(fd, own)

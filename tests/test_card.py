@@ -101,7 +101,7 @@ def test_a_generator_of_the_cpu_is_refused():
 
 
 def test_it_is_full_and_has_room_again_once_a_tensor_ends():
-    CARD.capacity_bytes = CARD.used_bytes + 1000
+    CARD.leave_free(1000)
     held = torch.zeros(200, device=NAME)
     with pytest.raises(OutOfMemory, match="tried to allocate 400 bytes"):
         torch.zeros(100, device=NAME)

@@ -46,6 +46,7 @@ def ours(path):
     return {name.split(".")[1] for name in names if name.startswith("farflock.")}
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     "statement",
     [
@@ -59,6 +60,7 @@ def test_the_front_door_and_the_command_line_import_nothing_heavy(statement):
     assert not modules_after(statement) & set(HEAVY)
 
 
+@pytest.mark.net
 def test_swarm_knows_no_tensor_in_a_fresh_interpreter():
     statement = (
         "import farflock.swarm.peer.peer, farflock.swarm.zmq.links, farflock.swarm.sim.network"
@@ -66,6 +68,7 @@ def test_swarm_knows_no_tensor_in_a_fresh_interpreter():
     assert not modules_after(statement) & {"torch", "numpy", "hivemind"}
 
 
+@pytest.mark.net
 def test_compression_and_optimizers_stand_without_the_swarm():
     every = "from farflock.optimizers.catalog import METHODS; list(METHODS.values())"
     imported = modules_after(f"import farflock.compression.catalog; {every}")

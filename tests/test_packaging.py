@@ -66,6 +66,7 @@ def test_each_folder_says_that_it_is_typed(folder):
     assert (ROOT / folder / "py.typed").exists()
 
 
+@pytest.mark.net
 def test_a_standard_library_package_called_compression_stays_visible_from_the_checkout(tmp_path):
     """In 3.14 `gzip` imports a package `compression` from behind the checkout on the path."""
     package = tmp_path / "stdlib" / "compression"

@@ -41,7 +41,9 @@ class _JumpingSelector(selectors.SelectSelector):
         return []
 
 
-class _VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never sleeps: see `run_virtual`."""
+
     def __init__(self, start_s: float) -> None:
         self._jumping = _JumpingSelector(start_s)
         super().__init__(self._jumping)
@@ -53,5 +55,5 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
     """Run a coroutine in virtual time; raise `Deadlock` where a real loop would hang."""
-    with asyncio.Runner(loop_factory=lambda: _VirtualLoop(start_s)) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_s)) as runner:
         return runner.run(main)

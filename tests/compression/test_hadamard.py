@@ -199,6 +199,7 @@ print(found, torch.backends.cpu.get_cpu_capability())
 """
 
 
+@pytest.mark.net
 def test_bytes_and_values_are_equal_with_and_without_vector_instructions(version, processors):
     if version == "torch":
         pytest.skip("the script runs with what is there, once")

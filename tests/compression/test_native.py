@@ -363,6 +363,7 @@ def test_every_call_of_the_kernel_on_a_tensor_is_watched_for_the_lock():
     assert set(CALLS) == {name for name in methods if not name.startswith("_")}
 
 
+@pytest.mark.net
 @each_kernel
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_other_threads_go_on_while_the_loops_run(values, kernel, call):

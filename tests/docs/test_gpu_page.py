@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.net
+
 SCRIPT = Path(__file__).parents[2] / "docs" / "make_gpu_page.py"
 LINE = {
     **{"metric": "gpu.mfu", "value": 0.5, "yardstick": 0.51234, "ratio": 0.98, "n": 5},

@@ -120,6 +120,7 @@ def test_every_block_of_python_or_diff_names_its_file(name):
     )
 
 
+@pytest.mark.net
 def test_a_page_that_is_wrong_is_found_out(tmp_path):
     with pytest.raises(AssertionError, match="echo two printed: two"):
         follow("```console\n$ echo two\nthree\n```\n", tmp_path)

@@ -26,6 +26,7 @@ def copy_of_the_script(target):
     return target / "docs" / SCRIPT.name
 
 
+@pytest.mark.net
 def test_the_reference_is_what_the_code_says():
     done = made("--check")
     assert done.returncode == 0, done.stderr

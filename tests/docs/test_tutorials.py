@@ -125,6 +125,7 @@ def test_every_tutorial_has_commands_and_ends_what_it_began():
         assert not begun or "wait" in ran[begun[-1] :]
 
 
+@pytest.mark.net
 def test_a_command_that_prints_something_else_is_found_out(tmp_path):
     text = (
         "`a.txt`:\n\n```text\none\n```\n\n"
@@ -135,6 +136,7 @@ def test_a_command_that_prints_something_else_is_found_out(tmp_path):
     assert not re.search(pattern("t...o"), printed[1])
 
 
+@pytest.mark.net
 def test_a_command_that_fails_is_found_out(tmp_path):
     with pytest.raises(AssertionError, match=r"[Nn]o (such )?command"):
         run("```console\n$ farflock fly\n```\n", tmp_path)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from worlds.node_liveness import alive
+from worlds.waiting import LIMIT_S, until_real
 
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
@@ -56,15 +56,12 @@ def example(*arguments):
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(LIMIT_S)
         process.stdout.close()
 
 
-def gone(pids, limit_s=5.0):
-    ends_s = time.monotonic() + limit_s
-    while any(map(alive, pids)) and time.monotonic() < ends_s:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
+def await_end(pids):
+    until_real(lambda: not any(map(alive, pids)), f"the end of the processes {pids}")
 
 
 @pytest.mark.ci_more
@@ -72,7 +69,7 @@ def test_two_processes_of_the_example_train_one_model():
     with example() as founder:
         invite = founder.stdout.readline().split()[-1]
         with example(invite) as joiner:
-            texts = [process.communicate(timeout=90)[0] for process in (founder, joiner)]
+            texts = [process.communicate(timeout=LIMIT_S)[0] for process in (founder, joiner)]
             assert [founder.returncode, joiner.returncode] == [0, 0], texts
     rounds = [
         [(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts
@@ -124,23 +121,19 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
             SwarmOptimizer(nn.Linear(2, 1), "noloco", optimizer.invite, folder=tmp_path / "mine")
         assert (tmp_path / "mine" / "identity.key").exists()
         assert len(list(passing.glob("farflock-*"))) == 1
-    assert gone(children)
-    ends_s = time.monotonic() + 5
-    while set(threading.enumerate()) - threads and time.monotonic() < ends_s:
-        # asyncio's own thread that has waited for the directory's process is on its way out
-        time.sleep(0.02)
-    assert not set(threading.enumerate()) - threads
+    await_end(children)
+    # asyncio's own thread that has waited for the directory's process is on its way out
+    until_real(lambda: set(threading.enumerate()) <= threads, "the end of its threads")
     assert not list(passing.glob("farflock-*"))
 
 
 @pytest.mark.long
 def test_a_program_that_forgets_to_close_ends_all_the_same():
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         env=ENVIRONMENT,
         check=False,
     )
@@ -148,5 +141,4 @@ def test_a_program_that_forgets_to_close_ends_all_the_same():
     assert "Traceback" not in done.stderr
     children = [int(pid) for pid in done.stdout.split()]
     assert children
-    assert gone(children)
-    assert time.monotonic() - started < 50
+    await_end(children)

@@ -3,10 +3,10 @@
 import contextlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from worlds.waiting import told, until_real
 
 pytestmark = pytest.mark.net
 
@@ -30,7 +30,14 @@ class Swarm:
 
     def start(self, number, phase):
         command = [sys.executable, MORTAL, str(self.folder), str(number), phase]
-        self.processes[number] = self.nursery.popen(command, cwd=ROOT)
+        with (self.folder / f"errors-{number}").open("wb") as errors:
+            self.processes[number] = self.nursery.popen(command, cwd=ROOT, stderr=errors)
+
+    def told(self):
+        return "\n".join(
+            f"{told(number, process, self.folder / f'errors-{number}')}\n{self.log(number)[-3:]}"
+            for number, process in self.processes.items()
+        )
 
     def log(self, number):
         with contextlib.suppress(OSError):
@@ -44,8 +51,7 @@ class Swarm:
         return [entry for entry in self.log(number) if entry["kind"] == kind]
 
     def wait(self, condition):
-        while not condition():
-            time.sleep(0.05)
+        until_real(condition, "what the test waits for", self.told)
 
     def alive(self, number):
         return self.processes[number].poll() is None

@@ -8,10 +8,10 @@ import re
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from worlds.waiting import LIMIT_S, told, until_real
 
 from farflock.node.process.brake import BRAKE
 
@@ -59,14 +59,12 @@ def on_a_terminal(popen, command, out):
     )
     os.close(theirs)
     shown = b""
-    ends_s = time.monotonic() + 100
     try:
         # a terminal that no process holds any more cannot be read
         with contextlib.suppress(OSError):
-            while time.monotonic() < ends_s:
-                if select.select([ours], [], [], 0.1)[0]:
-                    shown += os.read(ours, 65536)
-        process.wait(10)
+            while select.select([ours], [], [], LIMIT_S)[0]:
+                shown += os.read(ours, 65536)
+        process.wait(LIMIT_S)
     finally:
         process.kill()
         process.wait()
@@ -96,10 +94,13 @@ def founder(nursery, tmp_path):
 
 
 def invite_of(process, folder):
-    ends_s = time.monotonic() + 60
-    while not (folder / "invite.txt").exists() and time.monotonic() < ends_s:
-        assert process.poll() is None
-        time.sleep(0.05)
+    log = folder.parent / "err.txt"
+
+    def is_there():
+        assert process.poll() is None, told("the founder", process, log)
+        return (folder / "invite.txt").exists()
+
+    until_real(is_there, "the invite", lambda: told("the founder", process, log))
     return (folder / "invite.txt").read_text().strip()
 
 
@@ -156,7 +157,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert facts["ended"] == "done"
     assert (Path(facts["checkpoint"]) / "config.json").exists()
 
-    out, _ = founder.communicate(timeout=60)
+    out, _ = founder.communicate(timeout=LIMIT_S)
     assert founder.returncode == 0
     assert json.loads(out.splitlines()[-1])["ended"] == "done"
     lines = (tmp_path / "err.txt").read_text().splitlines()

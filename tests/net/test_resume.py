@@ -6,10 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from worlds.waiting import LIMIT_S, ended, told, until_real
 
 from farflock.node.process.brake import BRAKE
 
@@ -76,21 +76,23 @@ class Nodes:
         return None
 
     def wait(self, name: str, reached):
-        deadline_s = time.monotonic() + 100
-        while time.monotonic() < deadline_s:
+        def met():
             status = self.status(name)
             if status is not None and reached(status):
                 return status
-            assert self.processes[name].poll() is None, (
-                self.folder / name / "log.txt"
-            ).read_text()[-2000:]
-            time.sleep(0.1)
-        raise AssertionError(f"{name} did not come that far: {self.status(name)}")
+            assert self.processes[name].poll() is None, self.told()
+            return None
+
+        return until_real(met, f"a status of {name}", self.told)
+
+    def told(self):
+        return "\n".join(
+            f"{told(name, process, self.folder / name / 'log.txt')}\n{self.status(name)}"
+            for name, process in self.processes.items()
+        )
 
     def ended(self, name: str):
-        assert self.processes[name].wait(120) == 0, (self.folder / name / "log.txt").read_text()[
-            -2000:
-        ]
+        assert ended(self.processes[name], name, self.told) == 0, self.told()
 
     def events(self, name: str):
         lines = (self.folder / name / "events.jsonl").read_text().splitlines()
@@ -111,7 +113,7 @@ class Nodes:
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
+                    process.wait(LIMIT_S)
             if process.poll() is None:
                 process.kill()
                 process.wait()

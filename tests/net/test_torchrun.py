@@ -5,10 +5,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from worlds.waiting import LIMIT_S, ended, told, until_real
 
 from farflock.node.process.brake import BRAKE
 
@@ -33,7 +33,6 @@ view_s = 2.0
 deadline_s = 6.0
 start_peers = 2
 """
-REACH_S = 120
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
 SLOW_STEP_S = 0.1
 
@@ -78,14 +77,22 @@ class Peer:
         return None
 
     def reaches(self, there):
-        ends_s = time.monotonic() + REACH_S
-        while time.monotonic() < ends_s:
+        def met():
             status = self.status()
             if status is not None and there(status):
                 return status
-            assert self.process.poll() is None, self.log[-3000:]
-            time.sleep(0.1)
-        raise AssertionError(f"{self.folder.name} did not come that far: {self.status()}")
+            assert self.process.poll() is None, self.told()
+            return None
+
+        return until_real(met, "its status", self.told)
+
+    def ends(self):
+        """Return its exit code."""
+        return ended(self.process, self.folder.name, self.told)
+
+    def told(self):
+        log = self.folder / "log.txt"
+        return f"{told(self.folder.name, self.process, log)}\nits status: {self.status()}"
 
     def rounds(self):
         with contextlib.suppress(OSError):
@@ -120,7 +127,7 @@ class Peer:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(40)
+                self.process.wait(LIMIT_S)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -159,7 +166,7 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     first = two.status()
     assert len(first["members"]) == 2
     two.ranks()[1].kill()
-    assert two.process.wait(60) == 1
+    assert two.ends() == 1
     assert "rank 1 of this peer has ended" in two.log
     assert "as after a kill" in two.log
     assert "unexpected" not in two.log
@@ -169,16 +176,16 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     assert two.status()["peer"] == first["peer"]
     ranks = two.ranks()
     ranks[0].kill()
-    two.process.wait(60)
-    psutil.wait_procs(ranks.values(), 30)
+    two.ends()
+    psutil.wait_procs(ranks.values(), LIMIT_S)
     assert not any(each.is_running() for each in ranks.values())
     assert one.process.poll() is None
 
     joins()
     one.brake(0.0)
     two.brake(0.0)
-    assert one.process.wait(120) == 0, one.log[-3000:]
-    assert two.process.wait(60) == 0, two.log[-3000:]
+    assert one.ends() == 0, one.told()
+    assert two.ends() == 0, two.told()
     assert one.rounds()[-1]["peers"] == two.rounds()[-1]["peers"] == 2
     for part in ("method", "model"):
         assert one.saved(part) == two.saved(part)

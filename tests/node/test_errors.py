@@ -79,6 +79,7 @@ def test_what_the_system_says_gets_a_remedy(number, words):
     assert words in known.remedy
 
 
+@pytest.mark.net
 def test_a_real_missing_file_and_a_real_taken_port_are_explained(tmp_path):
     with pytest.raises(OSError, match="missing") as missing:
         (tmp_path / "missing").read_bytes()

@@ -61,6 +61,7 @@ def test_seeds_that_failed_once(seed):
     assert run_seed(seed).violations == []
 
 
+@pytest.mark.net
 def test_the_same_seed_gives_the_same_run_in_whichever_process():
     here = [run_seed(seed) for seed in (6, 7)]
     there = list(run_seeds(6, 2, workers=2))

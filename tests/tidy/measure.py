@@ -17,9 +17,12 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGES = ("node", "swarm", "optimizers", "compression")
 MAX_METHODS, MAX_ATTRIBUTES, MAX_PARAMETERS, MAX_CALLABLES = 25, 20, 8, 2
+MAX_FUNCTION, MAX_FILE, MAX_ROOM = 70, 600, 25
+MAX_LOOP = 120  # lines of node/loop.py, which a reader sees first, on one screen
 IMPORT_RUNS = 7
 TYPE_MAKERS = {"NewType", "TypeVar", "ParamSpec"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -206,6 +209,67 @@ def class_rows(trees: Trees) -> dict[str, object]:
         ),
         f"constructors over {MAX_CALLABLES} callables": above(MAX_CALLABLES, functions),
     }
+
+
+class Excess(NamedTuple):
+    """One thing that is larger than its limit; both are counts of `what`."""
+
+    what: str
+    name: str
+    size: int
+    limit: int
+
+    @property
+    def percent(self) -> float:
+        """The excess in percent of the limit, so that lines and methods can be added up."""
+        return 100 * (self.size / self.limit - 1)
+
+
+def excesses(root: Path) -> list[Excess]:
+    """Return everything in a checkout that is larger than its limit, the largest excess first."""
+    trees = read(root, *PACKAGES, "experiments")
+    lines = {
+        module: len((root / f"{module.replace('.', '/')}.py").read_text().splitlines())
+        for module in trees
+    }
+    classes = {
+        f"{module}:{node.name}": node
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    functions = {
+        f"{module}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, Function)
+    }
+    places = [*trees, *read(root, "tests")]
+    rooms = Counter(name.rpartition(".")[0] for name in places if not name.endswith("__init__"))
+    counted = (
+        ("lines of a function", MAX_FUNCTION, functions),
+        ("lines of a file", MAX_FILE, lines),
+        ("lines of the loop", MAX_LOOP, {"node.loop": lines["node.loop"]}),
+        ("files of a room", MAX_ROOM, rooms),
+        ("methods", MAX_METHODS, {name: len(methods(node)) for name, node in classes.items()}),
+        (
+            "attributes",
+            MAX_ATTRIBUTES,
+            {name: len(attributes(node)) for name, node in classes.items()},
+        ),
+        (
+            "parameters of a constructor",
+            MAX_PARAMETERS,
+            {name: len(parameters(node)) for name, node in classes.items()},
+        ),
+    )
+    found = [
+        Excess(what, name, size, limit)
+        for what, limit, sizes in counted
+        for name, size in sizes.items()
+        if size > limit
+    ]
+    return sorted(found, key=lambda each: -each.percent)
 
 
 def measure(root: Path) -> dict[str, object]:

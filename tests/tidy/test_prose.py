@@ -86,6 +86,7 @@ MAX_WIDTH = 100  # ruff holds the Python files to it
 WRAPPED = ("*.toml", "*.c", "*.h", "*.yml", "*.cff", "Makefile", ".ci/run")
 
 
+@pytest.mark.net
 def test_no_line_of_a_text_file_is_wider_than_a_hundred_columns():
     listed = subprocess.run(
         ["git", "ls-files", *WRAPPED], cwd=ROOT, capture_output=True, text=True, check=True

@@ -9,6 +9,7 @@ events (all work is done when a call returns), kernels of its own (so results ar
 bit), torch.compile, more than one device, and operators with `out=` that change a size.
 """
 
+import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,13 @@ class Card:
             for key in ended:
                 _, values = self._values.pop(key)
                 self.used_bytes -= values.nbytes()
+
+    def leave_free(self, size: int) -> None:
+        """Let this many bytes be free. What only garbage still holds ends first: the collector
+        would free it at a moment that depends on the tests before this one."""
+        gc.collect()
+        self.sweep()
+        self.capacity_bytes = self.used_bytes + size
 
     def plug_in(self) -> torch.device:
         """Let torch find the card."""

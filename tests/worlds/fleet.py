@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import zmq
+from worlds.waiting import LIMIT_S
 from zmq.utils import z85
 
 from farflock.swarm.identity import Identity
@@ -25,7 +26,7 @@ def identity(seed: int) -> Identity:
     return Identity.from_seed(bytes([seed]) * 32)
 
 
-def run(main, timeout_s: float = 30.0) -> None:
+def run(main, timeout_s: float = 2 * LIMIT_S) -> None:
     """Run `main(fleet)` and close whatever it opened."""
 
     async def whole():
@@ -183,7 +184,7 @@ class Process:
     def tell(self, *words: str) -> None:
         self.child.stdin.write(" ".join(words).encode() + b"\n")
 
-    async def answer(self, word: str, timeout_s: float = 15.0) -> list[str]:
+    async def answer(self, word: str, timeout_s: float = LIMIT_S) -> list[str]:
         """Return the next line that begins with `word`; keep other lines for later."""
         while not self.lines.get(word):
             line = await asyncio.wait_for(self.child.stdout.readline(), timeout_s)
@@ -198,13 +199,13 @@ class Process:
             self.child.send_signal(signal.SIGCONT)
         self.child.stdin.close()
         try:
-            await asyncio.wait_for(self.child.communicate(), 5.0)
+            await asyncio.wait_for(self.child.communicate(), LIMIT_S)
         except TimeoutError:
             self.child.kill()
             await self.child.communicate()
 
 
-async def until(condition, timeout_s: float = 5.0) -> float:
+async def until(condition, timeout_s: float = LIMIT_S) -> float:
     """Wait for a condition; return the seconds that took."""
     begun_s = time.monotonic()
     while not condition():
@@ -224,7 +225,7 @@ async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     )
 
 
-async def got(links: ZmqLinks, timeout_s: float = 5.0):
+async def got(links: ZmqLinks, timeout_s: float = LIMIT_S):
     return await asyncio.wait_for(links.receive(), timeout_s)
 
 

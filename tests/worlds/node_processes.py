@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
+from worlds.waiting import LIMIT_S, told, until_real
 
 from farflock.node.process.brake import BRAKE
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240.0  # for any change of state; it takes a few seconds on an idle machine
 COMMAND = (sys.executable, "-m", "farflock.node.cli")
 BATCH, SEQUENCES, SEQ = 8, 2, 32  # microbatches of a step; of one, its sequences and their tokens
 STEP = BATCH * SEQUENCES * SEQ  # tokens
@@ -100,13 +99,18 @@ class Node:
 
     def reaches(self, condition):
         """Return its status as soon as that meets a condition."""
-        ends_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < ends_s:
+
+        def met():
             if (status := self.status()) is not None and condition(status):
                 return status
-            assert self.process.poll() is None, self.log[-2000:]
-            time.sleep(0.05)
-        raise AssertionError(f"not in time: {self.status()} {self.log[-2000:]}")
+            assert self.process.poll() is None, self.told()
+            return None
+
+        return until_real(met, "its status", self.told)
+
+    def told(self):
+        log = self.folder / "log.txt"
+        return f"{told(self.folder.name, self.process, log)}\nits status: {self.status()}"
 
     def comes_in(self):
         return self.reaches(
@@ -115,11 +119,11 @@ class Node:
 
     def kill(self):
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(LIMIT_S)
 
     def ends(self):
         """Return the exit code, and what the last line of standard output says."""
-        out, _ = self.process.communicate(timeout=TIMEOUT_S)
+        out, _ = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, json.loads(out.splitlines()[-1])
 
     def is_done(self):
@@ -182,7 +186,7 @@ class Run:
     def end(self):
         for node in self.nodes:
             node.process.kill()
-            node.process.wait(20)
+            node.process.wait(LIMIT_S)
             node.process.stdout.close()
 
 

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.net
+
 SCRIPT = """
 import hashlib, json, torch
 from farflock.compression import native

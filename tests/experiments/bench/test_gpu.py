@@ -34,6 +34,7 @@ def test_the_shares_are_of_what_products_of_matrices_reach():
     assert line.note.startswith("Double Card; ")
 
 
+@pytest.mark.net
 def test_node_and_bare_loop_take_the_same_steps_on_the_device(accelerator):
     size = gpu.training_size(accelerator.type, 1, quick=True)
 

@@ -8,6 +8,7 @@ from farflock.experiments.bench import kill
 from farflock.experiments.bench.kill import Blow, Diverged, Watch
 from farflock.experiments.bench.workers.kill_peer import PERIOD, Reductions
 from farflock.experiments.measure.metric import Options
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 class Said:
@@ -41,7 +42,7 @@ def test_states_that_differ_after_the_same_round_are_not_passed_over():
         with pytest.raises(Diverged, match="after round 2, the state of b differs from the others"):
             await watch.next(b)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_notice_counts_from_the_first_round_that_ended_after_the_signal():
@@ -53,7 +54,7 @@ def test_notice_counts_from_the_first_round_that_ended_after_the_signal():
         assert watch.latest["a"]["number"] == 2
         assert await watch.after(worker, 3.0) == 4.0
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_held_reductions_wait_and_others_do_not(capsysbinary):
         reductions.release()
         assert await held == 2
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 @pytest.mark.net

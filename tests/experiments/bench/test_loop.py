@@ -1,6 +1,5 @@
 """The node's loop and the bare loop take the same steps, and are compared in processor time."""
 
-import asyncio
 import importlib
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from farflock.experiments.bench.workers import loop_process
 from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,7 @@ def tokens():
     return ByteTokenizer().encode(load_corpus(SHIPPED).train[:50_000])
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_the_ratio_and_the_time_outside_of_the_training_thread(quick):
     ratio, outside = loop.run(quick())
@@ -36,7 +37,7 @@ def test_a_turn_splits_the_processor_time_by_threads(tokens):
         with ThreadPoolExecutor(1) as thread:
             return [turn async for turn in loop_process.measured(loop_process.QUICK, thread)]
 
-    first, second = asyncio.run(turns())
+    first, second = run_virtual(turns())
     for turn in (first, second):
         parts = turn["train_s"] + turn["loop_s"] + turn["other_s"]
         assert parts == pytest.approx(turn["ours_s"])
@@ -55,7 +56,7 @@ def test_node_and_bare_loop_come_to_the_same_loss(tokens):
             bare.train(3)
             return node.loop.step, node.loop.losses.last, bare.loss
 
-    steps, ours, theirs = asyncio.run(losses())
+    steps, ours, theirs = run_virtual(losses())
     assert steps == 7
     assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -95,5 +96,5 @@ def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):
             await node.loop.run(32)
             assert list(tmp_path.iterdir())
 
-    asyncio.run(live())
+    run_virtual(live())
     assert not list(tmp_path.iterdir())

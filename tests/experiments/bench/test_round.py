@@ -23,6 +23,7 @@ def test_a_member_makes_rounds_and_its_replica_follows_phi(name):
     assert all(float((phi[key] - theta[key]).abs().max()) < 0.1 for key in phi)
 
 
+@pytest.mark.net
 def test_a_metric_is_measured_in_a_process_of_its_own(quick):
     metrics = list(bench.run(quick(parameters=1_000_000, method="diloco")))
     assert [one.metric for one in metrics] == ["round.diloco.1m", "round.memory.diloco.1m"]
@@ -32,6 +33,7 @@ def test_a_metric_is_measured_in_a_process_of_its_own(quick):
     assert memory.yardstick > 64 * bench.MIB
 
 
+@pytest.mark.net
 def test_codec_threads_are_compared_with_one_in_turns(quick):
     (line,) = bench.run(quick(parameters=1_000_000, method="lean", codec_threads=2))
     assert line.metric == "round.threads.lean.1m"
@@ -40,6 +42,7 @@ def test_codec_threads_are_compared_with_one_in_turns(quick):
     assert "2 threads next to one" in line.note
 
 
+@pytest.mark.net
 def test_a_member_that_fails_is_no_measurement(monkeypatch, quick):
     monkeypatch.setattr(bench, "WORKER", "farflock.experiments.bench.no_such_module")
     with pytest.raises(NotMeasured, match=r"the member of diloco ended with 1: .*no_such_module"):

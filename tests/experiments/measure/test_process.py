@@ -5,6 +5,8 @@ import pytest
 from farflock.experiments.measure.metric import NotMeasured
 from farflock.experiments.measure.process import lines_of
 
+pytestmark = pytest.mark.net
+
 ECHO = """
 import json, sys, time
 settings = json.loads(sys.argv[1])

@@ -202,6 +202,7 @@ def test_ctrl_c_ends_it_in_good_order_and_the_next_time_goes_on(farflock, tmp_pa
     assert len(mine) == 3 + 2, "four runs in all, two of them before the interruption"
 
 
+@pytest.mark.net
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom farflock.node.cli.main import cli\n"

@@ -11,6 +11,8 @@ from farflock.experiments.reproduce import workers
 from farflock.experiments.reproduce.job import Diverged
 from farflock.node.errors import Failure
 
+pytestmark = pytest.mark.net
+
 
 def silent(job, share):
     pass

@@ -26,6 +26,8 @@ from farflock.optimizers.trial_options import law_options
 from farflock.swarm.compute import Worker
 from farflock.swarm.sim.virtual_time import run_virtual
 
+pytestmark = pytest.mark.net
+
 
 def kept_by(bench, text, folder, every_s, work, run="a" * 32):
     """A keeper of one node, and what `work(keeper, node)` did with it."""

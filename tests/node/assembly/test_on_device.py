@@ -247,7 +247,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
     single.release()
     CARD.reset_counters()
     room = needed_device_bytes(made.plan, StepChoices(2, on_device=True, is_lower=False))
-    CARD.capacity_bytes = CARD.used_bytes + room + probabilities_bytes(made.plan, 2)
+    CARD.leave_free(room + probabilities_bytes(made.plan, 2))
     found = alone(made, 6 * 256, single)
     assert found.loop.training_task.parts.at_once == 2
     assert CARD.peak_bytes <= CARD.capacity_bytes

@@ -58,6 +58,7 @@ def fresh(*arguments, **options):
     )
 
 
+@pytest.mark.net
 def test_help_lists_every_command_in_a_fifth_of_a_second_of_work():
     process = fresh("--help")
     out, _ = process.communicate(timeout=30)
@@ -201,6 +202,7 @@ def test_a_full_disk_is_no_fault_of_ours(farflock, failing):
     assert "free some space" in err
 
 
+@pytest.mark.net
 def test_a_reader_that_has_seen_enough_ends_the_command_quietly():
     process = fresh("sim", "--dry-run", env={**os.environ, "PYTHONUNBUFFERED": "1"})
     process.stdout.close()

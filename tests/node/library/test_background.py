@@ -12,6 +12,8 @@ import pytest
 from farflock.node.errors import Failure
 from farflock.node.library.background import Background, in_threads
 
+pytestmark = pytest.mark.net
+
 SOON_S = 0.2
 
 

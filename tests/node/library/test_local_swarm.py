@@ -10,6 +10,8 @@ import farflock
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.swarm.sim.network import LinkModel
 
+pytestmark = pytest.mark.net
+
 torch.set_num_threads(1)
 QUICK = {"view_s": 1.0, "deadline_s": 10.0}
 

@@ -8,6 +8,8 @@ from worlds.card import CARD
 import farflock
 from farflock.node.errors import Usage
 
+pytestmark = pytest.mark.net
+
 STEPS = 8
 
 

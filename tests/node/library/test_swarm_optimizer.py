@@ -6,7 +6,6 @@ import copy
 import gc
 import signal
 import threading
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from worlds.waiting import LIMIT_S
 
 import farflock
 from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.library.local_swarm import _LocalDoor
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
+
+pytestmark = pytest.mark.net
 
 torch.set_num_threads(1)
 METHODS = {"local": {}, "diloco": {"period": 4}, "noloco": {"period": 4}, "ddp": {}}
@@ -260,13 +262,10 @@ def test_a_step_does_not_wait_for_a_rank_that_thinks_and_that_rank_catches_up():
         model = net()
         optimizer = optimize(model, inner=adamw)
         if rank == 1:
-            assert go_on.wait(30)
+            assert go_on.wait(LIMIT_S)
             train(optimizer, model, range(2))
             return optimizer.last_round, weights(model)
-        started = time.monotonic()
         train(optimizer, model, range(2))  # for half of the deadline it waits
-        waited = time.monotonic() - started
-        assert waited < 8
         assert optimizer.last_round == ("delta", 0, "partial", 1)
         go_on.set()
         train(optimizer, model, range(2, 4))

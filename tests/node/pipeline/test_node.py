@@ -34,6 +34,7 @@ from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8
@@ -518,7 +519,7 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
             made, cut, bench(TEXT).peer(0), NodeServices(None, None, None, report), stage, **options
         )
 
-    return asyncio.run(build_it())
+    return run_virtual(build_it())
 
 
 def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):

@@ -34,6 +34,7 @@ from farflock.node.state.paths import RunFolder
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.sim.virtual_time import run_virtual
 
 THREE = PipelinePlan((range(1), range(1, 2), range(2, 3)), 512)
 MANIFEST = resolve(
@@ -83,7 +84,7 @@ class Members:
 
 
 def joined(role, members, **options):
-    return asyncio.run(joiners(role, THREE, members, [b"record"], 5.0, **options))
+    return run_virtual(joiners(role, THREE, members, [b"record"], 5.0, **options))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def made(
     manifest=MANIFEST,
     look=lambda node, keeper: None,
     device=None,
+    run=run_virtual,
 ):
     """`part_of` on a simulated network, and what `look(node, keepers)` says of it."""
     swarm = bench(text)
@@ -208,7 +210,7 @@ def made(
             found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found
 
-    return asyncio.run(main())
+    return run(main())
 
 
 @pytest.mark.parametrize(("stage", "trains"), [(0, True), (1, False), (2, False), (NOTHING, True)])
@@ -242,6 +244,7 @@ def steps_of(node, keeper):
     return {serving.index: serving.loop.step for serving in node.servings}
 
 
+@pytest.mark.net
 def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(
     bench, text, tmp_path
 ):
@@ -249,7 +252,7 @@ def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_sta
         node.serving.loop.step = 5
         return await save_all(keepers, RunFolder(tmp_path))
 
-    written = made(bench, text, tmp_path, 1, False, look=save)
+    written = made(bench, text, tmp_path, 1, False, look=save, run=asyncio.run)  # in a thread
     assert written == folder_of(RunFolder(tmp_path), "stage:1") / "step-5"
     assert made(bench, text, tmp_path, 1, False, look=steps_of) == {1: 5}
     assert made(bench, text, tmp_path, 2, False, look=steps_of) == {2: 0}
@@ -316,6 +319,7 @@ def test_a_founder_that_comes_back_trains_again_if_it_was_to(role, trains):
 # a full replica
 
 
+@pytest.mark.net
 def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(bench, text, tmp_path):
     async def save(node, keepers):
         assert (node.role, [serving.index for serving in node.servings]) == ("replica", [0, 1, 2])
@@ -326,7 +330,8 @@ def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(benc
             serving.loop.step = 5 + serving.index
         return await save_all(keepers, RunFolder(tmp_path))
 
-    assert made(bench, text, tmp_path, EVERY, True, look=save) == RunFolder(tmp_path).checkpoints
+    written = made(bench, text, tmp_path, EVERY, True, look=save, run=asyncio.run)  # in a thread
+    assert written == RunFolder(tmp_path).checkpoints
     for stage in range(3):
         (saved,) = [
             path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))
@@ -404,10 +409,10 @@ def test_stages_lie_on_the_machines_device(bench, text, tmp_path, card, stage):
 
 def test_stages_that_do_not_fit_a_device_are_refused_with_both_numbers(bench, text, tmp_path, card):
     CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    CARD.leave_free(sum(device_needs()) - 1)
     made(bench, text, tmp_path, 1, False, device=choose())
     CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + sum(device_needs()) - 1
+    CARD.leave_free(sum(device_needs()) - 1)
     with pytest.raises(Uncomposable, match="serving all stages of 3 takes about") as refused:
         made(bench, text, tmp_path, EVERY, True, device=choose())
     assert "of the device's memory, and" in str(refused.value)
@@ -421,7 +426,7 @@ def test_a_node_does_not_offer_to_move_to_a_stage_that_its_device_does_not_hold(
     largest = max(range(3), key=lambda stage: device_needs()[stage])
     smallest = min(range(3), key=lambda stage: device_needs()[stage])
     CARD.sweep()
-    CARD.capacity_bytes = CARD.used_bytes + device_needs()[largest] - 1
+    CARD.leave_free(device_needs()[largest] - 1)
 
     def look(node, keepers):
         return node.means.memory_bytes, node.means.needs_bytes

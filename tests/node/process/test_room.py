@@ -31,6 +31,8 @@ from farflock.node.state.paths import RunFolder
 from farflock.node.train.run_size import exchanged
 from farflock.node.train.task import NoRoom
 
+pytestmark = pytest.mark.net
+
 LEAST, PLAIN = StepChoices(1, on_device=True), StepOptions()
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context": 32}
 
@@ -51,7 +53,7 @@ def test_a_hopeless_model_is_refused_before_anything_is_put_on_the_device(card, 
     there, run = machine(choose()), manifest()
     there.device.release()
     CARD.reset_counters()
-    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) - 1
+    CARD.leave_free(min_device_bytes(run.plan()) - 1)
     before = CARD.peak_bytes
     with pytest.raises(Failure, match="the run's model is too large for Double Card"):
         with_room(there, run, Failure)
@@ -65,7 +67,7 @@ def test_a_step_that_does_not_fit_is_refused_with_all_numbers(card, machine):
     there, run = machine(choose()), manifest()
     there.device.release()
     CARD.reset_counters()
-    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
+    CARD.leave_free(min_device_bytes(run.plan()) + 1000)
     free = there.device.memory()[0]
     with_room(there, run, RefusedByRun)
     with pytest.raises(RefusedByRun) as refused:
@@ -83,7 +85,7 @@ def test_a_device_gets_the_part_of_a_batch_that_fits(card, machine):
     assert asyncio.run(fitted(there, run, Failure)).step_options == StepOptions(micro_batch=4)
     there.device.release()
     room = needed_device_bytes(run.plan(), LEAST) + probabilities_bytes(run.plan(), 1)
-    CARD.capacity_bytes = CARD.used_bytes + room
+    CARD.leave_free(room)
     assert asyncio.run(fitted(there, run, Failure)).step_options.micro_batch in (1, 2)
 
 
@@ -91,13 +93,13 @@ def test_a_state_that_is_to_be_on_the_device_needs_room_there_too(card, machine)
     run = resolve({"model": SHAPE, "method": {"name": "diloco"}, "train": {"batch": 4, "seq": 32}})
     there, plan = machine(choose(), outer="device"), run.plan()
     there.device.release()
-    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(plan) + 4 * plan.model.parameters()
+    CARD.leave_free(min_device_bytes(plan) + 4 * plan.model.parameters())
     with pytest.raises(Failure, match="\\(--outer host\\)"):
         with_room(there, run, Failure)
     with_room(replace(there, outer="host"), run, Failure)
     # Where weights, moments and state alone fit, the steps that are tried do not.
     room = min_device_bytes(plan) + state_on_device(exchanged(plan, 2))
-    CARD.capacity_bytes = CARD.used_bytes + room
+    CARD.leave_free(room)
     with pytest.raises(Failure, match="\\(--outer host\\)"):
         asyncio.run(fitted(with_room(there, run, Failure), run, Failure))
 
@@ -108,7 +110,7 @@ def test_what_shards_have_room_for_is_reckoned(card):
     def options(at_once, wanted=PLAIN, checkpoints=False):
         there.release()
         choices = StepChoices(at_once, True, checkpoints=checkpoints)
-        CARD.capacity_bytes = CARD.used_bytes + needed_shard_bytes(plan, choices, 2)
+        CARD.leave_free(needed_shard_bytes(plan, choices, 2))
         return reckoned(plan, there, wanted, 2)
 
     assert options(8) == StepOptions(micro_batch=8), "of 16 sequences, each of two has 8"
@@ -123,7 +125,7 @@ def test_what_shards_have_room_for_is_reckoned(card):
 def test_a_shard_that_does_not_fit_is_refused(card, machine):
     run, there = manifest(), machine(choose(), ranks=SimpleNamespace(count=2))
     there.device.release()
-    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) // 2
+    CARD.leave_free(min_device_bytes(run.plan()) // 2)
     with_room(there, run, Failure)
     CARD.capacity_bytes -= 1000
     with pytest.raises(Failure, match="too large for 2 processes: a shard of its weights"):
@@ -157,7 +159,7 @@ def test_a_node_that_runs_out_of_memory_for_good_saves_and_leaves(card, machine,
 
     def started(node):
         seen.append(node)
-        CARD.capacity_bytes = CARD.used_bytes + 1000
+        CARD.leave_free(1000)
 
     with pytest.raises(NoRoom, match="Double Card has no room for a step with one sequence"):
         asyncio.run(found(there, run, started))
@@ -174,7 +176,7 @@ def test_a_joiner_without_room_is_refused_before_it_downloads_anything(card, mac
     small = machine(choose(), folder=RunFolder(tmp_path / "small"))
     small.device.release()
     CARD.reset_counters()
-    CARD.capacity_bytes = CARD.used_bytes + min_device_bytes(run.plan()) + 1000
+    CARD.leave_free(min_device_bytes(run.plan()) + 1000)
 
     async def main():
         founder = asyncio.create_task(found(machine(Device()), run, nodes.append))

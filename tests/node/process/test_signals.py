@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from worlds.waiting import LIMIT_S
 
 from farflock.node.process import signals as module
 from farflock.node.process.signals import ASKING, GracefulStop, run_until_asked
+
+pytestmark = pytest.mark.net
 
 STUBBORN = """
 import asyncio, sys
@@ -93,7 +95,7 @@ def test_an_error_before_the_end_is_asked_for_or_during_the_save_is_raised():
         stop = asyncio.Event()
         ending.gently = stop.set
         send(signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 10)
+        await asyncio.wait_for(stop.wait(), LIMIT_S)
         raise OSError("no disk")
 
     ending = GracefulStop()
@@ -106,7 +108,7 @@ def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
         stop = asyncio.Event()
         ending.gently = stop.set
         send(signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 10)
+        await asyncio.wait_for(stop.wait(), LIMIT_S)
         return "saved"
 
     ending = GracefulStop()
@@ -120,12 +122,10 @@ def test_work_that_does_not_end_in_time_is_broken_off(monkeypatch):
     async def work():
         ending.gently = lambda: None
         send(signal.SIGINT)
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     ending = GracefulStop()
-    began_s = time.monotonic()
     assert run_until_asked(ending, work) is None
-    assert time.monotonic() - began_s < 10
 
 
 def test_work_that_is_cancelled_without_a_signal_raises_the_cancellation():

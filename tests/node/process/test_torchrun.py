@@ -57,6 +57,7 @@ def test_each_process_takes_a_device_of_its_own(card):
     assert choose("cpu", 5) == Device()
 
 
+@pytest.mark.net
 def test_a_lost_follower_ends_work_that_waits():
     group = Group()
 
@@ -68,6 +69,7 @@ def test_a_lost_follower_ends_work_that_waits():
         asyncio.run(unless_lost(group, forever()))
 
 
+@pytest.mark.net
 def test_a_lost_follower_is_the_cause_of_what_it_broke():
     group = Group()
 
@@ -80,6 +82,7 @@ def test_a_lost_follower_is_the_cause_of_what_it_broke():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.net
 def test_the_result_of_work_is_returned_while_all_are_there():
     async def work():
         await asyncio.sleep(0)

@@ -131,6 +131,7 @@ print(json.dumps(report | {"projected": hashlib.sha256(bits).hexdigest()}))
 """
 
 
+@pytest.mark.net
 def test_bases_and_projections_are_equal_with_and_without_vector_instructions(processors):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no vector instructions that torch knows")

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 
 import msgspec
 import pytest
@@ -341,6 +340,7 @@ def first_line(folder):
     return events.exists() and b"\n" in events.read_bytes()
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, clock, attempt):
     environment = os.environ | {
@@ -349,17 +349,14 @@ def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, c
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
     seen = -1
     try:
-        deadline_s = time.monotonic() + 60
-        while (
-            seen < 2000 * (attempt + 1) and time.monotonic() < deadline_s and writer.poll() is None
-        ):
+        while seen < 2000 * (attempt + 1) and writer.poll() is None:
             if first_line(tmp_path):
                 step = committed(tmp_path).get("loss", (-1, 0.0))[0]
                 assert step >= seen
                 seen = step
     finally:
         writer.send_signal(signal.SIGKILL)
-        writer.wait(timeout=30)
+        writer.wait()
     assert seen >= 2000 * (attempt + 1)
     with History.open(tmp_path, clock) as run:
         last_step = run.last()["loss"][0]

@@ -448,6 +448,7 @@ def digest():
     return found.hexdigest()
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
     same_bits(capability, __file__, digest)

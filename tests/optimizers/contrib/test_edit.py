@@ -471,6 +471,7 @@ def digest():
     return hashlib.sha256(state_hash(made.snapshot(replica)) + state_hash(replica.held)).hexdigest()
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
     same_bits(capability, __file__, digest)

@@ -14,6 +14,8 @@ from farflock.swarm.dht.files import (
     remove_dead_sockets,
 )
 
+pytestmark = pytest.mark.net
+
 
 def test_a_key_file_can_be_locked_once_and_again_after_its_release(tmp_path):
     path = tmp_path / "key"

@@ -5,6 +5,8 @@ import pytest
 from farflock.swarm.dht.item_store import StoredItem
 from farflock.swarm.dht.lookup import MAX_ASKED, PARALLEL_CALLS, WIDTH, LookupReply, Walk
 
+pytestmark = pytest.mark.net
+
 HIT = StoredItem(b"owner", b"value", 1.0)
 
 

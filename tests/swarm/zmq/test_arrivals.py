@@ -25,6 +25,7 @@ def test_anything_but_a_table_counts_as_nothing(table):
     assert received(table) == 0
 
 
+@pytest.mark.net
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's counters")
 def test_bytes_over_loopback_are_counted_since_the_beginning():
     counter = Arrivals()

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 from worlds.fleet import FRAME, got, identity, meet, port_of, rss_bytes, run, silent, until
+from worlds.waiting import LIMIT_S
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
@@ -16,6 +17,8 @@ from farflock.swarm.zmq import outbox
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import sending as zmq_sending
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
+
+pytestmark = pytest.mark.net
 
 # The law.
 
@@ -27,7 +30,7 @@ def test_frames_of_all_sizes_arrive_whole_with_their_sender():
             frame = (FRAME + FRAME)[:size]
             assert a.send(b.me, frame)
             assert await got(b) == (a.me, frame)
-            assert await b.send_bulk(a.me, frame, 1.0)
+            assert await b.send_bulk(a.me, frame, LIMIT_S)
             assert await got(a) == (b.me, frame)
 
     run(main)
@@ -56,7 +59,7 @@ def test_a_peer_without_a_listener_is_answered_on_the_connection_it_dialled():
         assert unseal(home.record(), "run").endpoints == ()
         home.learn(public.record())
         await meet(home, public)
-        assert await public.send_bulk(home.me, FRAME, 2.0)
+        assert await public.send_bulk(home.me, FRAME, LIMIT_S)
         assert await got(home) == (public.me, FRAME)
         assert (public.road(home.me), public.life(home.me)) == ("direct", "alive")
 
@@ -82,7 +85,7 @@ def test_the_round_trip_is_measured_on_both_sides():
     async def main(fleet):
         a, b = await fleet.pair()
         await until(lambda: a.rtt_s(b.me) is not None and b.rtt_s(a.me) is not None)
-        assert 0 < a.rtt_s(b.me) < 0.5
+        assert a.rtt_s(b.me) > 0
 
     run(main)
 
@@ -91,7 +94,7 @@ def test_bytes_are_counted_by_peer_and_road():
     async def main(fleet):
         a, b = await fleet.pair()
         sent, received = a.traffic(b.me)["direct"].sent, b.traffic(a.me)["direct"].received
-        await a.send_bulk(b.me, FRAME, 1.0)
+        await a.send_bulk(b.me, FRAME, LIMIT_S)
         await got(b)
         assert (
             a.traffic(b.me)["direct"].sent - sent
@@ -110,8 +113,8 @@ def test_a_partner_that_goes_is_suspect_at_once_and_dead_later(monkeypatch):
         a, b = await fleet.pair()
         assert a.life(b.me) == b.life(a.me) == "alive"
         await b.close()
-        assert await until(lambda: a.life(b.me) == "suspect") < 1.0
-        assert 0.3 < await until(lambda: a.life(b.me) == "dead") < 2.0
+        await until(lambda: a.life(b.me) == "suspect")
+        assert await until(lambda: a.life(b.me) == "dead") > 0.3
         assert not a.send(b.me, b"x")
         assert a.road(b.me) == "none"
 
@@ -265,7 +268,7 @@ def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monk
         assert a.send(identity(5).peer, b"x")
         waiting = asyncio.create_task(fill(a, identity(5).peer))
         await until(lambda: a.counters["no road"])
-        assert await asyncio.wait_for(waiting, 2.0) > 0
+        assert await asyncio.wait_for(waiting, LIMIT_S) > 0
         assert a.life(identity(5).peer) == "unknown"
         assert not a.waiting
 
@@ -279,7 +282,7 @@ async def fill(links: ZmqLinks, peer: str) -> int:
     return count
 
 
-def test_64_mb_cross_in_order_at_a_useful_rate(record_property):
+def test_64_mb_cross_in_order(record_property):
     async def main(fleet):
         a, b = await fleet.pair()
         count = 64 * 2**20 // len(FRAME)
@@ -294,14 +297,13 @@ def test_64_mb_cross_in_order_at_a_useful_rate(record_property):
             "rate",
             f"{count * len(FRAME) / took_s / 1e6:.0f} MB/s, {cost_s:.1f} CPU s/GB, both ends",
         )
-        assert took_s < 10.0
 
     run(main)
 
 
 async def feed(links: ZmqLinks, peer: str, count: int) -> None:
     for number in range(count):
-        assert await links.send_bulk(peer, number.to_bytes(4, "big") + FRAME[4:], 5.0)
+        assert await links.send_bulk(peer, number.to_bytes(4, "big") + FRAME[4:], LIMIT_S)
 
 
 # Refusing, closing, failing.
@@ -360,11 +362,9 @@ def test_closing_leaves_no_thread_no_descriptor_and_no_task():
         waiting = asyncio.create_task(a.receive())
         await asyncio.sleep(0)
         assert census() > before
-        begun_s = time.monotonic()
         await a.close()
         await a.close()
         await b.close()
-        assert time.monotonic() - begun_s < 0.5
         with pytest.raises(ConnectionError):
             await waiting
         assert not a.send(b.me, b"x")
@@ -423,21 +423,20 @@ def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, reco
         assert a.send(process.peer, b"echo")
         assert await got(a) == (process.peer, b"echo")
         process.child.send_signal(end)
-        suspect_s = await until(lambda: a.life(process.peer) == "suspect", 2.0)
-        dead_s = suspect_s + await until(lambda: a.life(process.peer) == "dead", 12.0)
+        suspect_s = await until(lambda: a.life(process.peer) == "suspect")
+        dead_s = suspect_s + await until(lambda: a.life(process.peer) == "dead")
         record_property(
             "noticed", f"{end.name}: suspect after {suspect_s:.2f} s, dead after {dead_s:.2f} s"
         )
-        assert suspect_s < 2.0
         # how long it takes on a quiet machine is what `farflock bench kill` measures
         assert dead_s > 4.5
         if end == signal.SIGSTOP:
             process.child.send_signal(signal.SIGCONT)
-            await until(lambda: a.life(process.peer) == "alive", 8.0)
+            await until(lambda: a.life(process.peer) == "alive")
             assert a.send(process.peer, b"echo again")
             assert await got(a) == (process.peer, b"echo again")
 
-    run(main, 40.0)
+    run(main)
 
 
 @pytest.mark.net
@@ -454,7 +453,7 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         a.send(process.peer, b"echo")
         await got(a)
         process.child.send_signal(signal.SIGSTOP)
-        assert await until(lambda: a.life(process.peer) == "suspect", 2.0) < 2.0
+        await until(lambda: a.life(process.peer) == "suspect")
 
     run(main)
 
@@ -500,10 +499,10 @@ def test_a_killed_process_that_starts_again_is_alive_again():
         a.send(process.peer, b"echo")
         await got(a)
         process.child.kill()
-        await until(lambda: a.life(process.peer) == "suspect", 2.0)
+        await until(lambda: a.life(process.peer) == "suspect")
         again = await fleet.process(2, listen=f"tcp://127.0.0.1:{port}")
         again.tell("learn", a.record().hex())
-        await until(lambda: a.life(again.peer) == "alive", 8.0)
+        await until(lambda: a.life(again.peer) == "alive")
         assert a.send(again.peer, b"echo again")
         assert await got(a) == (again.peer, b"echo again")
 

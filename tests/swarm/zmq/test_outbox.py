@@ -18,6 +18,8 @@ from farflock.swarm.zmq.outbox import (
     Pool,
 )
 
+pytestmark = pytest.mark.net
+
 KB256 = bytes(256 * 1024)
 
 

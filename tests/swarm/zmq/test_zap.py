@@ -6,6 +6,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.waiting import LIMIT_S
 from zmq.utils import z85
 
 from farflock.swarm.identity import Identity
@@ -116,12 +117,14 @@ def as_client(identity: Identity, server: Identity = ME):
     return configure
 
 
+@pytest.mark.net
 def test_any_key_gets_in_and_is_named_in_each_frame():
     frame = asyncio.run(deliver(gate(), as_client(A)))
     assert frame.bytes == b"hello"
     assert frame.get("User-Id") == curve(A).hex()
 
 
+@pytest.mark.net
 def test_a_banned_key_a_plain_client_and_a_wrong_server_key_get_nowhere():
     table = gate()
     table.ban(curve(A))
@@ -130,6 +133,7 @@ def test_a_banned_key_a_plain_client_and_a_wrong_server_key_get_nowhere():
     assert asyncio.run(deliver(gate(), as_client(A, server=B))) is None
 
 
+@pytest.mark.net
 def test_a_request_of_another_form_is_answered_with_a_refusal():
     async def main():
         context = zmq.Context()
@@ -152,4 +156,4 @@ def test_a_request_of_another_form_is_answered_with_a_refusal():
             asker.close(0)
             context.term()
 
-    assert asyncio.run(asyncio.wait_for(main(), 10)) == [b"400"] * 3
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == [b"400"] * 3

@@ -8,6 +8,8 @@ import pytest
 
 from farflock.node.process.status import Status
 
+pytestmark = pytest.mark.net
+
 WAITING = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

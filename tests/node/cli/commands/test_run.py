@@ -121,6 +121,7 @@ def _started(nursery, arguments):
     return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.net
 def test_a_damaged_key_is_named_and_left_alone(started, manifest, tmp_path):
     folder = tmp_path / "node"
     folder.mkdir()

@@ -1,6 +1,5 @@
 """The sources of a stage's state when no peer has it, in order, and the limits on strangers."""
 
-import asyncio
 import logging
 import math
 import struct
@@ -35,6 +34,7 @@ from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING
+from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(
     vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
@@ -123,7 +123,7 @@ def saved_at(*rounds):
 
 
 def begun(swarm, plan, index=1, after=9, saved=None, stages=STAGES):
-    return asyncio.run(begin_anew(swarm, plan, PipelinePlan(tuple(stages), 1), index, after, saved))
+    return run_virtual(begin_anew(swarm, plan, PipelinePlan(tuple(stages), 1), index, after, saved))
 
 
 def layer(driver, stage):

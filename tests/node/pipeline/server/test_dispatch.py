@@ -1,7 +1,5 @@
 """Calls at a node with several stages go to the stage's server; one of them refuses the rest."""
 
-import asyncio
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +23,7 @@ from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(
     vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False
@@ -57,7 +56,7 @@ def test_each_kind_of_call_goes_to_the_server_of_its_stage():
         )
         for request in map(encode, requests):
             assert DISPATCH.admit("caller", request, (9,)) == f"{stage} caller (9,)".encode()
-            reply = asyncio.run(DISPATCH.serve("caller", request, (b"x",)))
+            reply = run_virtual(DISPATCH.serve("caller", request, (b"x",)))
             assert reply == CallReply(f"{stage} caller".encode(), (b"x",))
 
 
@@ -89,6 +88,6 @@ def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
 def test_a_node_that_serves_no_passes_says_why_to_whatever_comes(request):
     closed = Closed("it is free")
     assert decode_answer(closed.admit("caller", request, ())) == Refused("it is free")
-    assert asyncio.run(closed.serve("caller", request, ())) == CallReply(
+    assert run_virtual(closed.serve("caller", request, ())) == CallReply(
         encode(Refused("it is free"))
     )

@@ -155,7 +155,7 @@ async def forwarded(bench, room=None):
     outputs = [await bench.ask(*bench.forward(number)) for number in range(1, 6)]
     if room is not None:
         bench.stage.release()
-        CARD.capacity_bytes = CARD.used_bytes + room
+        CARD.leave_free(room)
     outputs += [await bench.ask(*bench.forward(6)), await bench.put_aside(2)]
     return [values(one) for _, payloads in outputs for one in payloads], bench.server.passes.graphs
 

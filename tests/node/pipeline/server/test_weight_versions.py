@@ -2,16 +2,8 @@
 
 import pytest
 
-from farflock.node.pipeline.contrib.kept_versions import Versions
 from farflock.node.pipeline.passes.requests import Version
 from farflock.node.pipeline.server.weight_versions import WeightVersions
-
-FUNCTIONS = {"using", "lack", "delay", "begin_step", "begin_round", "end_round"}
-
-
-def test_the_seam_has_six_functions_and_both_sides_of_it_have_them_all():
-    assert {name for name in vars(WeightVersions) if not name.startswith("_")} == FUNCTIONS
-    assert vars(Versions).keys() >= FUNCTIONS
 
 
 @pytest.mark.parametrize("version", [None, Version(3), Version(9, 7)])
