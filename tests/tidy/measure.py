@@ -244,8 +244,14 @@ def excesses(root: Path) -> list[Excess]:
         for node in ast.walk(tree)
         if isinstance(node, Function)
     }
-    places = [*trees, *read(root, "tests")]
-    rooms = Counter(name.rpartition(".")[0] for name in places if not name.endswith("__init__"))
+    files = (
+        path
+        for folder in (*PACKAGES, "experiments", "tests")
+        for path in (root / folder).rglob("*.py")
+    )
+    rooms = Counter(
+        path.parent.relative_to(root).as_posix() for path in files if path.name != "__init__.py"
+    )
     counted = (
         ("lines of a function", MAX_FUNCTION, functions),
         ("lines of a file", MAX_FILE, lines),

@@ -69,7 +69,14 @@ def test_payloads_and_values_are_the_same_with_any_number_of_threads(spreads, na
             assert torch.equal(found, block.of(expected[block.name]))
 
 
-@pytest.mark.parametrize("name", METHODS)
+# One of each kind of exchange and feedback; every codec is in the test before.
+KINDS = ("demo", "diloco", "edit", "noloco", "sparseloco")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in METHODS],
+)
 def test_a_run_has_the_same_states_with_any_number_of_threads(monkeypatch, spreads, text, name):
     trial = METHODS[name].trial
     options = dict(trial.disasters[0].options) if trial.disasters else {}
