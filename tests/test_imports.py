@@ -33,7 +33,7 @@ def modules_after(statement):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     return set(done.stdout.split())

@@ -32,7 +32,7 @@ def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.communicate("in", timeout=60) == (f"['a', 'b'] {tmp_path} ['ONE'] in\n", "e")
+    assert process.communicate("in", timeout=240) == (f"['a', 'b'] {tmp_path} ['ONE'] in\n", "e")
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was
 )
 def test_it_ends_as_a_process_from_scratch_does(nursery, code, ended):
     for run in (nursery.run, subprocess.run):
-        assert run(python("-c", code), capture_output=True, timeout=60).returncode == ended
+        assert run(python("-c", code), capture_output=True, timeout=240).returncode == ended
 
 
 def test_modules_and_files_run_as_programs(nursery, tmp_path):
     file = tmp_path / "program.py"
     file.write_text("import sys\nif __name__ == '__main__':\n    print(sys.argv, sys.path[0])\n")
     by_path = nursery.run(
-        python(str(file), "x"), capture_output=True, text=True, timeout=60, check=True
+        python(str(file), "x"), capture_output=True, text=True, timeout=240, check=True
     )
     assert by_path.stdout == f"{[str(file), 'x']} {tmp_path}\n"
     by_name = nursery.run(
@@ -62,7 +62,7 @@ def test_modules_and_files_run_as_programs(nursery, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert by_name.stdout.endswith(f"'x'] {tmp_path}\n")

@@ -123,6 +123,7 @@ def wheel(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.net
 def test_the_wheel_holds_every_module_and_every_text(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {
@@ -138,6 +139,7 @@ def test_the_wheel_holds_every_module_and_every_text(wheel):
 
 
 @pytest.mark.long
+@pytest.mark.net
 def test_the_wheel_works_from_another_directory_without_the_checkout(wheel, tmp_path):
     run(
         sys.executable,

@@ -208,7 +208,7 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(version
     said = []
     for level in ("default", "avx2"):
         done = processors(level).run(
-            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.rpartition(" "))

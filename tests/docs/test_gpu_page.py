@@ -25,7 +25,7 @@ def made(folder, *lines, before=()):
         files[-1].write_text("".join(json.dumps(line) + "\n" for line in some))
     paths = map(str, files)
     command = [sys.executable, str(script), *paths, "--commit", "abc", "--date", "2026-01-02"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_each_metric_is_a_row_with_the_device_and_the_commit(tmp_path):

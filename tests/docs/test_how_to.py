@@ -72,7 +72,7 @@ def in_a_shell(command, home, folder):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     return " ".join((done.stdout + done.stderr).split())
 
@@ -98,6 +98,7 @@ def follow(page, home):
     return commands
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 @pytest.mark.parametrize(("name", "commands"), [("new-method", 4), ("new-codec", 4)])
 def test_the_page_can_be_followed_literally(tmp_path, name, commands):

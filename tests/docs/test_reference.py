@@ -12,7 +12,7 @@ SCRIPT = ROOT / "docs" / "make_reference.py"
 
 def made(*arguments, script=SCRIPT):
     return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=240
     )
 
 
@@ -32,6 +32,7 @@ def test_the_reference_is_what_the_code_says():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_a_stale_page_is_shown_as_a_diff(tmp_path):
     script = copy_of_the_script(tmp_path)
@@ -43,6 +44,7 @@ def test_a_stale_page_is_shown_as_a_diff(tmp_path):
     assert "+| `int8` | 8.12" in done.stderr
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 @pytest.mark.parametrize(
     ("before", "after", "said"),

@@ -9,6 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
+pytestmark = pytest.mark.net
+
 ROOT = Path(__file__).parents[2]
 LOADING = {"stylesheet", "preconnect", "preload", "prefetch", "icon", "modulepreload", "manifest"}
 REMOTE = re.compile(r"^(?:https?:)?//")
@@ -60,7 +62,7 @@ def built(tmp_path_factory):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return target, done.stderr

@@ -156,7 +156,8 @@ def test_a_dry_run_of_joining_shows_the_manifest_and_its_hash_and_joins_nothing(
     assert {name: facts[name] for name in described} == described
     assert facts["memory_host"] > 0
     assert facts["run"] == json.loads((founder.folder / "status.json").read_text())["run"]
-    assert not list(tmp_path.iterdir())
+    # torch makes a folder of its own where a process uses it for the first time
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(

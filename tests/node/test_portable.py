@@ -48,7 +48,7 @@ print(json.dumps(report))
 
 def report(processor):
     done = processor.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -98,7 +98,7 @@ def same_bits(processors):
         )
         command = [sys.executable, "-c", source]
         run = processors(capability).run(
-            command, capture_output=True, text=True, timeout=60, check=True
+            command, capture_output=True, text=True, timeout=240, check=True
         )
         seen, found = run.stdout.split()
         if seen.lower() != capability:

@@ -31,6 +31,7 @@ def disasters(first, count, tell=lambda done: None):
     assert not empty_cells(fired), f"never fired: {empty_cells(fired)}"
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_a_hundred_seeds_violate_nothing_and_every_fault_meets_every_phase():
     disasters(0, ENOUGH_SEEDS)
@@ -38,6 +39,7 @@ def test_a_hundred_seeds_violate_nothing_and_every_fault_meets_every_phase():
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
+@pytest.mark.net
 def test_two_thousand_seeds_violate_nothing_and_every_fault_meets_every_phase(capfd):
     def tell(done):
         if done % TOLD_EVERY == 0:
@@ -69,6 +71,7 @@ def test_the_same_seed_gives_the_same_run_in_whichever_process():
     assert len({report.state_hash for report in here}) == 2
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
     program = (

@@ -77,7 +77,7 @@ def report(processor):
     """The JSON line of the script, run with torch and numpy limited to one level of vector
     instructions."""
     done = processor.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -7,6 +7,7 @@ from farflock.experiments.measure.metric import NotMeasured, Options
 from farflock.node.model.llama import PRESETS
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_the_stall_and_the_time_of_checkpoints(quick):
     stall, write = checkpoint.run(quick())

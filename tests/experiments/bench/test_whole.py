@@ -11,6 +11,7 @@ from farflock.node.model.llama import PRESETS
 GIB = 1024**3
 
 
+@pytest.mark.net
 @pytest.mark.ci_more
 def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick):
     memory, time, join = whole.run(quick(method="diloco"))

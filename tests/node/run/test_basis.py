@@ -138,7 +138,7 @@ def test_bases_and_projections_are_equal_with_and_without_vector_instructions(pr
     reports = []
     for level in ("default", "avx2"):
         done = processors(level).run(
-            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))

@@ -680,4 +680,4 @@ def test_only_the_directory_itself_imports_hivemind():
     )
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"
     assert len(modules) >= 5
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=240).returncode == 0

@@ -118,7 +118,7 @@ def _started(nursery, arguments):
         *(str(argument) for argument in arguments),
         "--json",
     ]
-    return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.net
