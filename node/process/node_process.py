@@ -331,8 +331,9 @@ async def _found(
     text = await load_text(manifest.data)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
-        place = directory, links, stage, trains
-        node = _node(machine, manifest, run, identity.peer, peer, *place, text)
+        node = _node(
+            machine, manifest, run, identity.peer, peer, directory, links, stage, trains, text
+        )
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
         part = node.member
@@ -416,8 +417,18 @@ async def _join(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
-            place = directory, links, stage, trains
-            node = _node(machine, manifest, invite.run, invite.founder, peer, *place, text)
+            node = _node(
+                machine,
+                manifest,
+                invite.run,
+                invite.founder,
+                peer,
+                directory,
+                links,
+                stage,
+                trains,
+                text,
+            )
             node.doors = doors
             part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
@@ -592,6 +603,15 @@ def _node(
         ]
         replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)
     return NodeProcess(
-        *(machine, manifest, run, founder, part, directory, links, history, journal, keepers),
+        machine,
+        manifest,
+        run,
+        founder,
+        part,
+        directory,
+        links,
+        history,
+        journal,
+        keepers,
         tokenizer=text.tokenizer,
     )
