@@ -54,6 +54,7 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder gets `Usage` instead
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
+    "farflock.node.model.hf_config.BadModelFolder": Failure,
     "farflock.node.state.history.HistoryUnusable": Failure,
     "farflock.node.train.state_sync.CorruptSnapshot": Failure,
     "farflock.node.tokens.tokenizer.BadTokenizer": Failure,

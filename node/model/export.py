@@ -1,6 +1,6 @@
 """Export to a Hugging Face directory, which transformers, llama.cpp's converter and others read.
 
-The weights keep their names, `LlamaForCausalLM` computes the same logits, a `tokenizer.json` is
+The weights keep their names, transformers' class computes the same logits, a `tokenizer.json` is
 written as it is, and the byte tokenizer becomes one whose ids are the bytes.
 """
 
@@ -13,6 +13,7 @@ import msgspec
 from safetensors.torch import save
 from torch import Tensor
 
+from farflock.node.model.hf_config import CONFIG_NAME, hugging_face_config
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
 from farflock.node.tokens.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def export(
     _require_weights(config, weights)
     end = tokenizer.end_of_text if isinstance(tokenizer, JsonTokenizer) else None
     files: dict[str, bytes] = {
-        "config.json": _json(hugging_face_config(config, end)),
+        CONFIG_NAME: _json(hugging_face_config(config, end)),
         "generation_config.json": _json({"do_sample": True, "temperature": 0.8, "top_k": 40}),
         "README.md": card.encode(),
         **tokenizer_files(tokenizer, config.context),
@@ -69,35 +70,6 @@ def export(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def hugging_face_config(config: ModelConfig, end: int | None = None) -> dict[str, Any]:
-    """Return the fields of `LlamaConfig`, with `rope_theta` in both its old place and its new
-    one; `end` is the token that ends a text."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": None,
-        "dtype": "float32",
-    }
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
@@ -156,7 +128,7 @@ def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        "tags: [llama, farflock]\n---\n\n"
+        f"tags: [{config.architecture}, farflock]\n---\n\n"
         f"# {title}\n\n"
         "A Llama-style language model, trained with Farflock on machines far apart.\n\n"
         f"| | |\n|---|---|\n{table}\n\n"

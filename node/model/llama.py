@@ -2,7 +2,7 @@
 
 Farflock has its own decoder so that the core does not need transformers, models split at layer
 boundaries, and weights come from generators of their own. Names and arithmetic are those of Hugging
-Face's `LlamaForCausalLM`, so exports load there.
+Face's classes for Llama, Mistral, Qwen 2 and Qwen 3, so weights of either load in the other.
 
 Shapes: B sequences, L positions, D model width, H heads, K width of a head, V vocabulary.
 """
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from farflock.node.model import loss
 
 LossReduction = Literal["mean", "sum", "none"]  # of losses, as torch calls them
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]  # Hugging Face's `model_type`
 
 _LIMITS = {  # bounds for a manifest, inclusive
     "vocab_size": (2, 1_048_576),
@@ -29,11 +30,45 @@ _LIMITS = {  # bounds for a manifest, inclusive
     "kv_heads": (1, 1_024),
     "ffn_dim": (1, 262_144),
     "context": (1, 131_072),
+    "head_width": (2, 1_024),
 }
 
 
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Positions for a longer context than a model was first trained on, as in Llama 3.1 (Hugging
+    Face's type `llama3`).
+
+    Frequencies of fewer than `low` turns in `trained_context` tokens are divided by `factor`; those
+    of more than `high` turns stay; between them the divisor changes smoothly."""
+
+    factor: float
+    low: float
+    high: float
+    trained_context: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(
+                f"rope_scaling.factor is {self.factor}; it must be finite and 1 or more"
+            )
+        if not (0 < self.low < self.high and math.isfinite(self.high)):
+            raise ValueError(
+                f"rope_scaling.low is {self.low} and high is {self.high}; "
+                "low must be above 0, and high above low"
+            )
+        if not 1 <= self.trained_context <= _LIMITS["context"][1]:
+            raise ValueError(
+                f"rope_scaling.trained_context is {self.trained_context}; "
+                f"it must lie between 1 and {_LIMITS['context'][1]}"
+            )
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model's shape; `context` is in tokens, `tied` makes the token embedding the head."""
+    """A model's shape; `context` is in tokens, `tied` makes the token embedding the head.
+
+    Architectures differ inside attention only: `qwen2` adds biases to queries, keys and values, and
+    `qwen3` normalises queries and keys. `head_width` is the width of a head; without one it is
+    dim / heads."""
 
     vocab_size: int = 256
     dim: int
@@ -45,15 +80,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tied: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    architecture: Architecture = "llama"
+    head_width: int | None = None
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise ValueError(
                     f"the model's {name} is {value}; it must lie between {low} and {high}"
                 )
-        if self.dim % (2 * self.heads):
+        if self.head_width is not None and self.head_width % 2:
+            raise ValueError(f"head_width is {self.head_width}; make it even, as positions need")
+        if self.head_width is None and self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim {self.dim} cannot be divided into {self.heads} heads of an even width; "
                 f"make dim a multiple of {2 * self.heads}"
@@ -75,11 +115,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def head_dim(self) -> int:
         """The width of one head."""
-        return self.dim // self.heads
+        return self.head_width or self.dim // self.heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if biases are added to queries, keys and values."""
+        return self.architecture == "qwen2"
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """True if the queries and keys of each head are normalised."""
+        return self.architecture == "qwen3"
 
     def parameters(self) -> int:
         """Return the number of weights without allocating any."""
         attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        attention += (self.heads + 2 * self.kv_heads) * self.head_dim * self.has_qkv_bias
+        attention += 2 * self.head_dim * self.has_qk_norm
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.dim
         return self.layers * layer + embeddings + self.dim
@@ -121,15 +173,18 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.kv_heads != config.heads
-        self.q_proj = _linear(config.dim, config.heads * config.head_dim)
-        self.k_proj = _linear(config.dim, config.kv_heads * config.head_dim)
-        self.v_proj = _linear(config.dim, config.kv_heads * config.head_dim)
-        self.o_proj = _linear(config.heads * config.head_dim, config.dim)
+        queries, pairs = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = _linear(config.dim, queries, bias=config.has_qkv_bias)
+        self.k_proj = _linear(config.dim, pairs, bias=config.has_qkv_bias)
+        self.v_proj = _linear(config.dim, pairs, bias=config.has_qkv_bias)
+        self.o_proj = _linear(queries, config.dim)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.has_qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.has_qk_norm else None
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
         """Return (B, L, D): each position's mix of itself and the positions before it."""
-        q_BHLK = rotate(self._heads(self.q_proj(x_BLD)), cos_LK, sin_LK)
-        k_BHLK = rotate(self._heads(self.k_proj(x_BLD)), cos_LK, sin_LK)
+        q_BHLK = rotate(self._heads(self.q_proj(x_BLD), self.q_norm), cos_LK, sin_LK)
+        k_BHLK = rotate(self._heads(self.k_proj(x_BLD), self.k_norm), cos_LK, sin_LK)
         v_BHLK = self._heads(self.v_proj(x_BLD))
         y_BHLK = F.scaled_dot_product_attention(
             q_BHLK, k_BHLK, v_BHLK, is_causal=True, enable_gqa=self.grouped
@@ -137,9 +192,12 @@ class Attention(nn.Module):
         mixed: Tensor = self.o_proj(y_BHLK.transpose(1, 2).flatten(2))
         return mixed
 
-    def _heads(self, x_BLD: Tensor) -> Tensor:
+    def _heads(self, x_BLD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         batch, length, _ = x_BLD.shape
-        return x_BLD.view(batch, length, -1, self.head_dim).transpose(1, 2)
+        x_BLHK = x_BLD.view(batch, length, -1, self.head_dim)
+        if norm is not None:
+            x_BLHK = norm(x_BLHK.to(norm.weight.dtype))  # autocast's products have another
+        return x_BLHK.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -302,7 +360,8 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
     """Return a model with initial weights from `seed`; a stage's equal those of the whole model.
 
     Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of
-    1024), divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms.
+    1024), divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms,
+    zeros for biases.
     Each tensor has its own generator, keyed by its name; the global generator is not used. torch's
     normal numbers differ between CPUs, so a swarm starts from the founder's weights, not from the
     seed.
@@ -316,7 +375,7 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
 def initialize(weight: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     """Fill the tensor of this name as `build` does; it may be the only one in memory."""
     if weight.dim() == 1:
-        weight.fill_(1.0)
+        weight.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
     adds = name.endswith(("o_proj.weight", "down_proj.weight"))
     variance = 2 / (5 * config.dim) / (2 * config.layers if adds else 1)
@@ -342,10 +401,21 @@ def cross_entropy(
 def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles, float32 (context, K); K repeats K/2 angles."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**powers
+    frequencies = scaled(1.0 / config.rope_theta**powers, config.rope_scaling)
     angles = torch.arange(config.context, dtype=torch.float32)[:, None] * frequencies
     both = torch.cat((angles, angles), dim=-1)
     return both.cos(), both.sin()
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Return the frequencies of a context that was lengthened, with Hugging Face's arithmetic."""
+    if scaling is None:
+        return frequencies
+    turns = scaling.trained_context / (2 * math.pi / frequencies)
+    smooth = (turns - scaling.low) / (scaling.high - scaling.low)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    slow = torch.where(turns < scaling.low, frequencies / scaling.factor, between)
+    return torch.where(turns > scaling.high, frequencies, slow)
 
 
 def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
@@ -375,5 +445,5 @@ class _Embedding(nn.Embedding):
         """Do nothing: `build` draws the values."""
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return _Linear(inputs, outputs, bias=False)
+def _linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    return _Linear(inputs, outputs, bias=bias)

@@ -50,13 +50,17 @@ def activation_bytes(config: ModelConfig, is_lower: bool, checkpointing: bool) -
 
     With checkpointing, the layer that is computed again is counted too. Logits are not
     (loss.MAX_LOGITS), and attention is one that keeps no probabilities, as fused ones are."""
-    width, pairs = config.dim, 2 * config.kv_heads * config.head_dim
+    width, queries = config.dim, config.heads * config.head_dim
+    pairs = 2 * config.kv_heads * config.head_dim
     # Norms keep float32: their input, the same scaled to unit size, and that factor.
     norm, size = 4 * (2 * width + 1), 2 if is_lower else 4
     # Autocast makes a copy for each product; float32 products share the norm's output.
     inputs = (5 if is_lower else 2) * width
-    attention, hidden = 2 * width + pairs, 4 * config.ffn_dim
-    layer = 2 * norm + 4 * config.heads + size * (inputs + attention + hidden)
+    attention, hidden = 2 * queries + pairs, 4 * config.ffn_dim
+    # Those of queries and keys keep the same of each head.
+    scaled = 8 * queries + 4 * pairs + 4 * (config.heads + config.kv_heads)
+    norms = 2 * norm + scaled * config.has_qk_norm
+    layer = norms + 4 * config.heads + size * (inputs + attention + hidden)
     ends = norm + 4 * width + 2 * 8  # the last norm and its output; a token and its target
     if checkpointing:
         return config.layers * 4 * width + layer + ends

@@ -165,7 +165,8 @@ def _passes_bytes(plan: RunPlan, computing: StepChoices, a_token: int) -> int:
 
 def layer_values(model: ModelConfig, seq: int) -> int:
     """Return how many numbers per token a layer's backward pass reads again."""
-    return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
+    queries = model.heads * model.head_dim * (2 if model.has_qk_norm else 1)
+    return 6 * model.dim + 4 * queries + 4 * model.ffn_dim + model.heads * seq
 
 
 def kept_outer(

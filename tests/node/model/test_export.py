@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from farflock.node.model.export import (
     ExportRefused,
     export,
-    hugging_face_config,
     model_card,
     printable_bytes,
     tokenizer_files,
 )
+from farflock.node.model.hf_config import hugging_face_config
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.tokens.json_tokenizer import JsonTokenizer
 from farflock.node.tokens.tokenizer import ByteTokenizer

@@ -15,6 +15,7 @@ from farflock.node.model.llama import (
     PRESETS,
     Llama,
     ModelConfig,
+    RopeScaling,
     TiedHead,
     build,
     next_token_loss,
@@ -24,6 +25,8 @@ from farflock.node.model.llama import (
 
 TIED = ModelConfig(vocab_size=40, dim=24, layers=3, heads=4, kv_heads=2, ffn_dim=32, context=16)
 UNTIED = msgspec.structs.replace(TIED, tied=False, kv_heads=4, rope_theta=500.0, norm_eps=1e-3)
+QWEN2 = msgspec.structs.replace(UNTIED, architecture="qwen2", head_width=8)
+QWEN3 = msgspec.structs.replace(UNTIED, architecture="qwen3", kv_heads=2, head_width=10)
 VALID = {"dim": 24, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48, "context": 8}
 
 
@@ -112,7 +115,7 @@ def test_logits_equal_the_slow_reference(config):
 )
 def test_logits_equal_transformers(config):
     transformers = pytest.importorskip("transformers")
-    from farflock.node.model.export import hugging_face_config
+    from farflock.node.model.hf_config import hugging_face_config
 
     model, ids = lively(config), tokens(config, batch=3)
     other = transformers.LlamaForCausalLM(
@@ -163,6 +166,8 @@ def test_presets_have_the_promised_sizes():
         ({"dim": 25}, "make dim a multiple of 4"),
         ({"dim": 22}, "make dim a multiple of 4"),
         ({"heads": 3, "kv_heads": 2}, "3 heads cannot share 2 key-value heads evenly"),
+        ({"head_width": 5}, "head_width is 5; make it even"),
+        ({"head_width": 1026}, "head_width is 1026; it must lie between 2 and 1024"),
         ({"rope_theta": math.nan}, "rope_theta is nan"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
@@ -183,11 +188,28 @@ def test_a_shape_decoded_from_a_file_is_checked_alike():
         msgspec.json.decode(body(VALID | {"code": "x"}), type=ModelConfig)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"factor": 0.5},
+        {"factor": math.inf},
+        {"low": 0.0},
+        {"low": 4.0},
+        {"low": math.nan},
+        {"trained_context": 0},
+    ],
+)
+def test_a_bad_scaling_of_positions_is_refused_in_a_sentence(change):
+    with pytest.raises(ValueError, match=f"rope_scaling.{next(iter(change))} is .*; .*must"):
+        RopeScaling(**({"factor": 8.0, "low": 1.0, "high": 4.0, "trained_context": 8} | change))
+
+
+@pytest.mark.parametrize("config", [UNTIED, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2)])
-def test_stages_of_any_split_compute_what_the_whole_model_computes(cuts):
-    whole, ids = lively(UNTIED), tokens(UNTIED)
-    ends = [0, *cuts, UNTIED.layers]
-    stages = [Llama(UNTIED, range(a, b)) for a, b in pairwise(ends)]
+def test_stages_of_any_split_compute_what_the_whole_model_computes(cuts, config):
+    whole, ids = lively(config), tokens(config)
+    ends = [0, *cuts, config.layers]
+    stages = [Llama(config, range(a, b)) for a, b in pairwise(ends)]
     for stage in stages:
         stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
     names = [name for stage in stages for name in stage.state_dict()]
@@ -203,6 +225,16 @@ def test_stages_of_any_split_compute_what_the_whole_model_computes(cuts):
     for stage in stages:
         for name, weight in stage.named_parameters():
             assert torch.equal(weight.grad, gradients[name]), name
+
+
+def test_biases_begin_at_zero_and_norms_at_one():
+    names = {**dict(build(QWEN2, 0).named_parameters()), **dict(build(QWEN3, 0).named_parameters())}
+    biases = [weight for name, weight in names.items() if name.endswith("_proj.bias")]
+    norms = [weight for name, weight in names.items() if name.endswith("q_norm.weight")]
+    assert len(biases) == 9
+    assert len(norms) == 3
+    assert all(bool((weight == 0).all()) for weight in biases)
+    assert all(bool((weight == 1).all()) for weight in norms)
 
 
 def test_a_stage_starts_with_the_whole_models_weights():

@@ -68,7 +68,16 @@ def kept(model, lower):
 
 
 @pytest.mark.parametrize("lower", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"layers": 1, "kv_heads": 4}, {"ffn_dim": 72}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layers": 1, "kv_heads": 4},
+        {"ffn_dim": 72},
+        {"architecture": "qwen2"},
+        {"architecture": "qwen3", "head_width": 40},
+    ],
+)
 def test_what_is_kept_is_what_was_reckoned(lower, changes):
     model = model_of(False, **changes)
     expected = activation_bytes(model.config, lower, checkpointing=False)

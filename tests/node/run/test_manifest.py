@@ -153,6 +153,7 @@ context = 64
 tied = true
 rope_theta = 10000.0
 norm_eps = 1e-05
+architecture = "llama"
 
 [data]
 corpus = "shakespeare"
