@@ -6,9 +6,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 from generate.page import Words, code, docstring, page, paragraphs, table
 
-from farflock.node.model.llama import _LIMITS, PRESETS, ModelConfig
+from farflock.node.model.llama import _LIMITS, PRESETS
 from farflock.node.run import planned_paths, policies
 from farflock.node.run.manifest import Manifest, resolve
+from farflock.node.run.model_section import ModelSection
 from farflock.node.run.sections import MAX_MANIFEST_BYTES
 from farflock.optimizers.parts.inner import InnerName
 
@@ -27,6 +28,8 @@ COMPUTED = {  # filled in when the manifest is resolved
         [f"model.{name}" for name in ("heads", "kv_heads", "ffn_dim", "context")],
         "the preset's, or computed",
     ),
+    "model.weights": "computed, or none",
+    "model.licence": "the folder's, or none",
     "data.sha256": "computed",
     **dict.fromkeys(
         [f"data.{name}" for name in ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")],
@@ -82,8 +85,9 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 def _rows(section: str, kind: type[msgspec.Struct], words: Words) -> list[tuple[str, ...]]:
     rows = []
-    if kind is ModelConfig:
+    if kind is ModelSection:
         rows.append((code("preset"), "text", code("demo"), "", _filled(words["model.preset"])))
+        rows.append((code("from"), "text", "", "", words["model.from"]))
     for field in msgspec.structs.fields(kind):
         if any(_is_struct(part) for part in _parts(field.type)):
             continue

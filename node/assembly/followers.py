@@ -5,6 +5,7 @@ follower knows no swarm: it builds its shard when the leader says of which run, 
 it hears until it is sent home.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.model.sharded_llama import build_sharded
 from farflock.node.model.step_options import logits_on
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.run.manifest import parse
 from farflock.node.run.terms import RunPlan
 from farflock.node.tokens.tokenizer import TokenIds
@@ -28,14 +30,16 @@ WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselv
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The run that the followers train in, the peer whose batches they share, and the leader's
-    choices of how (node/model/step_options.py)."""
+    """The run that the followers train in, the peer whose batches they share, the leader's choices
+    of how (node/model/step_options.py), and the folder of weights that a founder's run begins
+    with."""
 
     manifest: bytes
     peer: str
     checkpoints: bool = False
     compiles: bool = False
     micro_batch: int = 0  # 0: all rows of a rank
+    weights: str = ""
 
 
 class SharedPart(NamedTuple):
@@ -65,7 +69,9 @@ def shared_part(
 ) -> SharedPart:
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
-    model = build_sharded(plan.model, plan.run_seed, computing)
+    folder = Path(assignment.weights) if assignment.weights else None
+    weights = None if folder is None else WeightsFolder(folder, plan.model)
+    model = build_sharded(plan.model, plan.run_seed, computing, weights)
     model.checkpointing, model.logits_at_once = assignment.checkpoints, logits_on(device)
     for layer in model.blocks() if assignment.compiles else ():
         layer.compile(dynamic=False)

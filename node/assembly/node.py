@@ -13,9 +13,10 @@ from farflock.node.loop import Loop
 from farflock.node.model.compiled import CompiledLayers
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
-from farflock.node.model.llama import Llama, build
+from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions, logits_on
+from farflock.node.model.weights_folder import WeightsFolder, initial
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
 from farflock.node.tokens.tokenizer import TokenIds
@@ -145,13 +146,15 @@ def replica_node(
     device: Device | None = None,
     step_options: StepOptions | None = None,
     shared: "SharedPart | None" = None,
+    weights: WeightsFolder | None = None,
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, `device` where the model trains (None: the CPU), `step_options` how, and
-    `shared` this process' part of it if several train it."""
+    check payloads, `device` where the model trains (None: the CPU), `step_options` how, `shared`
+    this process' part of it if several train it, and `weights` what a founder's model begins
+    with (None: what the run's seed gives)."""
     part = shared or _whole_part(
-        plan, tokens, peer.me, device or Device(), step_options or StepOptions()
+        plan, tokens, peer.me, device or Device(), step_options or StepOptions(), weights
     )
     model, replica, training_task = part
     replica.storage = storage
@@ -163,9 +166,14 @@ def replica_node(
 
 
 def _whole_part(
-    plan: RunPlan, tokens: TokenIds, me: str, device: Device, options: StepOptions
+    plan: RunPlan,
+    tokens: TokenIds,
+    me: str,
+    device: Device,
+    options: StepOptions,
+    weights: WeightsFolder | None,
 ) -> tuple[Llama, PlainReplica, LanguageModelTask]:
-    model = build(plan.model, plan.run_seed).to(device.place)
+    model = initial(plan.model, plan.run_seed, weights).to(device.place)
     batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = task_of(plan, model, batches, device, options)
     return model, training_task.replica, training_task

@@ -1,6 +1,7 @@
 """The decoder in shards under FSDP2, with the initial weights of the whole one.
 
-Each rank draws the weights tensor by tensor and keeps its rows, so none ever has the whole model.
+Each rank draws or reads the weights tensor by tensor and keeps its rows, so none ever has the whole
+model.
 """
 
 import torch
@@ -12,10 +13,13 @@ from torch.distributed.tensor import DTensor
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, ModelConfig, initialize, rotary
 from farflock.node.model.replica_fsdp import rows_of
+from farflock.node.model.weights_folder import WeightsFolder
 
 
-def build_sharded(config: ModelConfig, seed: int, device: Device) -> Llama:
-    """Return this rank's shard of `build(config, seed)`, over the default process group.
+def build_sharded(
+    config: ModelConfig, seed: int, device: Device, weights: WeightsFolder | None = None
+) -> Llama:
+    """Return this rank's shard of `initial(config, seed, weights)`, over the default process group.
 
     Layers are gathered one at a time, in bf16 if that is the device's precision. Master weights,
     gradients and their sums stay float32."""
@@ -32,7 +36,10 @@ def build_sharded(config: ModelConfig, seed: int, device: Device) -> Llama:
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor), f"{name} is not sharded"
         whole = torch.empty(weight.shape, dtype=torch.float32)
-        initialize(whole, name, config, seed)
+        if weights is None:
+            initialize(whole, name, config, seed)
+        else:
+            weights.fill(name, whole)
         rows = rows_of(len(whole), mesh.get_rank(), mesh.size())
         with torch.no_grad():
             weight.to_local().copy_(whole[rows.start : rows.stop])

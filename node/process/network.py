@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -58,6 +59,7 @@ class MachineOptions:
     device: Device = field(default_factory=Device)  # that trains
     step_options: StepOptions = field(default_factory=StepOptions)  # how it does
     ranks: Ranks | None = None  # the processes of this peer, if there are several
+    model: Path | None = None  # the folder that a founder's run starts from
 
 
 def identity_of(folder: RunFolder) -> Identity:

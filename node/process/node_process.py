@@ -25,6 +25,7 @@ from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.ranks import FollowerLost
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.passes.stage import used_by_stages
@@ -47,6 +48,7 @@ from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.model_section import first_weights, require_founder
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
@@ -327,12 +329,25 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
+    weights = first_weights(manifest.plan(), machine.model) if saved is None else None
+    if weights is not None and manifest.pipeline is not None:
+        require_founder(stage, machine.role)
     machine = await fitted(machine, manifest, Failure)
     text = await load_text(manifest.data)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
-            machine, manifest, run, identity.peer, peer, directory, links, stage, trains, text
+            machine,
+            manifest,
+            run,
+            identity.peer,
+            peer,
+            directory,
+            links,
+            stage,
+            trains,
+            text,
+            weights,
         )
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
@@ -555,8 +570,10 @@ def _node(
     stage: int,
     trains: bool,
     text: NodeText,
+    weights: WeightsFolder | None = None,
 ) -> NodeProcess:
-    """Assemble the node; its worker threads end with the process."""
+    """Assemble the node, which begins with these weights if it founds a run that starts from them;
+    its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
@@ -564,7 +581,7 @@ def _node(
     report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains)
+        part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains, weights)
     else:
         plan, ranks, shared = manifest.plan(), machine.ranks, None
         if ranks is not None:
@@ -572,7 +589,8 @@ def _node(
 
             options = machine.step_options
             how = options.checkpoints, options.compile == "on", options.micro_batch or 0
-            assignment = Assignment(manifest.canonical(), peer.me, *how)
+            begun = "" if weights is None else str(weights.folder.absolute())
+            assignment = Assignment(manifest.canonical(), peer.me, *how, begun)
             shared = lead(ranks, assignment, text.tokens, machine.device)
             shared.replica.spool = copies
         part = replica = replica_node(
@@ -588,6 +606,7 @@ def _node(
             device=machine.device,
             step_options=machine.step_options,
             shared=shared,
+            weights=weights,
         )
         keepers = [
             CheckpointManager(

@@ -12,6 +12,7 @@ from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
@@ -111,6 +112,7 @@ def part_of(
     report: Report,
     stage: int,
     trains: bool,
+    weights: WeightsFolder | None = None,
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
     """Return the node, and one checkpoint manager per stage, because any peer may later resume a
     single stage. All computation shares one thread: no pass may see weights in the middle of a
@@ -133,6 +135,7 @@ def part_of(
         storage=storage,
         spool=spool,
         device=machine.device,
+        weights=weights,
     )
     node = PipelineNode(plan, pipeline, peer, means, stage, text.tokens if trains else None, known)
     terms, keepers = manifest.canonical().decode(), []

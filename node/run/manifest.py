@@ -17,9 +17,17 @@ import msgspec
 
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.model.data import MAX_RECURRING
-from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.run.data_section import DataSection, fill_data, require_tokenizer
 from farflock.node.run.fit import require_inner, require_layers, require_members
+from farflock.node.run.model_section import (
+    FROM,
+    ModelSection,
+    begun,
+    fill_model,
+    folder_of,
+    require_codec,
+    take_sizes,
+)
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
 from farflock.node.run.pipeline_section import (
     PipelineSection,
@@ -38,11 +46,9 @@ from farflock.node.run.sections import (
     fill_method,
     require_codecs,
     require_method,
-    require_name,
     require_protocol,
     tables,
 )
-from farflock.node.run.sizes import completed
 from farflock.node.run.spelling import place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
@@ -110,7 +116,7 @@ class Manifest(Section, frozen=True, kw_only=True):
     """A whole run, resolved."""
 
     run: RunSection = RunSection()
-    model: ModelConfig
+    model: ModelSection
     data: DataSection
     train: TrainSection
     method: MethodSection = MethodSection()
@@ -136,7 +142,7 @@ class Manifest(Section, frozen=True, kw_only=True):
         train = self.train
         return RunPlan(
             run_seed=self.run.seed,
-            model=self.model,
+            model=self.model.shape,
             inner=InnerConfig(
                 train.optimizer,
                 train.lr,
@@ -160,6 +166,7 @@ class Manifest(Section, frozen=True, kw_only=True):
             samples=train.samples or 0,
             clip_norm=train.clip or None,
             autocast=train.autocast,
+            weights=self.model.weights,
         )
 
     def pipeline_plan(self) -> PipelinePlan | None:
@@ -191,12 +198,31 @@ class Manifest(Section, frozen=True, kw_only=True):
         require_members(made, self.exchange.start_peers, "exchange.start_peers")
         if self.pipeline is not None:
             require_pipeline(self.pipeline, plan, made)
+            require_codec(self.pipeline.codec, self.model)
         return self
 
 
 def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
     """Read and resolve a founder's file with `a.b=c` overrides; raise `Usage` or `RefusedByRun`."""
-    return resolve(tables(path.read_bytes(), str(path)), assignments)
+    return resolve(_written(path), assignments)
+
+
+def model_folder(path: Path | None, assignments: Sequence[str] = ()) -> Path | None:
+    """Return the folder of the model that a founder's file or an assignment starts from; None if
+    neither names one."""
+    table = {} if path is None else _written(path)
+    for assignment in assignments:
+        override(table, assignment)
+    return folder_of(table.get("model", {}))
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """Return the tables of a founder's file; the model's folder is relative to that of the file."""
+    table = tables(path.read_bytes(), str(path))
+    model = table.get("model")
+    if isinstance(model, dict) and (folder := folder_of(model)) is not None:
+        model[FROM] = str(path.parent / folder)
+    return table
 
 
 def parse(text: str | bytes) -> Manifest:
@@ -214,22 +240,27 @@ def parse(text: str | bytes) -> Manifest:
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
-    """Resolve a founder's tables into a complete manifest; this may read the corpus and the
-    tokenizer to hash them."""
+    """Resolve a founder's tables into a complete manifest; this may read the corpus, the tokenizer,
+    or the weights of a folder, to hash them."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
     _require_tables(table)
     spell_counts(table)
+    folder = take_sizes(table)
     fill_data(table)
-    _fill_model(table)
+    train = table.get("train", {})
+    fill_model(table, train.get("seq", SEQ) if isinstance(train, dict) else None)
     if "pipeline" in table:
         table.setdefault("method", {}).setdefault("name", PIPELINE_METHOD)
     fill_method(table)
     _fill_train(table)
     if "pipeline" in table:
         fill_pipeline(table)
-    return convert(table, Manifest).check()
+    manifest = convert(table, Manifest).check()
+    if folder is None:
+        return manifest
+    return msgspec.structs.replace(manifest, model=begun(folder, manifest.model)).check()
 
 
 def override(table: dict[str, Any], assignment: str) -> None:
@@ -310,22 +341,6 @@ def _require_tables(table: Mapping[str, Any]) -> None:
             sections = ", ".join(f"[{section}]" for section in Manifest.__struct_fields__)
             remedy = f"write it as {place}" if place else f"move it into one of {sections}"
             raise Usage(name, "a key outside any table is not allowed", remedy)
-
-
-def _fill_model(table: dict[str, Any]) -> None:
-    """Replace a preset by its sizes, or fill in those that are left out; a size that is also given
-    overrides the preset's."""
-    model = dict(table.get("model", {}))
-    named = any(size in model for size in ("dim", "layers", "heads"))
-    preset = model.pop("preset", None if named else "demo")
-    if preset is not None:
-        require_name("model.preset", preset, PRESETS)
-        model = msgspec.to_builtins(PRESETS[preset]) | model
-    else:
-        train = table.get("train", {})
-        seq = train.get("seq", SEQ) if isinstance(train, dict) else None
-        model = completed(model, seq)
-    table["model"] = model
 
 
 def _fill_train(table: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import msgspec
 
 from farflock.compression.activation_catalog import activation_codec, alternatives, subspace_terms
 from farflock.node.errors import Usage, nearest
-from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import (
     Composition,
@@ -22,6 +21,7 @@ from farflock.node.run.composition import (
     scope_of,
     steps_of,
 )
+from farflock.node.run.model_section import ModelSection
 from farflock.node.run.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.run.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run.split import BadSplit, even
@@ -179,7 +179,7 @@ def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
 
 def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
     try:
-        config = msgspec.convert(model, ModelConfig)
+        config = msgspec.convert(model, ModelSection).shape
     except msgspec.ValidationError:
         return [1]  # the model's own error is reported later
     require_untied(config, stages)
@@ -217,7 +217,7 @@ def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
     that is reported later."""
     try:
         terms = subspace_terms(codec) if isinstance(codec, str) else None
-        config = msgspec.convert(table["model"], ModelConfig)
+        config = msgspec.convert(table["model"], ModelSection)
         seed = table.get("run", {}).get("seed", 0)
         if terms is None or not isinstance(seed, int) or not 0 <= seed < 1 << 31:
             return None

@@ -51,6 +51,7 @@ class RunPlan:
     clip_norm: float | None = 1.0
     autocast: bool = False
     samples: int = 0  # recurring ones of each trainer; 0: each sequence is new
+    weights: str | None = None  # the hash of those that the run starts from; None: the seed's
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
     def inner_of(

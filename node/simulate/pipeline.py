@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflock.node.model.device import Device
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
@@ -80,7 +81,7 @@ class EventLog:
 
 class PipelineSimulation:
     """All nodes of one simulated run. `made` is called with each life's number and node before it
-    begins: a hook for tests."""
+    begins: a hook for tests. Only the founder has the `weights` that the run starts from."""
 
     def __init__(
         self,
@@ -89,9 +90,10 @@ class PipelineSimulation:
         world: PipelineWorld,
         tokens: TokenIds,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
+        weights: WeightsFolder | None = None,
     ) -> None:
         self._plan, self._pipeline, self._world = plan, pipeline, world
-        self._tokens, self._made = tokens, made
+        self._tokens, self._made, self._weights = tokens, made, weights
         self.random = random.Random(f"{plan.run_seed}/pipeline")
         self.network = SimNetwork(plan.run_seed, world.link)
         clock = asyncio.get_running_loop().time
@@ -192,7 +194,8 @@ class PipelineSimulation:
             self.tale.events.append((_now(), number, kind, fields))
 
         device = self._world.parts[number].device or Device()
-        return NodeServices(inline, run_pass, inline, report, device=device)
+        weights = self._weights if self._births == 1 else None
+        return NodeServices(inline, run_pass, inline, report, device=device, weights=weights)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)

@@ -25,6 +25,7 @@ from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.step_options import StepOptions
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
@@ -99,6 +100,7 @@ class Simulation:
         self._device = device or Device()
         self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
         self._story, self._saved, self._until = story, saved, until
+        self.weights: WeightsFolder | None = None  # that the run starts from, if not from its seed
         self._random = random.Random(f"{plan.run_seed}/simulation")
         self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
         now = asyncio.get_running_loop().time
@@ -197,6 +199,7 @@ class Simulation:
             report=report,
             device=self._device,
             step_options=StepOptions(compile="off"),
+            weights=self.weights if self._story.births == 1 else None,
         )
         return node
 
@@ -287,8 +290,10 @@ def simulate(
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
     device: Device | None = None,
+    weights: WeightsFolder | None = None,
 ) -> SimulationResult:
-    """Run a simulation to its end, with all models on `device` (None: the CPU).
+    """Run a simulation to its end, with all models on `device` (None: the CPU). Only the founder
+    has the `weights` that the run starts from, if any.
 
     With a `folder` each leg is saved there, and saved legs are not run again; the outcome is bit
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
@@ -301,6 +306,7 @@ def simulate(
 
     async def leg(until: int) -> dict[int, ReplicaNode]:
         run = Simulation(plan, world, tokens, progress, story, saved, until, device)
+        run.weights = weights
         return await run.run()
 
     leg_tokens = world.leg_tokens or world.total_tokens

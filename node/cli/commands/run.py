@@ -1,5 +1,6 @@
 """`farflock run`: start a new run from a manifest, and train in it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,10 +60,10 @@ def command(
       farflock run plays.toml --host 192.0.2.7
       farflock run plays.toml --set run.total_tokens=2M --threads 4
     """
-    from farflock.node.run.manifest import load
+    from farflock.node.run.manifest import load, model_folder
 
     out = Output(as_json)
-    described = load(manifest, assignments)
+    described, folder = load(manifest, assignments), model_folder(manifest, assignments)
     if dry_run:
         facts = size_facts(described, Line(peers or members_of(described), uplink, step_s))
         text = described.canonical().decode()
@@ -89,7 +90,7 @@ def command(
     return train(
         out,
         "farflock run",
-        machine_of(machine),
+        replace(machine_of(machine), model=folder),
         lambda placed, started: found(placed, described, started),
         greet,
     )

@@ -15,6 +15,7 @@ from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
     from farflock.node.model.device import Device
+    from farflock.node.model.weights_folder import WeightsFolder
     from farflock.node.run.manifest import Manifest
     from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
@@ -182,6 +183,7 @@ def command(
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
+        _require_no_weights(described)
         staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
             sim_pipeline.simulate(out, described, staged, place)
@@ -191,7 +193,8 @@ def command(
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
-        _simulate(out, described, world, folder, place)
+        weights = _weights(described, manifest, assignments)
+        _simulate(out, described, world, folder, place, weights)
 
 
 def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
@@ -216,6 +219,24 @@ def _require_no_replicas(replicas: int) -> None:
         raise click.UsageError(
             "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
         )
+
+
+def _require_no_weights(described: "Manifest") -> None:
+    from farflock.node.errors import Usage
+
+    if described.model.weights is not None:
+        why = "a simulated pipeline begins with a server of one stage, which cannot hand out others"
+        raise Usage("model.from", why, "leave out [pipeline], or start the run with farflock run")
+
+
+def _weights(
+    described: "Manifest", path: Path | None, assignments: tuple[str, ...]
+) -> "WeightsFolder | None":
+    """Return what the simulated founder's model begins with; None if the seed gives it."""
+    from farflock.node.run.manifest import model_folder
+    from farflock.node.run.model_section import first_weights
+
+    return first_weights(described.plan(), model_folder(path, assignments))
 
 
 def _link(rate: float, latency: float, loss: float) -> "LinkModel":
@@ -268,7 +289,12 @@ def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry
 
 
 def _simulate(
-    out: Output, described: "Manifest", world: "World", folder: Path | None, device: "Device"
+    out: Output,
+    described: "Manifest",
+    world: "World",
+    folder: Path | None,
+    device: "Device",
+    weights: "WeightsFolder | None",
 ) -> None:
     """Run the simulation and measure the result on the held-out text."""
     import torch
@@ -280,7 +306,7 @@ def _simulate(
     torch.set_num_threads(1)
     plan, text = described.plan(), text_of(described.data)
     with out.progress("simulating") as progress:
-        result = simulate(plan, world, text.train(), progress, folder, device)
+        result = simulate(plan, world, text.train(), progress, folder, device, weights)
     x, y = evaluation(text.held_out(), plan.seq, EVALUATED)
     measured = held_out(plan, result.states.values(), x, y, device)
     facts = {

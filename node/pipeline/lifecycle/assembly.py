@@ -9,8 +9,9 @@ import torch
 
 from farflock.node.loop import Loop
 from farflock.node.model.device import Device
-from farflock.node.model.llama import Llama, build
+from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
+from farflock.node.model.weights_folder import WeightsFolder, initial
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -53,6 +54,7 @@ class NodeServices:
     storage: Storage = in_memory  # of methods' states
     spool: Spool | None = None  # of snapshots; None: `compute` writes them into memory
     device: Device = field(default_factory=Device)  # of stages
+    weights: WeightsFolder | None = None  # that a founder's stages begin with; None: the seed's
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ class Assembly:
         constrains only pipelines."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         device = self._device(is_projected=basis is not None)
-        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
+        begun = plan.model, plan.run_seed, self.means.weights, self.pipeline.stages[index]
+        model = initial(*begun).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
         constraint: Constraint | None = None
         if basis is not None:

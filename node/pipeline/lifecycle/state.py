@@ -80,6 +80,10 @@ async def begin_anew(
     (-1: at the run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
+        if snapshot is None and plan.weights is not None:
+            raise LifeOver(
+                f"the first weights of stage {index} are not here, and no peer serves it"
+            )
         if snapshot is None:
             return InitialState("initial", "the run begins")
         return InitialState("snapshot", f"the run resumes after round {snapshot}")
