@@ -20,6 +20,7 @@ from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, St
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
+from farflock.node.pipeline.lifecycle.first_weights import serve_first
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
 from farflock.node.pipeline.lifecycle.reservations import reservations_of
@@ -135,12 +136,18 @@ class PipelineNode:
         look_on = partial(self._open_as_onlooker, index)
         # The node has one embedding: a full replica asks for it once, with its first stage.
         embedding = self.embedding if index in (0, self._stage) else FrozenEmbedding()
-        known = self.plan, self.pipeline, serving, templates, saved, look_on
+        # With a founder's folder, initial weights are the run's first ones already.
+        plan = self.plan if self.means.weights is None else replace(self.plan, weights=None)
+        known = plan, self.pipeline, serving, templates, saved, look_on
         return StageStartup(*known, self.means.report, embedding)
 
     def _look_on(self) -> None:
         for index in self._others:
             self._open_as_onlooker(index)
+        weights, means = self.means.weights, self.means
+        if weights is not None:
+            known = self.pipeline, self._others, means.compute, means.spool
+            serve_first(self.peer, weights, *known)
 
     def _open_as_onlooker(self, index: int) -> None:
         exchange_client = self._exchange_client(index)

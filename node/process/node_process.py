@@ -48,7 +48,7 @@ from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.model_section import first_weights, require_founder
+from farflock.node.run.model_section import first_weights
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
@@ -329,9 +329,7 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
-    weights = first_weights(manifest.plan(), machine.model) if saved is None else None
-    if weights is not None and manifest.pipeline is not None:
-        require_founder(stage, machine.role)
+    weights = _weights(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     text = await load_text(manifest.data)
     async with network(machine, identity, run, ()) as (directory, links):
@@ -432,6 +430,7 @@ async def _join(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
+            weights = _weights(machine, manifest, begins=False)
             node = _node(
                 machine,
                 manifest,
@@ -443,6 +442,7 @@ async def _join(
                 stage,
                 trains,
                 text,
+                weights,
             )
             node.doors = doors
             part = node.member
@@ -452,6 +452,13 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
+
+
+def _weights(machine: MachineOptions, manifest: Manifest, *, begins: bool) -> WeightsFolder | None:
+    """Return the weights that a founder's model `begins` with, or that it hands out to servers of
+    stages in a later life too."""
+    hands_out = manifest.pipeline is not None and machine.model is not None
+    return first_weights(manifest.plan(), machine.model) if begins or hands_out else None
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from farflock.node.model.weights_folder import LICENCE, WeightsFolder, licence_i
 from farflock.node.run.sections import require_name
 from farflock.node.run.sizes import completed
 from farflock.node.run.terms import RunPlan
-from farflock.swarm.roles import EVERY
 
 FROM = "from"  # a founder's key, which no resolved manifest has
 _REMEDY = "name a folder that transformers' save_pretrained wrote, as in from = 'FOLDER'"
@@ -151,15 +150,3 @@ def first_weights(plan: RunPlan, folder: Path | None) -> WeightsFolder | None:
             "name the folder with the weights that the manifest means",
         )
     return weights
-
-
-def require_founder(stage: int, role: str) -> None:
-    """Raise `Usage` unless the founder of a pipeline that starts from weights serves all stages: no
-    other peer has the weights of those that it leaves out."""
-    if stage != EVERY:
-        raise Usage(
-            f"--role {role}",
-            "the run starts from weights that only its founder has, and the other stages get"
-            " theirs from it",
-            "start it with --role replica; others may join in any role",
-        )

@@ -194,7 +194,7 @@ class PipelineSimulation:
             self.tale.events.append((_now(), number, kind, fields))
 
         device = self._world.parts[number].device or Device()
-        weights = self._weights if self._births == 1 else None
+        weights = None if number else self._weights
         return NodeServices(inline, run_pass, inline, report, device=device, weights=weights)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:

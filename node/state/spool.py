@@ -7,6 +7,7 @@ such a file too: its tensors are views of it.
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -64,8 +65,25 @@ def spooled(cut: Cut, storage: Storage) -> Spooled:
     for _, piece in cut.read():
         file[at : at + piece.nbytes] = raw(piece)
         at += piece.nbytes
+    return _in_chunks(file)
+
+
+def filled(
+    shapes: Mapping[str, tuple[int, ...]], fill: Callable[[str, Tensor], None], storage: Storage
+) -> Spooled:
+    """Return a file of float32 tensors of these shapes in memory of `storage`; `fill` writes the
+    values of each in turn."""
+    cut = Cut({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    file = room(cut.size_bytes, storage)
+    file[: len(cut.head)] = cut.head
+    for name, tensor in tensors_of(file).items():
+        fill(name, tensor)
+    return _in_chunks(file)
+
+
+def _in_chunks(file: memoryview) -> Spooled:
     fixed = file.toreadonly()
-    chunks = tuple(fixed[at : at + CHUNK_BYTES] for at in range(0, cut.size_bytes, CHUNK_BYTES))
+    chunks = tuple(fixed[at : at + CHUNK_BYTES] for at in range(0, len(file), CHUNK_BYTES))
     return Spooled(file, chunks, tuple(map(digest_of, chunks)))
 
 

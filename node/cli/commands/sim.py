@@ -183,10 +183,10 @@ def command(
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
 
-        _require_no_weights(described)
         staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
-            sim_pipeline.simulate(out, described, staged, place)
+            weights = _weights(described, manifest, assignments)
+            sim_pipeline.simulate(out, described, staged, place, weights)
         return
     _require_no_replicas(replicas)
     plan = described.plan()
@@ -219,14 +219,6 @@ def _require_no_replicas(replicas: int) -> None:
         raise click.UsageError(
             "--replicas needs a [pipeline] table in the manifest; else all peers are replicas"
         )
-
-
-def _require_no_weights(described: "Manifest") -> None:
-    from farflock.node.errors import Usage
-
-    if described.model.weights is not None:
-        why = "a simulated pipeline begins with a server of one stage, which cannot hand out others"
-        raise Usage("model.from", why, "leave out [pipeline], or start the run with farflock run")
 
 
 def _weights(

@@ -13,6 +13,7 @@ from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
     from farflock.node.model.device import Device
+    from farflock.node.model.weights_folder import WeightsFolder
     from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
@@ -72,9 +73,15 @@ def world_of(
     )
 
 
-def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device: "Device") -> None:
+def simulate(
+    out: Output,
+    described: "Manifest",
+    world: "PipelineWorld",
+    device: "Device",
+    weights: "WeightsFolder | None",
+) -> None:
     """Run the simulation, with all stages on one device, and measure the result on the held-out
-    text."""
+    text. Only the founder has the `weights` that the run starts from, if any."""
     import torch
 
     from farflock.node.assembly.text import text_of
@@ -88,7 +95,9 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device:
     placed = replace(world, parts=parts)
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
-        simulation = PipelineSimulation(described.plan(), pipeline, placed, text.train())
+        simulation = PipelineSimulation(
+            described.plan(), pipeline, placed, text.train(), weights=weights
+        )
         return await simulation.run(), simulation.nodes
 
     with out.progress("simulating"):

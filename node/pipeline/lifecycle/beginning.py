@@ -90,7 +90,8 @@ class StageStartup:
         self.report("stage", {"stage": index, "from": kind, "why": reason, "round": after})
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
-            serving.state_sync.marks["bumped"] = after
+            if after >= 0:  # a stage that was lost learns faster for a while
+                serving.state_sync.marks["bumped"] = after
         if begun.kind == "snapshot":
             self._from_disk(rounds, tokens)
         else:

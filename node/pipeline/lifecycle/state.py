@@ -14,6 +14,7 @@ import torch
 
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
+from farflock.node.pipeline.lifecycle.first_weights import fetch_first
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import (
@@ -80,13 +81,12 @@ async def begin_anew(
     (-1: at the run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
-        if snapshot is None and plan.weights is not None:
-            raise LifeOver(
-                f"the first weights of stage {index} are not here, and no peer serves it"
-            )
-        if snapshot is None:
+        if snapshot is not None:
+            return InitialState("snapshot", f"the run resumes after round {snapshot}")
+        if plan.weights is None:
             return InitialState("initial", "the run begins")
-        return InitialState("snapshot", f"the run resumes after round {snapshot}")
+        first = await fetch_first(peer, plan, stages[index], index)
+        return InitialState("first", "the run begins with its founder's weights", first)
     now = Situation(
         round=after,
         layers=tuple(map(len, stages)),
@@ -110,6 +110,9 @@ async def begin_anew(
         raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")
     except (Unrecoverable, SnapshotUnavailable) as reason:
         log.warning("stage %d starts again from initial weights: %s", index, reason)
+        if plan.weights is not None:
+            first = await fetch_first(peer, plan, stages[index], index)
+            return InitialState("first", str(reason), first)
         return InitialState("initial", str(reason))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from worlds.model_folder import write_model
 
-from farflock.node.errors import Failure, Usage
+from farflock.node.errors import Failure
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found
 from farflock.node.run.manifest import resolve
@@ -23,31 +23,23 @@ def machine(tmp_path):
     return MachineOptions(RunFolder.at(tmp_path / "node"))
 
 
-def described(folder, **tables):
-    model = {"from": str(folder), "tied": "pipeline" not in tables}
-    return resolve({"model": model, "train": {"batch": 2, "seq": 32}} | tables)
+def described(folder):
+    return resolve({"model": {"from": str(folder)}, "train": {"batch": 2, "seq": 32}})
 
 
-def refusal(machine, manifest, kind):
-    with pytest.raises(kind) as caught:
+def refusal(machine, manifest):
+    with pytest.raises(Failure) as caught:
         asyncio.run(found(machine, manifest, lambda node: pytest.fail("it has started")))
     return str(caught.value)
 
 
 def test_a_founder_without_the_folder_is_refused(machine, folder):
-    said = refusal(machine, described(folder), Failure)
+    said = refusal(machine, described(folder))
     assert said.startswith("the run cannot begin here: it starts from trained weights")
 
 
 def test_a_founder_with_other_weights_is_refused(machine, folder, tmp_path):
     other = replace(machine, model=write_model(tmp_path / "other", seed=5))
-    said = refusal(other, described(folder), Failure)
+    said = refusal(other, described(folder))
     assert "it starts from the weights" in said
     assert said.endswith("name the folder with the weights that the manifest means")
-
-
-def test_a_founder_of_one_stage_is_refused(machine, folder):
-    manifest = described(folder, pipeline={"stages": 2, "batch": 4})
-    for role in ("auto", "stage:1", "trainer"):
-        said = refusal(replace(machine, model=folder, role=role), manifest, Usage)
-        assert said.startswith(f"--role {role}: the run starts from weights that only its founder")

@@ -113,9 +113,8 @@ def test_a_resolved_manifest_written_to_a_file_resolves_to_itself(tmp_path):
 def test_sizes_alone_describe_a_model_and_beside_a_preset_replace_its_own():
     sizes = "model={dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32, context=64}"
     assert resolved(sizes).model.dim == 16
-    assert resolved("model.layers=5").model.shape == msgspec.structs.replace(
-        PRESETS["tiny"], layers=5
-    )
+    deeper = msgspec.structs.replace(PRESETS["tiny"], layers=5)
+    assert resolved("model.layers=5").model.shape == deeper
 
 
 @settings(max_examples=25, deadline=None)

@@ -7,9 +7,9 @@ from worlds.model_folder import QWEN3, SMALL, SPLIT, write_model
 
 from farflock.node.errors import Failure, Usage
 from farflock.node.model.weights_folder import SINGLE_NAME, WeightsFolder
+from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import load, model_folder, parse, resolve
-from farflock.node.run.model_section import first_weights, require_founder
-from farflock.swarm.roles import EVERY
+from farflock.node.run.model_section import first_weights
 
 
 @pytest.fixture
@@ -142,17 +142,16 @@ def test_only_a_founder_with_the_very_weights_begins(folder, tmp_path):
 STAGED = {"stages": 2, "batch": 4}
 
 
-def staged(folder, **pipeline):
-    model = {"from": str(folder), "tied": False}
+def staged(folder, *, tied=False, **pipeline):
+    model = {"from": str(folder), "tied": tied}
     train = {"batch": 2, "seq": 32}
     return resolve({"model": model, "train": train, "pipeline": STAGED | pipeline})
 
 
-def test_a_pipeline_starts_from_a_folder_if_its_founder_serves_all_stages(folder):
-    assert staged(folder).plan().weights is not None
-    require_founder(EVERY, "replica")
-    with pytest.raises(Usage, match="start it with --role replica; others may join in any role"):
-        require_founder(0, "auto")
+def test_a_pipeline_starts_from_a_folder(folder):
+    assert staged(folder).plan().weights == resolved(folder, tied=False).model.weights
+    with pytest.raises(Uncomposable, match=r"set model\.tied to false"):
+        staged(folder, tied=True)
 
 
 def test_a_pipeline_in_a_random_subspace_cannot_start_from_trained_weights(folder):

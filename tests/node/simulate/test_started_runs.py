@@ -113,27 +113,42 @@ def staged(tmp_path, parts, rate=STILL, config=SPLIT, limit_s=600.0):
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("config", [SPLIT, QWEN3], ids=["llama", "qwen3"])
-def test_servers_of_stages_get_their_first_weights_from_the_founder(tmp_path, config):
-    parts = PeerRole(EVERY, trains=True), PeerRole(0), PeerRole(1), PeerRole(trains=True)
-    nodes, tale, ended = staged(tmp_path, parts, config=config)
+FOUNDERS = {
+    "replica": (PeerRole(EVERY, trains=True), PeerRole(0), PeerRole(1), PeerRole(trains=True)),
+    "stage": (PeerRole(0, trains=True), PeerRole(1), PeerRole(0), PeerRole(1)),
+    "trainer": (PeerRole(trains=True), PeerRole(1), PeerRole(0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("founder", "config"),
+    [("replica", SPLIT), ("stage", SPLIT), ("stage", QWEN3), ("trainer", SPLIT)],
+    ids=["replica", "stage", "qwen3", "trainer"],
+)
+def test_servers_of_stages_get_their_first_weights_from_the_founder(tmp_path, founder, config):
+    nodes, tale, ended = staged(tmp_path, FOUNDERS[founder], config=config)
     assert ended
-    assert not tale.fields("stage")  # a stage that a peer began by itself is reported
-    for number in range(3):
-        for serving in nodes[number].servings:
+    begun = {(fields["stage"], fields["from"]) for fields in tale.fields("stage")}
+    anew = {"replica": (), "stage": (1,), "trainer": (0, 1)}[founder]
+    assert begun == {(stage, "first") for stage in anew}
+    for node in nodes.values():
+        for serving in node.servings:
             span = serving.model.span
-            begun = {name: x.detach() for name, x in build(config, 77, span).named_parameters()}
-            close(evaluated(serving), begun)
+            wanted = {name: x.detach() for name, x in build(config, 77, span).named_parameters()}
+            close(evaluated(serving), wanted)
             assert serving.loop.step
 
 
-def test_a_stage_without_its_first_weights_does_not_begin_with_others(tmp_path):
+def test_a_stage_without_its_first_weights_does_not_begin_with_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("farflock.node.pipeline.node.serve_first", lambda *known: None)
+    monkeypatch.setattr("farflock.node.pipeline.lifecycle.first_weights.FIRST_TIMEOUT_S", 10.0)
     parts = PeerRole(0, trains=True), PeerRole(1)
     _, tale, ended = staged(tmp_path, parts, limit_s=60.0)
     assert not ended
     assert not tale.fields("stage")
     reasons = {str(fields["reason"]) for fields in tale.fields("over")}
-    assert reasons == {"the first weights of stage 1 are not here, and no peer serves it"}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("the first weights of stage 1 cannot be had: no snapshot of")
 
 
 def test_a_method_restored_elsewhere_evaluates_the_same(weights):

@@ -13,6 +13,8 @@ from msgspec import structs
 
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
+from farflock.node.pipeline.lifecycle.first_weights import FIRST
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.state import (
     SCALE,
     begin_anew,
@@ -65,7 +67,7 @@ class Swarm:
     def gone(self, view, peer):
         return peer in self.departed
 
-    async def fetch(self, name, timeout_s, *, stage, max_bytes):
+    async def fetch(self, name, timeout_s, *, max_bytes, stage=None):
         self.asked.append((name, stage))
         if name not in self.served or sum(map(len, self.served[name].chunks)) > max_bytes:
             raise SnapshotUnavailable(f"no snapshot of {name} within {timeout_s:.0f} s")
@@ -155,6 +157,20 @@ def test_where_the_run_begins_a_stage_has_its_initial_weights_or_its_checkpoints
     assert (found.kind, found.tensors) == ("snapshot", None)
     assert "round 4" in found.reason
     assert not swarm.asked
+
+
+@pytest.mark.parametrize(("after", "why"), [(-1, "the run begins"), (9, "stage 2 is lost too")])
+def test_a_run_of_trained_weights_begins_a_stage_with_those_and_never_with_the_seeds(after, why):
+    plan, swarm = replace(plan_of(), weights="0" * 64), Swarm(0)
+    with pytest.raises(LifeOver, match="the first weights of stage 1 cannot be had"):
+        begun(swarm, plan, after=after)
+    weights = {name: x.detach() for name, x in build(MODEL, 5, STAGES[1]).named_parameters()}
+    swarm.served[f"{FIRST}/1"] = snapshot_of(weights)
+    found = begun(swarm, plan, after=after)
+    assert found.kind == "first"
+    assert why in found.reason
+    assert all(torch.equal(found.tensors[name], weight) for name, weight in weights.items())
+    assert swarm.asked == [(f"{FIRST}/1", None)] * 2
 
 
 @pytest.mark.parametrize(
