@@ -72,9 +72,12 @@ class Line:
     step_s: float
 
 
-def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
+def size_facts(
+    described: "Manifest", line: Line, stored_bytes: int | None = None
+) -> dict[str, Any]:
     """Return the sizes of a run for `--json`, sums over a round of each stream among them; raise
-    `Usage` if a stream cannot travel at all."""
+    `Usage` if a stream cannot travel at all. `stored_bytes` are those of the weights in the folder
+    that a founder's run starts from."""
     from farflock.node.run.memory import needed_bytes, needed_device_bytes, needed_stage_bytes
     from farflock.node.train.run_size import exchanged, stream_sizes
 
@@ -94,7 +97,29 @@ def size_facts(described: "Manifest", line: Line) -> dict[str, Any]:
         "memory_host": max(memory),
         "memory_device": needed_device_bytes(plan) if pipeline is None else 0,
         **asdict(line),
+        "start": _start_facts(described, line, stored_bytes),
         "streams": facts,
+    }
+
+
+def _start_facts(
+    described: "Manifest", line: Line, stored_bytes: int | None
+) -> dict[str, Any] | None:
+    """Return what the weights that a run starts from take; None if they come from its seed."""
+    from farflock.node.run.memory import VALUE_BYTES, stage_parameters
+
+    plan, pipeline = described.plan(), described.pipeline_plan()
+    if plan.weights is None:
+        return None
+    spans = [range(plan.model.layers)] if pipeline is None else pipeline.stages
+    largest = VALUE_BYTES * max(stage_parameters(plan.model, span) for span in spans)
+    return {
+        "weights": plan.weights,
+        "architecture": plan.model.architecture,
+        "licence": described.model.licence,
+        "stored_bytes": stored_bytes,
+        "memory_bytes": largest,
+        "download_s": largest / line.bytes_per_s,
     }
 
 
@@ -134,6 +159,8 @@ def size_text(facts: dict[str, Any]) -> str:
         f"line       {facts['bytes_per_s'] * 8 / 1e6:,g} Mbit/s (--uplink),"
         f" {facts['peers']} peers (--peers), {facts['step_s']:g} s a step (--step)",
     ]
+    if (start := facts["start"]) is not None:
+        lines.append(_start_text(start))
     if facts["memory_device"]:
         lines.append(
             f"device     about {_bytes(facts['memory_device'])} of its memory, if one trains whole"
@@ -163,6 +190,16 @@ def size_text(facts: dict[str, Any]) -> str:
         if not each["meets_deadline"]
     ]
     return "\n".join([*lines, plain_table(COLUMNS, rows), *late])
+
+
+def _start_text(start: dict[str, Any]) -> str:
+    stored = start["stored_bytes"]
+    read = "" if stored is None else f"a founder reads {_bytes(stored)} of files; "
+    return (
+        f"weights    {start['architecture']} {start['weights'][:16]}…, licence {start['licence']}:"
+        f" {read}{_bytes(start['memory_bytes'])} of memory for the model, or its largest stage;"
+        f" a newcomer downloads as much at least, {start['download_s']:,.0f} s on this line"
+    )
 
 
 def _bytes(count: float) -> str:

@@ -65,7 +65,12 @@ def command(
     out = Output(as_json)
     described, folder = load(manifest, assignments), model_folder(manifest, assignments)
     if dry_run:
-        facts = size_facts(described, Line(peers or members_of(described), uplink, step_s))
+        from farflock.node.model.weights_folder import WeightsFolder
+
+        line = Line(peers or members_of(described), uplink, step_s)
+        shape = described.model.shape
+        stored = None if folder is None else WeightsFolder(folder, shape).stored_bytes
+        facts = size_facts(described, line, stored)
         text = described.canonical().decode()
         out.result(
             {"manifest": text, "hash": described.hash(), **facts},

@@ -17,6 +17,7 @@ from farflock.node.model.hf_config import (
     hugging_face_config,
 )
 from farflock.node.model.llama import PRESETS, ModelConfig, RopeScaling, build, rotary
+from farflock.node.model.weights_folder import WeightsFolder, initial
 
 SMALL = msgspec.structs.replace(PRESETS["tiny"], norm_eps=1e-6)
 LLAMA3 = RopeScaling(factor=8.0, low=1.0, high=4.0, trained_context=16)
@@ -344,7 +345,8 @@ def theirs(folder, fields):
     with torch.no_grad():  # no bias is zero, no norm one, and attention attends
         for weight in model.parameters():
             weight.mul_(3).add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 3
     return model
 
 
@@ -361,16 +363,16 @@ def test_logits_equal_those_of_transformers(tmp_path, name, changes):
     other = theirs(tmp_path, narrow(name, **changes))
     config = config_in(tmp_path)  # as transformers wrote it
     assert config == config_of(json.dumps(narrow(name, **changes)).encode())
-    ours, weights = build(config, 0).eval(), dict(other.named_parameters())
-    ours.load_state_dict(weights)
+    ours = initial(config, 0, WeightsFolder(tmp_path, config))
     ids = torch.randint(0, 120, (2, 300), generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
-        wanted = other(ids).logits
+        wanted, loss = other(ids).logits, float(other(ids, labels=ids).loss)
         found = ours(ids)
+        assert float(ours(ids[:, :-1], ids[:, 1:])) == pytest.approx(loss, abs=1e-4)
     assert float((found - wanted).abs().max()) <= 1e-4
     assert float(wanted.std()) > 0.5
-    twisted = build(msgspec.structs.replace(config, rope_theta=2_000.0), 0)
-    twisted.load_state_dict(weights)
+    config = msgspec.structs.replace(config, rope_theta=2_000.0)
+    twisted = initial(config, 0, WeightsFolder(tmp_path, config))
     with torch.no_grad():
         assert float((twisted(ids) - wanted).abs().max()) > 1e-2  # positions count
 

@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from worlds.model_folder import SPLIT, write_model
 
 ROOT = Path(__file__).parents[4]
 
@@ -42,6 +44,59 @@ def test_for_people_the_dry_run_is_toml_the_hash_and_what_the_run_needs(farflock
     digest, *sizes = below.split("\n")
     assert (len(digest), err) == (64, "")
     assert [line.split(" ")[0] for line in sizes[1:4]] == ["parameters", "memory", "line"]
+
+
+def test_the_dry_run_says_what_a_model_to_start_from_takes(farflock, manifest, tmp_path):
+    write_model(tmp_path / "model", SPLIT, dtype=torch.bfloat16)
+    start = '[model]\nfrom = "model"\n[train]\nseq = 32\nbatch = 2\n'
+    manifest.write_text(start)
+    arguments = ("run", manifest, "--dry-run", "--uplink", "8mbit")
+    facts = json.loads(farflock(*arguments, "--json")[1])
+    found, weights = facts["start"], SPLIT.parameters()
+    assert (found["architecture"], found["licence"]) == ("llama", "apache-2.0")
+    assert (found["stored_bytes"], found["memory_bytes"]) == (2 * weights, 4 * weights)
+    assert found["download_s"] == 4 * weights / 1e6
+    assert facts["memory_host"] > facts["memory_device"] > 16 * weights
+    _, out, _ = farflock(*arguments)
+    (line,) = [line for line in out.splitlines() if line.startswith("weights    ")]
+    assert "llama" in line
+    assert "licence apache-2.0: a founder reads 45.6 kB of files; 91.1 kB of memory" in line
+    manifest.write_text(f"{start}[pipeline]\nstages = 2\nbatch = 4\n")
+    (staged,) = [json.loads(farflock(*arguments, "--json")[1])["start"]]
+    assert staged["memory_bytes"] < 4 * weights
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(facts["manifest"])
+    again = json.loads(farflock("run", resolved, "--dry-run", "--json")[1])
+    assert again["start"]["stored_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", b'{"auto_map": {"AutoModel": "x.y"}}', "code of its own (auto_map)"),
+        ("config.json", b'{"architectures": ["GPT2LMHeadModel"]}', "LlamaForCausalLM, Mistral"),
+        ("config.json", None, "is no folder of a Hugging Face model"),
+        (
+            "model.safetensors",
+            b"\x08\0\0\0\0\0\0\0{}      ",
+            "tensors are missing (lm_head.weight, model.embed",
+        ),
+        ("model.safetensors", b"\xff" * 8, "claims a head of"),
+        ("model.safetensors", None, "it has no weights"),
+    ],
+)
+def test_a_bad_model_is_one_sentence_before_anything_starts(
+    farflock, manifest, tmp_path, file, content, named
+):
+    folder = write_model(tmp_path / "model", SPLIT, shards=1)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    manifest.write_text('[model]\nfrom = "model"\n[train]\nseq = 32\n')
+    code, out, err = farflock("run", manifest)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert named in err
+    assert "; " in err
 
 
 LLAMA = """
