@@ -41,14 +41,13 @@ from farflock.node.process.network import (
     learn_run,
     network,
 )
-from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
+from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of, weights_of
 from farflock.node.process.room import fitted, storage_of, with_room
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.status import PartnerStatus, Status, Waiting
-from farflock.node.process.torchrun import unless_lost
+from farflock.node.process.torchrun import leading, unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.model_section import first_weights
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.outer_files import OuterFiles
@@ -329,7 +328,7 @@ async def _found(
     trains: bool,
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
-    weights = _weights(machine, manifest, begins=saved is None)
+    weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     text = await load_text(manifest.data)
     async with network(machine, identity, run, ()) as (directory, links):
@@ -430,7 +429,7 @@ async def _join(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
-            weights = _weights(machine, manifest, begins=False)
+            weights = weights_of(machine, manifest, begins=False)
             node = _node(
                 machine,
                 manifest,
@@ -452,13 +451,6 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
-
-
-def _weights(machine: MachineOptions, manifest: Manifest, *, begins: bool) -> WeightsFolder | None:
-    """Return the weights that a founder's model `begins` with, or that it hands out to servers of
-    stages in a later life too."""
-    hands_out = manifest.pipeline is not None and machine.model is not None
-    return first_weights(manifest.plan(), machine.model) if begins or hands_out else None
 
 
 @contextlib.contextmanager
@@ -579,8 +571,7 @@ def _node(
     text: NodeText,
     weights: WeightsFolder | None = None,
 ) -> NodeProcess:
-    """Assemble the node, which begins with these weights if it founds a run that starts from them;
-    its worker threads end with the process."""
+    """Assemble the node, whose first weights these are; its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
@@ -590,15 +581,8 @@ def _node(
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains, weights)
     else:
-        plan, ranks, shared = manifest.plan(), machine.ranks, None
-        if ranks is not None:
-            from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
-
-            options = machine.step_options
-            how = options.checkpoints, options.compile == "on", options.micro_batch or 0
-            begun = "" if weights is None else str(weights.folder.absolute())
-            assignment = Assignment(manifest.canonical(), peer.me, *how, begun)
-            shared = lead(ranks, assignment, text.tokens, machine.device)
+        plan, shared = manifest.plan(), leading(machine, manifest, peer.me, text.tokens, weights)
+        if shared is not None:
             shared.replica.spool = copies
         part = replica = replica_node(
             plan,

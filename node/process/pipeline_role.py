@@ -28,6 +28,7 @@ from farflock.node.run.memory import (
     require_stage_device_memory,
     require_stage_memory,
 )
+from farflock.node.run.model_section import first_weights
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
@@ -96,6 +97,15 @@ def last_of_part(
         if found and len(found) == len(saved)
         else None
     )
+
+
+def weights_of(
+    machine: MachineOptions, manifest: Manifest, *, begins: bool
+) -> WeightsFolder | None:
+    """Return the weights that a founder's model `begins` with, or that it hands out to servers of
+    stages in a later life too."""
+    hands_out = manifest.pipeline is not None and machine.model is not None
+    return first_weights(manifest.plan(), machine.model) if begins or hands_out else None
 
 
 def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:

@@ -25,11 +25,17 @@ from farflock.node.model.ranks import (
     FollowerLost,
     Ranks,
 )
+from farflock.node.model.weights_folder import WeightsFolder
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import ASKING
+from farflock.node.run.manifest import Manifest
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+    from farflock.node.assembly.followers import SharedPart
 
 GROUP_TIMEOUT_S = 600.0  # for the start of all processes, and for one collective of the model
 NO_GROUPS = ("mps",)  # devices that torch.distributed does not know
@@ -92,6 +98,31 @@ def _meet(place: Place, device: Device) -> "Store":
     store = PrefixStore("farflock", found)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     return store
+
+
+def leading(
+    machine: MachineOptions,
+    manifest: Manifest,
+    me: str,
+    tokens: TokenIds,
+    weights: WeightsFolder | None,
+) -> "SharedPart | None":
+    """Return the leader's part of a model that several processes train as one peer, once the
+    followers have theirs; None if this process is alone."""
+    if machine.ranks is None:
+        return None
+    from farflock.node.assembly.followers import Assignment, lead  # late: it loads FSDP
+
+    options = machine.step_options
+    assignment = Assignment(
+        manifest.canonical(),
+        me,
+        checkpoints=options.checkpoints,
+        compiles=options.compile == "on",
+        micro_batch=options.micro_batch or 0,
+        weights="" if weights is None else str(weights.folder.absolute()),
+    )
+    return lead(machine.ranks, assignment, tokens, machine.device)
 
 
 def follow_leader(ranks: Ranks, device: Device, threads: int) -> None:

@@ -73,7 +73,9 @@ def filled(
 ) -> Spooled:
     """Return a file of float32 tensors of these shapes in memory of `storage`; `fill` writes the
     values of each in turn."""
-    cut = Cut({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    kind = torch.float32
+    blank = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape in shapes.items()}
+    cut = Cut(blank)
     file = room(cut.size_bytes, storage)
     file[: len(cut.head)] = cut.head
     for name, tensor in tensors_of(file).items():
