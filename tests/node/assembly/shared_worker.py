@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from worlds.model_folder import QWEN3, weights_of, write_model
 
 from farflock.node.assembly.followers import Assignment, lead
 from farflock.node.assembly.node import replica_node
@@ -21,6 +22,7 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
 from farflock.node.model.ranks import FollowerLost
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
@@ -36,11 +38,11 @@ TOKENS = 960
 BATCH, SEQ, ACCUMULATE = 3, 32, 2  # two processes take one row and two
 
 
-def manifest(corpus, method="diloco", **options):
+def manifest(corpus, method="diloco", model=None, **options):
     return resolve(
         {
             "run": {"name": "shared", "seed": 3, "total_tokens": TOKENS},
-            "model": {"preset": "tiny"},
+            "model": model or {"preset": "tiny"},
             "train": {
                 "batch": BATCH,
                 "seq": SEQ,
@@ -61,6 +63,7 @@ class World:
     def __init__(self, ranks, folder):
         self.ranks, self.corpus = ranks, str(folder / "corpus.txt")
         self.identity = Identity.from_seed(bytes(32))
+        self.weights = None  # that the run starts from, if not from its seed
         Path(self.corpus).write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
         self.text = ByteTokenizer().encode(load_corpus(self.corpus).train)
 
@@ -87,10 +90,17 @@ class World:
 
         part = None
         if shared:
-            assignment = Assignment(described.canonical(), peer.me, *how)
+            begun = "" if self.weights is None else str(self.weights.folder)
+            assignment = Assignment(described.canonical(), peer.me, *how, weights=begun)
             part = lead(self.ranks, assignment, self.text, Device())
         return replica_node(
-            described.plan(), peer, self.text, compute=compute, train=train, shared=part
+            described.plan(),
+            peer,
+            self.text,
+            compute=compute,
+            train=train,
+            shared=part,
+            weights=self.weights,
         )
 
     def trained(self, described, shared, saved=None, how=()):
@@ -202,6 +212,16 @@ def so_it_is_on_other_terms(world, folder):
 
 def layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time(world, folder):
     local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False, 1))
+
+
+def each_rank_reads_its_rows_of_a_folder(world, folder):
+    model = {"from": str(write_model(folder / "model", QWEN3))}
+    described = world.manifest(model=model, **OPTIONS)
+    world.weights = WeightsFolder(folder / "model", QWEN3)
+    began, _, _ = world.trained(described, shared=True)
+    wanted = weights_of(QWEN3)
+    assert all(torch.equal(began["replica"][f"param.{name}"], x) for name, x in wanted.items())
+    local_steps_are_those_of_one_process(world, described)
 
 
 def layers_are_compiled(world, folder):

@@ -68,6 +68,11 @@ def test_they_do_so_a_sequence_at_a_time_with_layers_computed_again_and_losses_i
     assert pair(case) == ["", ""]
 
 
+@pytest.mark.ci_more
+def test_they_begin_with_the_weights_of_a_folder(pair):
+    assert pair("each_rank_reads_its_rows_of_a_folder") == ["", ""]
+
+
 @pytest.mark.long
 def test_they_do_so_with_compiled_layers(pair):
     assert pair("layers_are_compiled") == ["", ""]
