@@ -76,10 +76,18 @@ def shared_part(
     for layer in model.blocks() if assignment.compiles else ():
         layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)
-    terms = plan.run_seed, assignment.peer, plan.batch, plan.seq
-    batches = Batches(tokens, *terms, recurring=plan.samples)
-    computed = device, assignment.micro_batch or None
-    task = SharedTask(model, replica, batches, plan.schedule, plan.accumulate, *computed)
+    batches = Batches(
+        tokens, plan.run_seed, assignment.peer, plan.batch, plan.seq, recurring=plan.samples
+    )
+    task = SharedTask(
+        model,
+        replica,
+        batches,
+        plan.schedule,
+        plan.accumulate,
+        device,
+        assignment.micro_batch or None,
+    )
     return SharedPart(model, replica, task)
 
 

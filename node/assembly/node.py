@@ -125,8 +125,16 @@ def task_of(
     model.logits_at_once = logits_on(device)
     inner = plan.inner_of(model, fused=device.has_fused_adamw, moments=options.moments)
     replica = PlainReplica(model, inner, plan.clip_norm)
-    terms = (plan.schedule, plan.accumulate, plan.autocast)
-    task = LanguageModelTask(model, replica, batches, *terms, device, options.micro_batch)
+    task = LanguageModelTask(
+        model,
+        replica,
+        batches,
+        plan.schedule,
+        plan.accumulate,
+        plan.autocast,
+        device,
+        options.micro_batch,
+    )
     if options.compiles_on(device):
         task.compiled = CompiledLayers(model)
     return task

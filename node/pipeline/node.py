@@ -132,22 +132,27 @@ class PipelineNode:
 
     def _beginning(self, serving: StageNode) -> StageStartup:
         index = serving.index
-        templates, saved = self.exchanges.templates(index), self.saved.get(index)
-        look_on = partial(self._open_as_onlooker, index)
         # The node has one embedding: a full replica asks for it once, with its first stage.
         embedding = self.embedding if index in (0, self._stage) else FrozenEmbedding()
         # With a founder's folder, initial weights are the run's first ones already.
         plan = self.plan if self.means.weights is None else replace(self.plan, weights=None)
-        known = plan, self.pipeline, serving, templates, saved, look_on
-        return StageStartup(*known, self.means.report, embedding)
+        return StageStartup(
+            plan=plan,
+            pipeline=self.pipeline,
+            serving=serving,
+            templates=self.exchanges.templates(index),
+            saved=self.saved.get(index),
+            look_on=partial(self._open_as_onlooker, index),
+            report=self.means.report,
+            embedding=embedding,
+        )
 
     def _look_on(self) -> None:
         for index in self._others:
             self._open_as_onlooker(index)
         weights, means = self.means.weights, self.means
         if weights is not None:
-            known = self.pipeline, self._others, means.compute, means.spool
-            serve_first(self.peer, weights, *known)
+            serve_first(self.peer, weights, self.pipeline, self._others, means.compute, means.spool)
 
     def _open_as_onlooker(self, index: int) -> None:
         exchange_client = self._exchange_client(index)

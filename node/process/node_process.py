@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
-from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.node import ReplicaNode
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, RefusedByRun
@@ -29,7 +29,6 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.passes.stage import used_by_stages
-from farflock.node.process.brake import with_brake
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
@@ -42,23 +41,21 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of, weights_of
-from farflock.node.process.room import fitted, storage_of, with_room
+from farflock.node.process.replica_role import replica_of
+from farflock.node.process.room import fitted, with_room
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.status import PartnerStatus, Status, Waiting
-from farflock.node.process.torchrun import leading, unless_lost
+from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
-from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.node.train.run_size import require_carried
-from farflock.node.train.state_sync import Spool
 from farflock.node.train.task import StepImpossible
-from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.chunk_store import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
@@ -334,17 +331,17 @@ async def _found(
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
-            machine,
-            manifest,
-            run,
-            identity.peer,
-            peer,
-            directory,
-            links,
-            stage,
-            trains,
-            text,
-            weights,
+            machine=machine,
+            manifest=manifest,
+            run=run,
+            founder=identity.peer,
+            peer=peer,
+            directory=directory,
+            links=links,
+            stage=stage,
+            trains=trains,
+            text=text,
+            weights=weights,
         )
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
@@ -431,17 +428,17 @@ async def _join(
                 links.record(role=role_of(stage))
             weights = weights_of(machine, manifest, begins=False)
             node = _node(
-                machine,
-                manifest,
-                invite.run,
-                invite.founder,
-                peer,
-                directory,
-                links,
-                stage,
-                trains,
-                text,
-                weights,
+                machine=machine,
+                manifest=manifest,
+                run=invite.run,
+                founder=invite.founder,
+                peer=peer,
+                directory=directory,
+                links=links,
+                stage=stage,
+                trains=trains,
+                text=text,
+                weights=weights,
             )
             node.doors = doors
             part = node.member
@@ -559,6 +556,7 @@ def _peer(
 
 
 def _node(
+    *,
     machine: MachineOptions,
     manifest: Manifest,
     run: str,
@@ -569,49 +567,20 @@ def _node(
     stage: int,
     trains: bool,
     text: NodeText,
-    weights: WeightsFolder | None = None,
+    weights: WeightsFolder | None,
 ) -> NodeProcess:
     """Assemble the node, whose first weights these are; its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
-    files, copies = Worker("files"), OuterFiles(machine.folder.snapshots).allocate
+    files = Worker("files")
     report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
         part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains, weights)
     else:
-        plan, shared = manifest.plan(), leading(machine, manifest, peer.me, text.tokens, weights)
-        if shared is not None:
-            shared.replica.spool = copies
-        part = replica = replica_node(
-            plan,
-            peer,
-            text.tokens,
-            compute=Worker("state"),  # training waits for it, not for what others need reduced
-            train=Worker("train"),
-            report=report,
-            storage=storage_of(machine),
-            spool=Spool(files, copies),
-            spread=spread_over(machine.codec_threads),
-            device=machine.device,
-            step_options=machine.step_options,
-            shared=shared,
-            weights=weights,
-        )
-        keepers = [
-            CheckpointManager(
-                part,
-                machine.folder,
-                run,
-                manifest.canonical().decode(),
-                machine.checkpoint_s,
-                keep=machine.keep,
-                keep_bytes=machine.keep_bytes,
-                tokenizer=text.tokenizer,
-            )
-        ]
-        replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)
+        part, keeper = replica_of(machine, manifest, run, peer, text, report, files, weights)
+        keepers = [keeper]
     return NodeProcess(
         machine,
         manifest,

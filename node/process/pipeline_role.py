@@ -153,7 +153,12 @@ def part_of(
         role = role_of(serving.index)
         keepers.append(
             CheckpointManager(
-                *(serving, machine.folder, run, terms, machine.checkpoint_s, role),
+                serving,
+                machine.folder,
+                run,
+                terms,
+                machine.checkpoint_s,
+                role,
                 keep=machine.keep,
                 keep_bytes=machine.keep_bytes,
                 compute=worker,

@@ -99,7 +99,7 @@ def require_tokenizer(data: DataSection, vocab_size: int) -> None:
         raise Usage(
             f"model.vocab_size: {vocab_size}",
             f"the tokenizer {data.tokenizer!r:.20} has {vocabulary} tokens",
-            f"set it to {vocabulary} or more",
+            f"set it to {vocabulary} or more, or name the model's own tokenizer",
         )
 
 

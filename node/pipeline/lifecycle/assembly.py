@@ -149,8 +149,8 @@ class Assembly:
         constrains only pipelines."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         device = self._device(is_projected=basis is not None)
-        begun = plan.model, plan.run_seed, self.means.weights, self.pipeline.stages[index]
-        model = initial(*begun).to(self.edges.dtype)
+        span = self.pipeline.stages[index]
+        model = initial(plan.model, plan.run_seed, self.means.weights, span).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
         constraint: Constraint | None = None
         if basis is not None:

@@ -77,7 +77,7 @@ class World:
         terms = RunTerms("3", 3, view_s=2.0)
         return Peer(terms, me, links, None, incarnation=1, record=lambda: record)
 
-    def node(self, peer, described, shared, losses=None, how=()):
+    def node(self, peer, described, shared, losses=None, **how):
         async def compute(work):
             return work()
 
@@ -91,7 +91,7 @@ class World:
         part = None
         if shared:
             begun = "" if self.weights is None else str(self.weights.folder)
-            assignment = Assignment(described.canonical(), peer.me, *how, weights=begun)
+            assignment = Assignment(described.canonical(), peer.me, **how, weights=begun)
             part = lead(self.ranks, assignment, self.text, Device())
         return replica_node(
             described.plan(),
@@ -103,15 +103,15 @@ class World:
             weights=self.weights,
         )
 
-    def trained(self, described, shared, saved=None, how=()):
+    def trained(self, described, shared, saved=None, **how):
         """Return a node's state at the start, the node at the end, and its losses. A node with a
-        checkpoint only loads it. `how` says whether several processes compute layers again, whether
-        they compile them, and how many sequences each computes at once."""
+        checkpoint only loads it. `how` is what an `Assignment` says on how several processes
+        compute."""
         losses = []
 
         async def main():
             async with self.peer().running() as peer:
-                node = self.node(peer, described, shared, losses, how)
+                node = self.node(peer, described, shared, losses, **how)
                 node.peer.found()
                 if saved is not None:
                     load_state(node, saved)
@@ -147,8 +147,8 @@ def close(one, other):
             assert away <= 1e-3 * other[part][name].double().norm() + 1e-9, f"{part} {name}"
 
 
-def local_steps_are_those_of_one_process(world, described, how=()):
-    began, node, losses = world.trained(described, shared=True, how=how)
+def local_steps_are_those_of_one_process(world, described, **how):
+    began, node, losses = world.trained(described, shared=True, **how)
     began_alone, alone, losses_alone = world.trained(described, shared=False)
     same(began, began_alone)
     assert len(losses) == len(losses_alone) >= 5
@@ -211,7 +211,9 @@ def so_it_is_on_other_terms(world, folder):
 
 
 def layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time(world, folder):
-    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (True, False, 1))
+    local_steps_are_those_of_one_process(
+        world, world.manifest(**OPTIONS), checkpoints=True, micro_batch=1
+    )
 
 
 def each_rank_reads_its_rows_of_a_folder(world, folder):
@@ -225,7 +227,7 @@ def each_rank_reads_its_rows_of_a_folder(world, folder):
 
 
 def layers_are_compiled(world, folder):
-    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), (False, True))
+    local_steps_are_those_of_one_process(world, world.manifest(**OPTIONS), compiles=True)
 
 
 def a_follower_fails(world, folder):

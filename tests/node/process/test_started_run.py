@@ -1,6 +1,5 @@
 """A founder that cannot hand out the weights of its run is refused before anything starts."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found
 from farflock.node.run.manifest import resolve
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def described(folder):
 
 def refusal(machine, manifest):
     with pytest.raises(Failure) as caught:
-        asyncio.run(found(machine, manifest, lambda node: pytest.fail("it has started")))
+        run_virtual(found(machine, manifest, lambda node: pytest.fail("it has started")))
     return str(caught.value)
 
 

@@ -1,5 +1,7 @@
 """A founder's [model] names a folder; a resolved one has its sizes and its weights' hash."""
 
+import re
+
 import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,6 +12,7 @@ from farflock.node.model.weights_folder import SINGLE_NAME, WeightsFolder
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import load, model_folder, parse, resolve
 from farflock.node.run.model_section import first_weights
+from farflock.node.tokens.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture
@@ -124,6 +127,30 @@ def test_a_vocabulary_smaller_than_the_datas_is_refused_before_weights_are_read(
         path.unlink()
     with pytest.raises(Usage, match=r"model.vocab_size: 200: the tokenizer 'bytes' has 256 tokens"):
         resolved(folder)
+
+
+def test_a_tokenizer_has_to_fit_the_vocabulary_of_the_folder_which_stays_as_it_is(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
+    tok = tmp_path / "tok.json"
+    tok.write_bytes(train_tokenizer(["to be, or not to be, that is the question"], 270))
+
+    def founded(model):
+        data = {"tokenizer": str(tok)}
+        return resolve({"model": {"from": str(model)}, "data": data, "train": {"seq": 32}})
+
+    with pytest.raises(Usage) as caught:
+        founded(folder)
+    assert re.fullmatch(
+        r"model.vocab_size: 256: the tokenizer .* has 270 tokens; "
+        r"set it to 270 or more, or name the model's own tokenizer",
+        str(caught.value),
+    )
+    larger = msgspec.structs.replace(SMALL, vocab_size=300)
+    manifest = founded(write_model(tmp_path / "larger", larger))
+    assert (manifest.model.vocab_size, manifest.data.vocabulary) == (300, 270)
+    assert parse(manifest.canonical()) == manifest
 
 
 def test_only_a_founder_with_the_very_weights_begins(folder, tmp_path):

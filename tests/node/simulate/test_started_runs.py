@@ -33,8 +33,7 @@ def plan_of(name, rate, start, model=SMALL, total=1_500):
     options = {"deadline_s": 8.0, "period": 4}
     options = {key: value for key, value in options.items() if key in options_of(name)}
     inner, schedule = InnerConfig(lr=rate, weight_decay=0.0), Schedule(rate, total)
-    terms = 1, model, inner, schedule, name, options
-    return RunPlan(*terms, batch=2, seq=32, weights=start)
+    return RunPlan(1, model, inner, schedule, name, options, batch=2, seq=32, weights=start)
 
 
 def ran(plan, weights, peers=2):

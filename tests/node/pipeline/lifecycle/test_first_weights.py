@@ -1,6 +1,5 @@
 """A stage's first weights are read stage by stage, and only the stage's own are taken."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from farflock.node.train.state_sync import Spool, encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 async def inline(work):
@@ -48,7 +48,7 @@ def plan_of(config):
 
 
 def fetched(peer, config, index):
-    return asyncio.run(fetch_first(peer, plan_of(config), even(config, 2)[index], index))
+    return run_virtual(fetch_first(peer, plan_of(config), even(config, 2)[index], index))
 
 
 @pytest.mark.parametrize("config", [SPLIT, QWEN3], ids=["llama", "qwen3"])

@@ -1,0 +1,63 @@
+"""A process's part in a run of whole models: the replica, which torchrun's processes may share, and
+its checkpoints."""
+
+from farflock.node.assembly.checkpoints import CheckpointManager
+from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.text import NodeText
+from farflock.node.model.weights_folder import WeightsFolder
+from farflock.node.process.brake import with_brake
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.room import storage_of
+from farflock.node.process.torchrun import leading
+from farflock.node.reporting import Report
+from farflock.node.run.manifest import Manifest
+from farflock.node.state.outer_files import OuterFiles
+from farflock.node.train.state_sync import Spool
+from farflock.optimizers.parts.spread import spread_over
+from farflock.swarm.compute import Worker
+from farflock.swarm.peer.peer import Peer
+
+
+def replica_of(
+    machine: MachineOptions,
+    manifest: Manifest,
+    run: str,
+    peer: Peer,
+    text: NodeText,
+    report: Report,
+    files: Worker,
+    weights: WeightsFolder | None,
+) -> tuple[ReplicaNode, CheckpointManager]:
+    """Return the node and its checkpoint manager. `files` is the thread that writes snapshots, and
+    `weights` are what a founder's model begins with, if the run's seed does not give it."""
+    copies = OuterFiles(machine.folder.snapshots).allocate
+    shared = leading(machine, manifest, peer.me, text.tokens, weights)
+    if shared is not None:
+        shared.replica.spool = copies
+    node = replica_node(
+        manifest.plan(),
+        peer,
+        text.tokens,
+        compute=Worker("state"),  # training waits for it, not for what others need reduced
+        train=Worker("train"),
+        report=report,
+        storage=storage_of(machine),
+        spool=Spool(files, copies),
+        spread=spread_over(machine.codec_threads),
+        device=machine.device,
+        step_options=machine.step_options,
+        shared=shared,
+        weights=weights,
+    )
+    keeper = CheckpointManager(
+        node,
+        machine.folder,
+        run,
+        manifest.canonical().decode(),
+        machine.checkpoint_s,
+        keep=machine.keep,
+        keep_bytes=machine.keep_bytes,
+        tokenizer=text.tokenizer,
+    )
+    node.loop.pause = with_brake(keeper.pause, lambda: node.stopping)
+    return node, keeper
