@@ -76,7 +76,9 @@ def pytest_runtest_call(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None:  # what all tests shared ends too, the nursery's process among it
+        return (yield)
     return (yield from watched(item))
 
 
