@@ -32,6 +32,13 @@ class Output:
         """Print a line of text while the command runs."""
         click.echo(text, err=self._as_json)
 
+    def piece(self, text: str) -> None:
+        """Print a part of a line while the command runs. A terminal gets no control characters but
+        new lines and tabs: in a model's text they could be commands to it."""
+        if self._words().isatty():
+            text = "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+        click.echo(text, nl=False, err=self._as_json, color=True)  # or click would drop some
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table while the command runs; columns of numbers are aligned to the right."""
         stream = self._words()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farflock.node.model import loss
+from farflock.node.model.kv_cache import KeyValueCache, LayerCache, causal
 
 LossReduction = Literal["mean", "sum", "none"]  # of losses, as torch calls them
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]  # Hugging Face's `model_type`
@@ -181,13 +182,22 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.has_qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.has_qk_norm else None
 
-    def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-        """Return (B, L, D): each position's mix of itself and the positions before it."""
+    def forward(
+        self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Return (B, L, D): each position's mix of itself and the positions before it, of which the
+        cache has those of earlier calls."""
         q_BHLK = rotate(self._heads(self.q_proj(x_BLD), self.q_norm), cos_LK, sin_LK)
         k_BHLK = rotate(self._heads(self.k_proj(x_BLD), self.k_norm), cos_LK, sin_LK)
         v_BHLK = self._heads(self.v_proj(x_BLD))
+        if cache is not None:
+            k_BHLK, v_BHLK = cache.extended(k_BHLK, v_BHLK)
+        new, total = q_BHLK.shape[2], k_BHLK.shape[2]
         y_BHLK = F.scaled_dot_product_attention(
-            q_BHLK, k_BHLK, v_BHLK, is_causal=True, enable_gqa=self.grouped
+            *(q_BHLK, k_BHLK, v_BHLK),
+            attn_mask=causal(new, total, x_BLD.device) if 1 < new < total else None,
+            is_causal=new == total,
+            enable_gqa=self.grouped,
         )
         mixed: Tensor = self.o_proj(y_BHLK.transpose(1, 2).flatten(2))
         return mixed
@@ -225,9 +235,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
         """Map (B, L, D) to (B, L, D)."""
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LK, sin_LK)
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LK, sin_LK, cache)
         y_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
         return y_BLD
 
@@ -307,15 +319,9 @@ class Llama(nn.Module):
         cross-entropy in nats instead, as their mean or sum, or without gradients as that of each
         token (B, L); of a large vocabulary's logits, only a chunk exists at a time.
         """
-        length = x.shape[1]
-        if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than the model's context "
-                f"{self.config.context}; shorten it"
-            )
+        cos_LK, sin_LK = self._angles(0, x.shape[1])
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
-        cos_LK, sin_LK = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         for block in self.blocks():
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(
@@ -327,6 +333,26 @@ class Llama(nn.Module):
             return x
         x = self.model.norm(x)
         return self._logits(x) if targets_BL is None else self._loss(x, targets_BL, reduction)
+
+    def next_logits(self, ids_BL: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return the logits (B, V) of the token after `ids`, which follow the tokens of the cache's
+        earlier calls, and add them to the cache. Raise `ValueError` beyond the context."""
+        assert self.model.embed_tokens is not None, "tokens enter a model at its first stage"
+        assert self.model.norm is not None, "logits leave a model at its last stage"
+        cos_LK, sin_LK = self._angles(cache.length, cache.length + ids_BL.shape[1])
+        x = self.model.embed_tokens(ids_BL)
+        for block, layer in zip(self.blocks(), cache.layers, strict=True):
+            x = block(x, cos_LK, sin_LK, layer)
+        return self._logits(self.model.norm(x[:, -1]))
+
+    def _angles(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (L, K) of these positions."""
+        if stop > self.config.context:
+            raise ValueError(
+                f"a sequence of {stop} tokens is longer than the model's context "
+                f"{self.config.context}; shorten it"
+            )
+        return self.get_buffer("cos")[start:stop], self.get_buffer("sin")[start:stop]
 
     def blocks(self) -> list[nn.Module]:
         """Return this stage's layers in order; pipelines are cut between them, and FSDP wraps

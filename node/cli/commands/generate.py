@@ -1,5 +1,6 @@
 """`farflock generate`: sample text from a checkpoint."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -33,12 +34,20 @@ from farflock.node.cli.output import Output
     help="Sample among the K likeliest tokens (0: all).",
 )
 @click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Sample among the fewest tokens that make up this share of the probability.",
+)
+@click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     show_default=True,
     help="The same seed gives the same text.",
 )
+@click.option("--stream", "as_drawn", is_flag=True, help="Print the text as it is sampled.")
 @device_option()
 @click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
 def command(
@@ -47,7 +56,9 @@ def command(
     tokens: int,
     temperature: float,
     top_k: int,
+    top_p: float,
     seed: int,
+    as_drawn: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -55,22 +66,38 @@ def command(
 
     CHECKPOINT is a folder `step-N`, a folder of those (the newest is taken), or a folder with one
     of those for each stage of the model: `stage-0`, `stage-1`, …
+
+    Text may be longer than the model's context: whenever that is full, the model goes on with the
+    newer half of it. A prompt that is longer loses its beginning.
     """
     from farflock.node.model.device import choose
-    from farflock.node.model.generate import generate
+    from farflock.node.model.generate import Sampling, stream
     from farflock.node.state.saved_model import open_model
 
     place = choose(device).place
+    sampling = Sampling(temperature, top_k or None, top_p)
     saved = open_model(folder)
-    text = generate(
-        saved.model.to(place),
+    model = saved.model.to(place)
+    out = Output(as_json)
+    drawn = stream(
+        model,
         saved.tokenizer,
         prompt,
         tokens,
-        temperature=temperature,
-        top_k=top_k or None,
+        sampling=sampling,
         seed=seed,
+        end=saved.tokenizer.end_of_text,
     )
-    Output(as_json).result(
-        {"checkpoint": str(saved.folder), "prompt": prompt, "text": text}, prompt + text
-    )
+    text = "".join(_shown(out, prompt, drawn) if as_drawn else drawn)
+    if as_json or not as_drawn:
+        facts = {"checkpoint": str(saved.folder), "prompt": prompt, "text": text}
+        out.result(facts, prompt + text)
+
+
+def _shown(out: Output, prompt: str, pieces: Iterator[str]) -> Iterator[str]:
+    """Print the prompt and each piece before yielding it."""
+    out.piece(prompt)
+    for piece in pieces:
+        out.piece(piece)
+        yield piece
+    out.line("")

@@ -248,6 +248,16 @@ def test_generate_prints_the_prompt_and_what_follows(farflock, saved):
     assert out.startswith("Once")
 
 
+def test_a_streamed_text_is_the_text(farflock, saved):
+    options = ("--prompt", "Once", "--tokens", "40", "--top-p", "0.9", "--seed", "3")
+    whole, streamed = (farflock("generate", saved, *options, *more) for more in ([], ["--stream"]))
+    assert whole == streamed
+    code, out, err = farflock("generate", saved, *options, "--stream", "--json")
+    assert code == 0
+    assert "Once" + json.loads(out)["text"] + "\n" == whole[1]
+    assert err == whole[1]
+
+
 def test_generate_from_nothing_is_a_failure_with_the_remedy(farflock, tmp_path):
     code, _, err = farflock("generate", tmp_path / "nothing")
     assert code == 1

@@ -119,6 +119,14 @@ def test_on_a_terminal_a_table_has_lines_and_its_cells_are_never_markup(capsys, 
     assert "─" in shown
 
 
+def test_on_a_terminal_a_piece_of_text_is_no_command(capsys, monkeypatch):
+    Output(as_json=False).piece("\x1b[2Ja\tb\n")
+    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Output(as_json=False).piece("\x1b[2Jaé\tb\n")
+    assert capsys.readouterr().out == "�[2Jaé\tb\n"
+
+
 def test_on_a_terminal_progress_is_a_bar_on_standard_error(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
