@@ -28,7 +28,7 @@ from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.export import export
 from farflock.node.model.generate import GREEDY, sample
 from farflock.node.model.llama import PRESETS, Llama, ModelConfig, build
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 # With a head of its own, random weights repeat what they said less.
 MODEL = msgspec.structs.replace(PRESETS["10m"], context=1024, tied=False)
