@@ -51,7 +51,8 @@ def copy_of_the_checkout(target):
     for name in LINKED:
         (target / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "farflock", target / "farflock", symlinks=True)
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/nursery.py"):
+    tests = ("conftest", "nursery", "parts", "purity")
+    for name in ("pyproject.toml", *(f"tests/{each}.py" for each in tests)):
         shutil.copy(ROOT / name, target / name)
     return target
 
