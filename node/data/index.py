@@ -35,7 +35,7 @@ MAX_PARTS = 1024
 SPLITS = ("train", "held-out")
 ENTRY = np.dtype([("digest", "V32"), ("tokens", "<u4"), ("documents", "<u4")])
 
-Hash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes, in hex
+_Hash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes, in hex
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
 
@@ -50,7 +50,7 @@ class ShardList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shards: _Count = 0
     tokens: _Count = 0
     documents: _Count = 0
-    pages: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_PAGES)] = ()
+    pages: Annotated[tuple[_Hash, ...], msgspec.Meta(max_length=MAX_PAGES)] = ()
 
     def __post_init__(self) -> None:
         if len(self.pages) != -(-self.shards // MAX_PAGE_SHARDS):
@@ -75,9 +75,9 @@ class DataPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class TokenizerFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tokenizer's file: its hash, its size, and the hashes of its chunks."""
 
-    hash: Hash
+    hash: _Hash
     bytes: _Count
-    chunks: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=64)]
+    chunks: Annotated[tuple[_Hash, ...], msgspec.Meta(max_length=64)]
 
 
 class DataIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
