@@ -16,7 +16,7 @@ import msgspec
 SHIPPED = "shakespeare"
 HELD_OUT_SHARE = 0.05  # the end of a user's file
 MIN_HELD_OUT_BYTES = 256
-MAX_TEXT_BYTES = 1 << 30  # larger texts belong in token files (data.py)
+MAX_TEXT_BYTES = 1 << 30  # it is in memory whole
 
 
 class BadCorpus(ValueError):
@@ -95,8 +95,7 @@ def from_file(path: Path) -> Corpus:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:
             raise BadCorpus(
-                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; "
-                "turn it into a token file first"
+                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; train on a part of it"
             )
         raw = path.read_bytes()
         text = raw.decode()

@@ -11,15 +11,13 @@ epochs, each time in another order, for fine-tuning and for codecs that remember
 import functools
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.node.model.tokenizer import TokenIds, Tokenizer, tokenizer_hash
+from farflock.node.model.tokenizer import TokenIds
 
 MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them again
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
@@ -27,13 +25,6 @@ _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
 
 class BadData(ValueError):
     """Tokens that cannot be trained on; the message names the remedy."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """The content of `NAME.bin.json`: describes the little-endian uint16 tokens in `NAME.bin`."""
-
-    tokenizer: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,53 +116,6 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
     count = min(fitting, sequences)
     starts = np.arange(count, dtype=np.int64) * fitting // count * seq
     return _windows(held_out, starts, seq)
-
-
-def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the tokenizer and the tokens; peers with another hash are refused."""
-    digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
-    for part in (train, held_out):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(part, dtype="<u2").data)
-    return digest.hexdigest()
-
-
-def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
-    """Write a token file and its header; never overwrite an existing file."""
-    header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
-    with path.open("xb") as file:
-        file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
-    _header_path(path).write_bytes(msgspec.json.encode(header))
-
-
-def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
-    """Map a token file without reading it; raise `BadData` if it was cut short or made by
-    another tokenizer."""
-    try:
-        header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
-        size_bytes = path.stat().st_size
-    except OSError as error:
-        raise BadData(
-            f"{error.filename} cannot be read ({error.strerror}); a token file needs its .json"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise BadData(
-            f"{_header_path(path)} is not the header of a token file ({error}); write it again"
-        ) from None
-    if header.tokenizer != tokenizer_hash(tokenizer):
-        raise BadData(
-            f"{path} was made with tokenizer {header.tokenizer[:16]}…, not with this run's; "
-            "tokenize it again"
-        )
-    if header.count < 1 or size_bytes != 2 * header.count:
-        raise BadData(
-            f"{path} has {size_bytes} bytes, but its header says {2 * header.count}; copy it again"
-        )
-    return np.memmap(path, dtype="<u2", mode="r")
-
-
-def _header_path(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
 
 
 def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:

@@ -1,13 +1,8 @@
-"""Text to token ids and back; bytes by default.
+"""Text to token ids and back; bytes by default."""
 
-Peers of one run must tokenize alike, so the hash of a tokenizer's definition is in the manifest.
-"""
-
-import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,9 +18,6 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     def encode(self, text: str) -> TokenIds: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def definition(self) -> dict[str, Any]:
-        """Return everything that determines the ids, as plain JSON values."""
-        ...
 
 
 class ByteTokenizer:
@@ -41,15 +33,5 @@ class ByteTokenizer:
         """Return the text of these bytes; raise `ValueError` for an id above 255."""
         return bytes(ids).decode(errors="replace")
 
-    def definition(self) -> dict[str, Any]:
-        """Return the name and the vocabulary size."""
-        return {"kind": "bytes", "vocab_size": self.vocab_size}
-
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer}
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the definition as canonical JSON (sorted keys)."""
-    definition = msgspec.json.encode(tokenizer.definition(), order="deterministic")
-    return hashlib.sha256(definition).hexdigest()

@@ -2,22 +2,13 @@
 
 import hashlib
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.model.data import (
-    BadData,
-    Batches,
-    data_hash,
-    evaluation,
-    open_tokens,
-    write_tokens,
-)
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.model.data import BadData, Batches, evaluation
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 counters = st.integers(0, 2**63 - 1)
@@ -192,73 +183,3 @@ def test_evaluation_windows_do_not_overlap_and_spread_over_the_text(count, seq, 
     assert torch.equal(x, evaluation(tokens, seq, wanted)[0])
     gaps = [*(x[1:, 0] - x[:-1, 0]).tolist(), count - int(x[-1, 0])]
     assert max(gaps) <= min(gaps) + 2 * seq
-
-
-def test_the_data_hash_sees_every_token_the_cut_and_the_tokenizer():
-    class Other(ByteTokenizer):
-        def definition(self):
-            return {"kind": "other"}
-
-    base = data_hash(TOKENS, TOKENS[:10], ByteTokenizer())
-    changed = TOKENS.copy()
-    changed[500] += 1
-    assert base == data_hash(TOKENS.copy(), TOKENS[:10], ByteTokenizer())
-    others = {
-        data_hash(changed, TOKENS[:10], ByteTokenizer()),
-        data_hash(TOKENS[:-1], TOKENS[:10], ByteTokenizer()),
-        data_hash(np.concatenate([TOKENS, TOKENS[:1]]), TOKENS[1:10], ByteTokenizer()),
-        data_hash(TOKENS, TOKENS[:10], Other()),
-    }
-    assert len(others | {base}) == 5
-
-
-@settings(max_examples=20)
-@given(content=st.lists(st.integers(0, 65_535), min_size=1, max_size=300))
-def test_a_token_file_gives_back_its_tokens(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("tokens") / "train.bin"
-    write_tokens(path, np.array(content, dtype=np.uint16), ByteTokenizer())
-    assert open_tokens(path, ByteTokenizer()).tolist() == content
-
-
-def test_batches_of_a_mapped_file_equal_those_of_memory(tmp_path):
-    write_tokens(tmp_path / "train.bin", TOKENS, ByteTokenizer())
-    mapped = open_tokens(tmp_path / "train.bin", ByteTokenizer())
-    assert isinstance(mapped, np.memmap)
-    assert torch.equal(batches(tokens=mapped).batch(3)[0], batches().batch(3)[0])
-    assert data_hash(mapped, mapped[:9], ByteTokenizer()) == data_hash(
-        TOKENS, TOKENS[:9], ByteTokenizer()
-    )
-
-
-def test_a_token_file_is_not_overwritten(tmp_path):
-    write_tokens(tmp_path / "train.bin", TOKENS, ByteTokenizer())
-    with pytest.raises(FileExistsError):
-        write_tokens(tmp_path / "train.bin", TOKENS[:5], ByteTokenizer())
-    assert len(open_tokens(tmp_path / "train.bin", ByteTokenizer())) == 1000
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        ("cut", "has 1999 bytes, but its header says 2000"),
-        ("no header", "a token file needs its .json"),
-        ("bad header", "is not the header of a token file"),
-        ("other tokenizer", "tokenize it again"),
-        ("gone", "No such file"),
-    ],
-)
-def test_a_damaged_token_file_is_refused(tmp_path, damage, sentence):
-    path, header = tmp_path / "train.bin", tmp_path / "train.bin.json"
-    write_tokens(path, TOKENS, ByteTokenizer())
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "no header":
-        header.unlink()
-    elif damage == "bad header":
-        header.write_text("[]")
-    elif damage == "other tokenizer":
-        header.write_bytes(msgspec.json.encode({"tokenizer": "0" * 64, "count": 1000}))
-    else:
-        path.unlink()
-    with pytest.raises(BadData, match=sentence):
-        open_tokens(path, ByteTokenizer())
