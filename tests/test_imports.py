@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "numpy", "hivemind", "rich", "matplotlib", "zmq", "cryptography")
+HEAVY = ("torch", "numpy", "hivemind", "rich", "matplotlib", "zmq", "cryptography", "tokenizers")
 MAY_IMPORT = {
     "compression": set(),
     "swarm": set(),

@@ -28,12 +28,15 @@ those that people meet most.
 
 
 def commands() -> dict[str, click.Command]:
-    """Return the commands by name, `bench quality` included."""
+    """Return the commands by name, those of groups and `bench quality` included."""
     found: dict[str, click.Command] = {}
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
-        found[name] = command
+        if isinstance(command, click.Group):
+            found |= {f"{name} {part}": each for part, each in command.commands.items()}
+        else:
+            found[name] = command
     return {**found, "bench quality": quality}
 
 

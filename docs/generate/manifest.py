@@ -7,10 +7,10 @@ import msgspec
 from generate.page import Words, code, docstring, page, paragraphs, table
 
 from farflock.node.model.llama import _LIMITS, PRESETS, ModelConfig
-from farflock.node.model.tokenizer import TOKENIZERS
 from farflock.node.run import planned_paths, policies
 from farflock.node.run.manifest import Manifest, resolve
 from farflock.node.run.sections import MAX_MANIFEST_BYTES
+from farflock.node.tokens.tokenizer import TOKENIZERS
 from farflock.optimizers.parts.inner import InnerName
 
 INTRO = f"""

@@ -14,8 +14,8 @@ from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.simulate.simulation import SimulationResult, World, simulate
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from farflock.experiments.pipelines.text import texts
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import (
@@ -33,6 +32,7 @@ from farflock.node.pipeline.recovery.rebuild import (
     partner_copy,
 )
 from farflock.node.run.split import split
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule

@@ -29,7 +29,7 @@ from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import TokenIds
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.shards import ShardLayout, decode_all
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step

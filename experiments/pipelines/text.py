@@ -3,7 +3,7 @@
 import functools
 
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.model.sharded_llama import build_sharded
 from farflock.node.model.step_options import logits_on
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.train.shared_task import SharedTask
 
 WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselves

@@ -16,9 +16,9 @@ from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
 from farflock.node.model.step_options import StepOptions, logits_on
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient

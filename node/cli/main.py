@@ -39,6 +39,10 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "farflock.node.cli.commands.export:command",
         "Convert a checkpoint to a Hugging Face folder.",
     ),
+    "tokenizer": (
+        "farflock.node.cli.commands.tokenizer:command",
+        "Learn a tokenizer from texts.",
+    ),
     "sim": ("farflock.node.cli.commands.sim:command", "Run a manifest on a simulated network."),
     "reproduce": (
         "farflock.experiments.reproduce.command:command",
@@ -52,6 +56,7 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
 GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
     "Start and watch a run": ("run", "status"),
+    "Prepare a run": ("tokenizer",),
     "Use the model": ("generate", "export"),
     "Study": ("sim", "reproduce", "bench"),
 }

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build, next_token_loss
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import TokenIds
 
 
 def train_baseline(

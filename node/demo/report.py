@@ -17,9 +17,9 @@ from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 
 HELD_OUT_SEQUENCES = 400
 SAMPLE_TOKENS = 200

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.node.model.tokenizer import TokenIds
+from farflock.node.tokens.tokenizer import TokenIds
 
 MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them again
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farflock.node.model.llama import Llama, cross_entropy
-from farflock.node.model.tokenizer import TokenIds
+from farflock.node.tokens.tokenizer import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from farflock.node.model.llama import Llama, ModelConfig
-from farflock.node.model.tokenizer import ByteTokenizer, Tokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 
 
 class ExportRefused(Exception):

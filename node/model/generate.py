@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflock.node.model.llama import Llama
-from farflock.node.model.tokenizer import Tokenizer
+from farflock.node.tokens.tokenizer import Tokenizer
 
 
 def generate(

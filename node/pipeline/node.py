@@ -15,7 +15,6 @@ import torch
 from farflock.node.model.data import Batches
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
@@ -33,6 +32,7 @@ from farflock.node.run.composition import steps_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange

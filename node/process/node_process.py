@@ -25,7 +25,6 @@ from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.ranks import FollowerLost
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.passes.stage import used_by_stages
@@ -52,6 +51,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.node.train.run_size import require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.node.train.task import StepImpossible

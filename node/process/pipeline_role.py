@@ -11,7 +11,6 @@ import psutil
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
@@ -31,6 +30,7 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer

@@ -20,7 +20,6 @@ from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
 from farflock.node.model.llama import PRESETS, ModelConfig
-from farflock.node.model.tokenizer import TOKENIZERS
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
 from farflock.node.run.pipeline_section import (
@@ -49,6 +48,7 @@ from farflock.node.run.sizes import completed
 from farflock.node.run.spelling import near_value, place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
+from farflock.node.tokens.tokenizer import TOKENIZERS
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.decoupled import Decoupled

@@ -25,10 +25,10 @@ from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.step_options import StepOptions
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.ending import drain
 from farflock.node.train.task import Loss
 from farflock.optimizers.catalog import method

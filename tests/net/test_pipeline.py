@@ -26,8 +26,8 @@ from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import joined
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.net
 

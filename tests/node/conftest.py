@@ -9,8 +9,8 @@ from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.replica import OnDevice, in_memory
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.identity import Identity

@@ -8,8 +8,8 @@ from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.step_options import StepOptions
-from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 

@@ -27,10 +27,10 @@ from farflock.node.assembly.checkpoints import CheckpointManager
 from farflock.node.assembly.node import ReplicaNode
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.state import checkpoint
 from farflock.node.state.cut import OpenCuts
 from farflock.node.state.paths import RunFolder
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.compute import Worker
 
 QUIET_STEPS = 2  # before each checkpoint, and after the last; as many at the beginning do not count

@@ -23,8 +23,8 @@ from farflock.experiments.measure.metric import seconds
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device, choose
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 GENTLE_RATE = 3e-4
 SAME_LOSS = 0.02  # relative; in lower precision the order of sums shows sooner

@@ -19,8 +19,8 @@ from farflock.experiments.bench.workers.member import SEED, Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.diloco import STREAM
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule

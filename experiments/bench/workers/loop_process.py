@@ -31,9 +31,9 @@ from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.device import Device
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import RunTerms
 

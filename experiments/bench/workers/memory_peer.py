@@ -20,7 +20,7 @@ from farflock.experiments.bench.workers.bare import plan_of
 from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.swarm.compute import Worker
 

@@ -21,7 +21,7 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import choose
 from farflock.node.model.llama import ModelConfig
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.compute import Worker
 
 TEXT = 200_000  # characters of the corpus

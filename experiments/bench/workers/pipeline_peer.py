@@ -22,12 +22,12 @@ from farflock.experiments.bench.workers.member import Place, meet, member
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
 from farflock.swarm.compute import Worker
 from farflock.swarm.roles import role_of
 

@@ -19,8 +19,8 @@ def command(folder: Path, target: Path, force: bool, as_json: bool) -> None:
     of those for each stage of the model: `stage-0`, `stage-1`, …
     """
     from farflock.node.model.export import export, model_card
-    from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.state.saved_model import open_model
+    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     saved = open_model(folder)
     card = model_card(target.absolute().name, saved.model.config, saved.facts())

@@ -58,8 +58,8 @@ def command(
     """
     from farflock.node.model.device import choose
     from farflock.node.model.generate import generate
-    from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.state.saved_model import open_model
+    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     place = choose(device).place
     saved = open_model(folder)

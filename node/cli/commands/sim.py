@@ -275,8 +275,8 @@ def _simulate(
 
     from farflock.node.model.corpus import load_corpus
     from farflock.node.model.data import evaluation
-    from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.simulate.simulation import held_out, simulate
+    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     torch.set_num_threads(1)
     corpus, tokenizer = (

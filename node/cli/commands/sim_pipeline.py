@@ -13,11 +13,11 @@ from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
     from farflock.node.model.device import Device
-    from farflock.node.model.tokenizer import TokenIds
     from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
     from farflock.node.simulate.pipeline import PipelineWorld
+    from farflock.node.tokens.tokenizer import TokenIds
     from farflock.swarm.sim.network import LinkModel
 
 EVALUATED = 128  # held-out sequences
@@ -78,8 +78,8 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device:
     import torch
 
     from farflock.node.model.corpus import load_corpus
-    from farflock.node.model.tokenizer import ByteTokenizer
     from farflock.node.simulate.pipeline import EventLog, PipelineSimulation
+    from farflock.node.tokens.tokenizer import ByteTokenizer
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)

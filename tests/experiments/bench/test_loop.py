@@ -12,7 +12,7 @@ from farflock.experiments.bench import loop
 from farflock.experiments.bench.workers import loop_process
 from farflock.experiments.bench.workers.bare import Bare, plan_of
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.device import Device
 from farflock.node.model.llama import build
 from farflock.node.model.ranks import FollowerLost
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.torchrun import follow_leader, gathered, place_of, unless_lost
 from farflock.node.run.manifest import resolve
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.node.train.shared_task import SharedTask
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms

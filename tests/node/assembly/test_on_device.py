@@ -18,9 +18,9 @@ from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.device import choose
 from farflock.node.model.evaluation import losses
 from farflock.node.model.generate import generate
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.memory import StepChoices, needed_device_bytes
 from farflock.node.state import checkpoint
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
 from farflock.swarm.sim.virtual_time import run_virtual

@@ -11,7 +11,7 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate, summarise, unigram_loss
 from farflock.node.model.llama import PRESETS, build, next_token_loss
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 
 class Fixed(nn.Module):

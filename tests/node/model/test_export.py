@@ -17,7 +17,7 @@ from farflock.node.model.export import (
     tokenizer_files,
 )
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 TINY = PRESETS["tiny"]
 UNTIED = msgspec.structs.replace(TINY, tied=False, kv_heads=2)

@@ -10,7 +10,7 @@ import torch
 
 from farflock.node.model.generate import draw, generate, sample
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer
 
 CONTEXT = PRESETS["tiny"].context
 

@@ -7,9 +7,9 @@ from farflock.node.errors import Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.llama import PRESETS
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.simulation import SimulationResult, World, held_out, simulate
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash

@@ -9,9 +9,9 @@ import torch
 from farflock.compression.catalog import CODECS, codec
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate import simulation
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.node.train import shards
 from farflock.node.train.shards import DecodedTensors, ShardLayout
 from farflock.optimizers.catalog import METHODS
