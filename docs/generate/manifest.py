@@ -10,7 +10,6 @@ from farflock.node.model.llama import _LIMITS, PRESETS, ModelConfig
 from farflock.node.run import planned_paths, policies
 from farflock.node.run.manifest import Manifest, resolve
 from farflock.node.run.sections import MAX_MANIFEST_BYTES
-from farflock.node.tokens.tokenizer import TOKENIZERS
 from farflock.optimizers.parts.inner import InnerName
 
 INTRO = f"""
@@ -29,6 +28,10 @@ COMPUTED = {  # filled in when the manifest is resolved
         "the preset's, or computed",
     ),
     "data.sha256": "computed",
+    **dict.fromkeys(
+        [f"data.{name}" for name in ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")],
+        "computed, for a file",
+    ),
     "train.warmup_tokens": "computed",
     "pipeline.asynchronous.versions": "computed",
     "pipeline.kept": "computed, at least 256",
@@ -95,7 +98,6 @@ def _rows(section: str, kind: type[msgspec.Struct], words: Words) -> list[tuple[
 def _filled(text: str) -> str:
     known = {
         "presets": PRESETS,
-        "tokenizers": TOKENIZERS,
         "inner": get_args(InnerName),
         "policies": policies.NAMES,
     }

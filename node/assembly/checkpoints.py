@@ -18,6 +18,8 @@ from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.cut import Cut
 from farflock.node.state.paths import RunFolder
+from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.swarm.compute import Compute, inline
 
 KEPT = 3  # unless `--keep` says otherwise
@@ -58,6 +60,7 @@ class CheckpointManager:
     keep: int = KEPT
     keep_bytes: int | None = None
     compute: Compute = inline
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -116,6 +119,8 @@ class CheckpointManager:
     async def _write(self, moment: CheckpointCut) -> Path:
         folder = folder_of(self.folder, self.role)
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
+        if isinstance(self.tokenizer, JsonTokenizer):
+            config[JSON_NAME] = self.tokenizer.raw
         with self.node.loop.driver.cuts.added(*moment.parts.values()):
             write = partial(checkpoint.save, folder, moment.step, moment.parts, moment.meta, config)
             written = await asyncio.to_thread(write)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from farflock.node.assembly.text import text_of
 from farflock.node.errors import Usage
-from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import Batches
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
@@ -19,9 +19,9 @@ from farflock.node.model.ranks import Order, Ranks
 from farflock.node.model.replica_fsdp import FsdpReplica
 from farflock.node.model.sharded_llama import build_sharded
 from farflock.node.model.step_options import logits_on
-from farflock.node.run.manifest import Manifest, parse
+from farflock.node.run.manifest import parse
 from farflock.node.run.terms import RunPlan
-from farflock.node.tokens.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.shared_task import SharedTask
 
 WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselves
@@ -95,10 +95,5 @@ def follow(ranks: Ranks, device: Device, threads: int) -> None:
 
 def _assigned(assignment: Assignment, ranks: Ranks, device: Device) -> SharedPart:
     manifest = parse(assignment.manifest)
-    return shared_part(manifest.plan(), tokens_of(manifest), assignment, ranks, device)
-
-
-def tokens_of(manifest: Manifest) -> TokenIds:
-    """Return the training tokens of a run."""
-    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
-    return ByteTokenizer().encode(corpus.train)
+    tokens = text_of(manifest.data).train()
+    return shared_part(manifest.plan(), tokens, assignment, ranks, device)

@@ -1,7 +1,7 @@
 """Export to a Hugging Face directory, which transformers, llama.cpp's converter and others read.
 
-The weights keep their names, `LlamaForCausalLM` computes the same logits, and the byte tokenizer
-becomes a `tokenizer.json` whose ids are the bytes.
+The weights keep their names, `LlamaForCausalLM` computes the same logits, a `tokenizer.json` is
+written as it is, and the byte tokenizer becomes one whose ids are the bytes.
 """
 
 import shutil
@@ -14,7 +14,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from farflock.node.model.llama import Llama, ModelConfig
-from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
+from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
+from farflock.node.tokens.tokenizer import Tokenizer
 
 
 class ExportRefused(Exception):
@@ -38,8 +39,9 @@ def export(
     `model_card`).
     """
     _require_weights(config, weights)
+    end = tokenizer.end_of_text if isinstance(tokenizer, JsonTokenizer) else None
     files: dict[str, bytes] = {
-        "config.json": _json(hugging_face_config(config)),
+        "config.json": _json(hugging_face_config(config, end)),
         "generation_config.json": _json({"do_sample": True, "temperature": 0.8, "top_k": 40}),
         "README.md": card.encode(),
         **tokenizer_files(tokenizer, config.context),
@@ -69,9 +71,9 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+def hugging_face_config(config: ModelConfig, end: int | None = None) -> dict[str, Any]:
     """Return the fields of `LlamaConfig`, with `rope_theta` in both its old place and its new
-    one."""
+    one; `end` is the token that ends a text."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -92,24 +94,35 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tie_word_embeddings": config.tied,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": end,
         "pad_token_id": None,
         "dtype": "float32",
     }
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
-    """Return a fast tokenizer's files: byte-level BPE without merges, in which each byte is a
+    """Return a fast tokenizer's files."""
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(tokenizer, JsonTokenizer):
+        named = {} if tokenizer.end_name is None else {"eos_token": tokenizer.end_name}
+        return {JSON_NAME: tokenizer.raw, "tokenizer_config.json": _json(about | named)}
+    return {JSON_NAME: _json(_fast_bytes()), "tokenizer_config.json": _json(about)}
+
+
+def _fast_bytes() -> dict[str, Any]:
+    """Return a fast tokenizer for bytes: byte-level BPE without merges, in which each byte is a
     token."""
-    if not isinstance(tokenizer, ByteTokenizer):
-        return {}  # other tokenizers have their own tokenizer.json
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
         "use_regex": False,
     }
-    fast = {
+    return {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": byte_level,
@@ -120,12 +133,6 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
             "merges": [],
         },
     }
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {"tokenizer.json": _json(fast), "tokenizer_config.json": _json(about)}
 
 
 def printable_bytes() -> list[str]:

@@ -27,6 +27,7 @@ from farflock.node.run.sections import require_same_protocol
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
 from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.record import BadRecord, unseal
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
@@ -133,11 +134,7 @@ async def learn_terms(
             if (head := _head_of(blob, invite))
         }
         records = await directory.peers(invite.run)
-        members = [
-            peer
-            for blob in records
-            if (peer := _learned(links, blob, invite.run)) not in ("", links.me)
-        ]
+        members = known_members(links, records, invite.run)
         if heads:
             newest = max(heads, key=lambda blob: heads[blob].sequence)
             require_same_protocol(heads[newest].protocol)
@@ -189,6 +186,12 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
         head.run == invite.run and head.founder == invite.founder and head.size <= MAX_TERMS_BYTES
     )
     return head if fits else None
+
+
+def known_members(links: ZmqLinks, records: Sequence[bytes], run: str) -> list[PeerId]:
+    """Pass records to the links and return their owners, but for this peer itself."""
+    owners = [_learned(links, blob, run) for blob in records]
+    return [owner for owner in owners if owner not in ("", links.me)]
 
 
 def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,8 @@ import torch
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
+from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, RefusedByRun
-from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.ranks import FollowerLost
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
@@ -36,11 +36,13 @@ from farflock.node.process.network import (
     MachineOptions,
     identity_of,
     keep_published,
+    known_members,
     learn_run,
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.room import fitted, storage_of, with_room
+from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
@@ -51,7 +53,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.node.state.shelf import Shelf
-from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.node.train.run_size import require_carried
 from farflock.node.train.state_sync import Spool
 from farflock.node.train.task import StepImpossible
@@ -98,6 +100,7 @@ class NodeProcess:
     journal: RunRecorder
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
     doors: tuple[str, ...] = ()  # addresses used to join
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     @property
@@ -325,11 +328,13 @@ async def _found(
     on_start: Callable[[NodeProcess], None],
 ) -> Path:
     machine = await fitted(machine, manifest, Failure)
+    text = await load_text(manifest.data)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
-        node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
-        text = manifest.canonical()
-        head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
+        place = directory, links, stage, trains
+        node = _node(machine, manifest, run, identity.peer, peer, *place, text)
+        terms = manifest.canonical()
+        head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
         part = node.member
         async with peer.running():
             if saved is not None and isinstance(part, ReplicaNode):
@@ -395,8 +400,10 @@ async def _join(
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = with_room(machine, manifest, RefusedByRun)
-        require_corpus(manifest)
+        holders = known_members(links, records, invite.run)
+        await fetch_text(links, invite.run, manifest.data, holders)
         machine = await fitted(machine, manifest, RefusedByRun)
+        text = await load_text(manifest.data)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
@@ -409,9 +416,8 @@ async def _join(
                         machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded
                     )
                 links.record(role=role_of(stage))
-            node = _node(
-                machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains
-            )
+            place = directory, links, stage, trains
+            node = _node(machine, manifest, invite.run, invite.founder, peer, *place, text)
             node.doors = doors
             part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
@@ -420,17 +426,6 @@ async def _join(
                 await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
-
-
-def require_corpus(manifest: Manifest) -> None:
-    """Refuse a run whose text is not on this machine; call this before its members count this
-    node."""
-    name, digest = manifest.data.corpus, manifest.data.sha256
-    if name == SHIPPED or Path(name).is_file():
-        return
-    why = f"it has SHA-256 {digest[:16]}…, and there is no file {Path(name).absolute()}"
-    remedy = "get that file from the run's founder, and put it there"
-    raise RefusedByRun(f"the run trains on {name!r}, which is not on this machine", why, remedy)
 
 
 @contextlib.contextmanager
@@ -466,6 +461,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
     part = node.member
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
+    lend_tokenizer(peer.context.store, node.tokenizer)
     status = StatusWriter(node)
     helpers = [
         asyncio.create_task(keep_published(node.directory, node.run, head)),
@@ -547,18 +543,17 @@ def _node(
     links: ZmqLinks,
     stage: int,
     trains: bool,
+    text: NodeText,
 ) -> NodeProcess:
     """Assemble the node; its worker threads end with the process."""
     torch.set_num_threads(machine.threads)
-    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
-    tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
     files, copies = Worker("files"), OuterFiles(machine.folder.snapshots).allocate
     report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, tokens, report, stage, trains)
+        part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains)
     else:
         plan, ranks, shared = manifest.plan(), machine.ranks, None
         if ranks is not None:
@@ -567,12 +562,12 @@ def _node(
             options = machine.step_options
             how = options.checkpoints, options.compile == "on", options.micro_batch or 0
             assignment = Assignment(manifest.canonical(), peer.me, *how)
-            shared = lead(ranks, assignment, tokens, machine.device)
+            shared = lead(ranks, assignment, text.tokens, machine.device)
             shared.replica.spool = copies
         part = replica = replica_node(
             plan,
             peer,
-            tokens,
+            text.tokens,
             compute=Worker("state"),  # training waits for it, not for what others need reduced
             train=Worker("train"),
             report=report,
@@ -592,9 +587,11 @@ def _node(
                 machine.checkpoint_s,
                 keep=machine.keep,
                 keep_bytes=machine.keep_bytes,
+                tokenizer=text.tokenizer,
             )
         ]
         replica.loop.pause = with_brake(keepers[0].pause, lambda: replica.stopping)
     return NodeProcess(
-        machine, manifest, run, founder, part, directory, links, history, journal, keepers
+        *(machine, manifest, run, founder, part, directory, links, history, journal, keepers),
+        tokenizer=text.tokenizer,
     )

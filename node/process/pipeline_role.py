@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 
 from farflock.node.assembly.checkpoints import CheckpointManager, last_of
+from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
@@ -30,7 +31,6 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
@@ -107,7 +107,7 @@ def part_of(
     manifest: Manifest,
     run: str,
     peer: Peer,
-    tokens: TokenIds,
+    text: NodeText,
     report: Report,
     stage: int,
     trains: bool,
@@ -134,16 +134,17 @@ def part_of(
         spool=spool,
         device=machine.device,
     )
-    node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
-    text, keepers = manifest.canonical().decode(), []
+    node = PipelineNode(plan, pipeline, peer, means, stage, text.tokens if trains else None, known)
+    terms, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
         role = role_of(serving.index)
         keepers.append(
             CheckpointManager(
-                *(serving, machine.folder, run, text, machine.checkpoint_s, role),
+                *(serving, machine.folder, run, terms, machine.checkpoint_s, role),
                 keep=machine.keep,
                 keep_bytes=machine.keep_bytes,
                 compute=worker,
+                tokenizer=text.tokenizer,
             )
         )
         serving.loop.pause = keepers[-1].pause

@@ -6,7 +6,6 @@ a preset or a default can change a run. A misspelt key, a wrong type or an impos
 refused with its place and the nearest valid one.
 """
 
-import functools
 import hashlib
 import math
 import tomllib
@@ -17,9 +16,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from farflock.node.errors import RefusedByRun, Usage
-from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
 from farflock.node.model.llama import PRESETS, ModelConfig
+from farflock.node.run.data_section import DataSection, fill_data, require_tokenizer
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
 from farflock.node.run.pipeline_section import (
@@ -33,7 +32,6 @@ from farflock.node.run.sections import (
     USER_MODEL,
     ExchangeSection,
     MethodSection,
-    PlainText,
     Section,
     constructor_options,
     convert,
@@ -45,10 +43,9 @@ from farflock.node.run.sections import (
     tables,
 )
 from farflock.node.run.sizes import completed
-from farflock.node.run.spelling import near_value, place_of, spell_counts
+from farflock.node.run.spelling import place_of, spell_counts
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
-from farflock.node.tokens.tokenizer import TOKENIZERS
 from farflock.optimizers.catalog import METHODS, NAMES, options_of
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.decoupled import Decoupled
@@ -76,17 +73,6 @@ class RunSection(Section, frozen=True):
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     total_tokens: TokenCount = 1_000_000
     protocol: Annotated[int, msgspec.Meta(ge=0)] = PROTOCOL
-
-
-class DataSection(Section, frozen=True, kw_only=True):
-    """[data]: the text, how it is cut into tokens, and the SHA-256 of exactly that text.
-
-    A resolved manifest always has the hash: without it a founder could make a volunteer train on
-    any local file of that name."""
-
-    corpus: PlainText = SHIPPED
-    tokenizer: PlainText = "bytes"
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TrainSection(Section, frozen=True, kw_only=True):
@@ -185,17 +171,7 @@ class Manifest(Section, frozen=True, kw_only=True):
         """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
         require_codecs(self.exchange)
-        if self.data.tokenizer not in TOKENIZERS:
-            raise Usage(
-                "data.tokenizer",
-                f"{self.data.tokenizer!r} is not known",
-                near_value(self.data.tokenizer, TOKENIZERS),
-            )
-        vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
-        if self.model.vocab_size < vocabulary:
-            why = f"the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
-            place = f"model.vocab_size: {self.model.vocab_size}"
-            raise Usage(place, why, f"set it to {vocabulary} or more")
+        require_tokenizer(self.data, self.model.vocab_size)
         if self.train.seq > self.model.context:
             why = (
                 f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
@@ -238,12 +214,14 @@ def parse(text: str | bytes) -> Manifest:
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
-    """Resolve a founder's tables into a complete manifest; this may read the corpus to hash it."""
+    """Resolve a founder's tables into a complete manifest; this may read the corpus and the
+    tokenizer to hash them."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
     _require_tables(table)
     spell_counts(table)
+    fill_data(table)
     _fill_model(table)
     if "pipeline" in table:
         table.setdefault("method", {}).setdefault("name", PIPELINE_METHOD)
@@ -251,9 +229,6 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
     _fill_train(table)
     if "pipeline" in table:
         fill_pipeline(table)
-    data = table.setdefault("data", {})
-    if "sha256" not in data:
-        data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
     return convert(table, Manifest).check()
 
 
@@ -363,15 +338,6 @@ def _fill_train(table: dict[str, Any]) -> None:
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
         table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
-
-
-@functools.cache
-def _corpus_hash(name: str) -> str:
-    """Return the SHA-256 of a corpus; each corpus is read only once."""
-    try:
-        return load_corpus(name).sha256
-    except BadCorpus as error:
-        raise Usage("data.corpus", str(error), "") from None
 
 
 class BadHead(ValueError):

@@ -1,6 +1,7 @@
 """A model read from a checkpoint, for `generate`, `export` and evaluations.
 
-config.json is next to the weights, so a checkpoint describes itself. A model trained in stages has
+config.json is next to the weights, as is a tokenizer.json unless the tokens are bytes: a checkpoint
+describes itself. A model trained in stages has
 one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has all of them; those
 of several servers, copied into one folder, also make up the model.
 """
@@ -23,6 +24,8 @@ from farflock.node.state.checkpoint import (
     load,
     steps,
 )
+from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
+from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.optimizers.method import Tensors
 
 _STAGE = re.compile(r"stage-[0-9]{1,4}")
@@ -30,10 +33,11 @@ _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A verified checkpoint's model and metadata."""
+    """A verified checkpoint's model, its tokenizer and metadata."""
 
     folder: Path
     model: Llama
+    tokenizer: Tokenizer
     meta: dict[str, Any]
 
     def facts(self) -> dict[str, str]:
@@ -58,7 +62,7 @@ def open_model(folder: Path) -> SavedModel:
         )
     model = Llama(config)
     model.load_state_dict(weights)
-    return SavedModel(checkpoint.folder, model.eval(), checkpoint.meta)
+    return SavedModel(checkpoint.folder, model.eval(), _tokenizer(checkpoint), checkpoint.meta)
 
 
 def _stages_in(folder: Path) -> list[Path]:
@@ -102,7 +106,7 @@ def _put_together(stages: list[Path]) -> SavedModel:
     model = Llama(config)
     model.load_state_dict(weights)
     behind = min(pieces, key=lambda piece: int(piece.meta.get("tokens", 0)))
-    return SavedModel(place, model.eval(), behind.meta)
+    return SavedModel(place, model.eval(), _tokenizer(behind), behind.meta)
 
 
 def _described(config: ModelConfig) -> dict[str, torch.Size]:
@@ -137,6 +141,13 @@ def _find(folder: Path) -> Checkpoint:
                 )
             return newest
     return load(folder)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    raw = checkpoint.files.get(JSON_NAME)
+    if raw is None:
+        return ByteTokenizer()
+    return JsonTokenizer(raw, origin=str(checkpoint.folder / JSON_NAME))
 
 
 def _config(checkpoint: Checkpoint) -> ModelConfig:

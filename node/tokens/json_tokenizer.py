@@ -20,12 +20,13 @@ from farflock.node.tokens.tokenizer import (
     token_array,
 )
 from farflock.swarm.chunk_store import digest_of
+from farflock.swarm.messages import MAX_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as FastTokenizer
 
-MAX_FILE_BYTES = 56 * 1024 * 1024
+MAX_FILE_BYTES = 128 * 1024 * 1024
 JSON_NAME = "tokenizer.json"
 # Names of the token that ends a document, the first that a file has. Those of a turn in a chat come
 # last: where a file has both, documents end with the other.
@@ -120,6 +121,17 @@ def read_definition(path: Path) -> bytes:
         ) from None
     _require_size(raw, str(path))
     return raw
+
+
+def chunk_names(raw: bytes) -> tuple[str, ...]:
+    """Return the hashes (hex) of the chunks as which a tokenizer's file travels."""
+    return tuple(digest_of(chunk).hex() for chunk in file_chunks(raw))
+
+
+def file_chunks(raw: bytes) -> list[memoryview]:
+    """Return a file's bytes in chunks, all as large as chunks may be but the last."""
+    whole = memoryview(raw)
+    return [whole[at : at + MAX_CHUNK_BYTES] for at in range(0, len(raw), MAX_CHUNK_BYTES)]
 
 
 def _require_size(raw: bytes, origin: str) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from farflock.node.model.corpus import load_corpus
 from farflock.node.process.brake import BRAKE
+from farflock.node.tokens.json_tokenizer import JsonTokenizer
+from farflock.node.tokens.tokenizer_training import train_tokenizer
 
 pytestmark = pytest.mark.net
 
@@ -191,3 +194,30 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
         check=True,
     )
     assert json.loads(ended.stdout)["running"] is False
+
+
+def test_a_joiner_gets_the_tokenizer_from_the_swarm_and_keeps_it_with_its_checkpoint(
+    nursery, tmp_path
+):
+    raw = train_tokenizer([load_corpus("shakespeare").train[:20_000]], 400)
+    (tmp_path / "tok.json").write_bytes(raw)
+    tokenizer = f'[data]\ntokenizer = "{tmp_path}/tok.json"\n'
+    (tmp_path / "run.toml").write_text(RUN + tokenizer)
+    homes = {
+        name: os.environ | ENVIRONMENT | {"FARFLOCK_HOME": str(tmp_path / name)} for name in "ab"
+    }
+    quiet = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    founded = [*COMMAND, "run", str(tmp_path / "run.toml"), "--json"]
+    founder = nursery.popen(founded, env=homes["a"], **quiet)
+    invite = invite_of(founder, tmp_path / "a" / "node")
+    (tmp_path / "tok.json").unlink()
+    joined = nursery.run([*COMMAND, "join", invite, "--json"], env=homes["b"], check=True, **quiet)
+    founder.communicate(timeout=60)
+    assert founder.returncode == 0
+    checkpoint = Path(json.loads(joined.stdout.splitlines()[-1])["checkpoint"])
+    assert (checkpoint / "tokenizer.json").read_bytes() == raw
+    name = JsonTokenizer(raw).hash
+    assert (tmp_path / "b" / "tokenizers" / f"{name}.json").read_bytes() == raw
+    told = [*COMMAND, "generate", str(checkpoint), "--tokens", "5", "--json"]
+    said = nursery.run(told, env=homes["b"], check=True, **quiet)
+    assert json.loads(said.stdout)["text"]

@@ -20,11 +20,10 @@ def command(folder: Path, target: Path, force: bool, as_json: bool) -> None:
     """
     from farflock.node.model.export import export, model_card
     from farflock.node.state.saved_model import open_model
-    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     saved = open_model(folder)
     card = model_card(target.absolute().name, saved.model.config, saved.facts())
-    export(target, saved.model.config, saved.model.state_dict(), ByteTokenizer(), card, force=force)
+    export(target, saved.model.config, saved.model.state_dict(), saved.tokenizer, card, force=force)
     Output(as_json).result(
         {"checkpoint": str(saved.folder), "folder": str(target)},
         f"exported {saved.folder} to {target}",

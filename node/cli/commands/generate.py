@@ -59,13 +59,12 @@ def command(
     from farflock.node.model.device import choose
     from farflock.node.model.generate import generate
     from farflock.node.state.saved_model import open_model
-    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     place = choose(device).place
     saved = open_model(folder)
     text = generate(
         saved.model.to(place),
-        ByteTokenizer(),
+        saved.tokenizer,
         prompt,
         tokens,
         temperature=temperature,

@@ -273,20 +273,15 @@ def _simulate(
     """Run the simulation and measure the result on the held-out text."""
     import torch
 
-    from farflock.node.model.corpus import load_corpus
+    from farflock.node.assembly.text import text_of
     from farflock.node.model.data import evaluation
     from farflock.node.simulate.simulation import held_out, simulate
-    from farflock.node.tokens.tokenizer import ByteTokenizer
 
     torch.set_num_threads(1)
-    corpus, tokenizer = (
-        load_corpus(described.data.corpus, described.data.sha256 or None),
-        ByteTokenizer(),
-    )
-    plan = described.plan()
+    plan, text = described.plan(), text_of(described.data)
     with out.progress("simulating") as progress:
-        result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder, device)
-    x, y = evaluation(tokenizer.encode(corpus.held_out), plan.seq, EVALUATED)
+        result = simulate(plan, world, text.train(), progress, folder, device)
+    x, y = evaluation(text.held_out(), plan.seq, EVALUATED)
     measured = held_out(plan, result.states.values(), x, y, device)
     facts = {
         "state_hash": result.state_hash,

@@ -77,25 +77,18 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device:
     text."""
     import torch
 
-    from farflock.node.model.corpus import load_corpus
+    from farflock.node.assembly.text import text_of
     from farflock.node.simulate.pipeline import EventLog, PipelineSimulation
-    from farflock.node.tokens.tokenizer import ByteTokenizer
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)
-    corpus, tokenizer = (
-        load_corpus(described.data.corpus, described.data.sha256 or None),
-        ByteTokenizer(),
-    )
-    pipeline = described.pipeline_plan()
+    pipeline, text = described.pipeline_plan(), text_of(described.data)
     assert pipeline is not None, "the manifest has no [pipeline]"
     parts = tuple(replace(part, device=device) for part in world.parts)
     placed = replace(world, parts=parts)
 
     async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
-        simulation = PipelineSimulation(
-            described.plan(), pipeline, placed, tokenizer.encode(corpus.train)
-        )
+        simulation = PipelineSimulation(described.plan(), pipeline, placed, text.train())
         return await simulation.run(), simulation.nodes
 
     with out.progress("simulating"):
@@ -103,7 +96,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld", device:
     losses = [float(str(fields["loss"])) for fields in tale.fields("loss")]
     tenth = max(len(losses) // 10, 1)
     facts: dict[str, Any] = {
-        **_measured(described, nodes, tokenizer.encode(corpus.held_out), device),
+        **_measured(described, nodes, text.held_out(), device),
         "rounds": len(
             {(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}
         ),

@@ -17,7 +17,9 @@ from farflock.node.model.export import (
     tokenizer_files,
 )
 from farflock.node.model.llama import PRESETS, build
+from farflock.node.tokens.json_tokenizer import JsonTokenizer
 from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer_training import train_tokenizer
 
 TINY = PRESETS["tiny"]
 UNTIED = msgspec.structs.replace(TINY, tied=False, kv_heads=2)
@@ -84,11 +86,17 @@ def test_the_tokenizer_file_maps_each_byte_to_itself():
     assert vocabulary["A"] == ord("A")
 
 
-def test_other_tokenizers_bring_their_own_files():
-    class Other:
-        vocab_size = 300
-
-    assert tokenizer_files(Other(), 64) == {}
+def test_other_tokenizers_bring_their_own_file_and_transformers_gives_equal_ids(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = JsonTokenizer(train_tokenizer([TEXT * 3], 280))
+    model = build(msgspec.structs.replace(TINY, vocab_size=300), 0)
+    export(tmp_path / "out", model.config, model.state_dict(), tokenizer, "card")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.raw
+    said = msgspec.json.decode((tmp_path / "out" / "config.json").read_bytes())
+    assert said["eos_token_id"] == tokenizer.end_of_text
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT).tolist()
+    assert theirs.eos_token == tokenizer.end_name
 
 
 def test_a_folder_that_holds_anything_is_left_alone(tmp_path):

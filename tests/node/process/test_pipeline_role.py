@@ -12,6 +12,7 @@ from worlds.card import CARD
 
 from farflock.node.assembly.checkpoints import folder_of, save_all
 from farflock.node.assembly.resume import checkpoint_state
+from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.model.device import Device, choose
 from farflock.node.pipeline.lifecycle.reservations import emptiest
@@ -31,6 +32,7 @@ from farflock.node.run.terms import PipelinePlan
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
+from farflock.node.tokens.tokenizer import ByteTokenizer
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -203,7 +205,8 @@ def made(
         async with swarm.peer(0).running() as peer:
             machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0, device=device or Device())
             node, keepers = part_of(
-                machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains
+                *(machine, manifest, RUN, peer, NodeText(ByteTokenizer(), text)),
+                *(lambda kind, fields: None, stage, trains),
             )
             found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found

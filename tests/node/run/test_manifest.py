@@ -292,7 +292,7 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("exchange.codec=itn8", "exchange.codec: codec 'itn8'", "'int8'"),
         ("trust.level=public", "trust.level: 'public'", "choose from trusted"),
         ("train.optimizer=adamww", "train.optimizer: 'adamww'", "'adamw'"),
-        ("data.tokenizer=byte", "data.tokenizer: 'byte'", "'bytes'"),
+        ("data.tokenizer=byte", "data.tokenizer: byte cannot be read", "or bytes"),
         ("train.momentum=0.9", "adamw has no momentum", "choose sgd"),
         ("train.momentum=1.0", "train.momentum must be a number < 1.0", "got 1.0"),
         ("train.nesterov=true", "nesterov is for sgd", "momentum=0.9"),

@@ -8,6 +8,8 @@ from farflock.node.model.llama import PRESETS, ModelConfig, build
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
 from farflock.node.state.saved_model import open_model
+from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.node.tokens.tokenizer_training import train_tokenizer
 
 TINY = PRESETS["tiny"]
 
@@ -26,6 +28,13 @@ def test_the_model_computes_what_the_saved_one_computed(tmp_path):
         assert torch.equal(saved.model(tokens), build(TINY, 5)(tokens))
     assert saved.facts() == {"run": "ab12", "step": "3", "tokens": "640"}
     assert not saved.model.training
+
+
+def test_the_tokenizer_is_beside_the_weights_unless_tokens_are_bytes(tmp_path):
+    assert isinstance(open_model(write(tmp_path, 1)).tokenizer, ByteTokenizer)
+    raw = train_tokenizer(["the cat and the hat, and that is that.\n"], 270)
+    files = {"config.json": msgspec.json.encode(TINY), "tokenizer.json": raw}
+    assert open_model(write(tmp_path, 2, files=files)).tokenizer.raw == raw
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints"])

@@ -1,0 +1,79 @@
+"""A run's text and tokenizer on their way to this machine: what a node must have before it joins,
+what it fetches, and what it lends to others.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from farflock.node.assembly.text import NodeText, text_of
+from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.model.corpus import SHIPPED
+from farflock.node.run.data_section import DataSection
+from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
+from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
+from farflock.node.tokens.tokenizer import BYTES, Tokenizer
+from farflock.swarm.chunk_store import Store, digest_of
+from farflock.swarm.compute import Worker
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.peer.bootstrap import fetch_chunk
+
+CHUNK_TIMEOUT_S = 120.0  # for each chunk of a tokenizer's file
+
+
+def require_corpus(data: DataSection) -> None:
+    """Refuse a run whose corpus is not on this machine."""
+    name, digest = data.corpus, data.sha256
+    if name == SHIPPED or Path(name).is_file():
+        return
+    why = f"it has SHA-256 {digest[:16]}…, and there is no file {Path(name).absolute()}"
+    remedy = "get that file from the run's founder, and put it there"
+    raise RefusedByRun(f"the run trains on {name!r}, which is not on this machine", why, remedy)
+
+
+async def fetch_text(links: Links, run: str, data: DataSection, members: Sequence[PeerId]) -> None:
+    """Get what this machine lacks of a run's text, before the run's members count this node: its
+    tokenizer. The corpus has to be here; raise `RefusedByRun` if it is not."""
+    require_corpus(data)
+    await fetch_tokenizer(links, run, data, members)
+
+
+async def fetch_tokenizer(
+    links: Links, run: str, data: DataSection, members: Sequence[PeerId]
+) -> None:
+    """Fetch the run's tokenizer from its members and keep it, unless it is here already; raise
+    `Failure` if none delivers it, and `RefusedByRun` if the manifest does not describe it."""
+    if data.tokenizer == BYTES or cached_tokenizer(data.tokenizer) is not None:
+        return
+    raw = bytearray()
+    for digest, size in data.chunks():
+        chunk = await fetch_chunk(links, run, digest, size, members, CHUNK_TIMEOUT_S)
+        if chunk is None:
+            raise Failure(
+                "the run's tokenizer could not be downloaded",
+                f"no member sent {size:,} bytes of it within {CHUNK_TIMEOUT_S:.0f} s",
+                "check the network connection, and try again",
+            )
+        raw += chunk
+    if digest_of(raw).hex() != data.tokenizer:
+        raise RefusedByRun(
+            "the run's tokenizer is not what its manifest says",
+            "its chunks do not make up the file with that hash",
+            "tell the run's founder",
+        )
+    keep_tokenizer(bytes(raw))
+
+
+async def load_text(data: DataSection) -> NodeText:
+    """Return the run's text as tokens, which a thread reads: it may be long."""
+    reader = Worker("text")
+    try:
+        return await reader(lambda: text_of(data).loaded())
+    finally:
+        reader.close()
+
+
+def lend_tokenizer(store: Store, tokenizer: Tokenizer) -> None:
+    """Hold a tokenizer's file ready for newcomers."""
+    if isinstance(tokenizer, JsonTokenizer):
+        for chunk in file_chunks(tokenizer.raw):
+            store.put(chunk, "tokenizer")

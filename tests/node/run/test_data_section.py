@@ -1,0 +1,115 @@
+"""A manifest names a tokenizer by its content, and one that does not fit is refused at once."""
+
+import msgspec
+import pytest
+
+from farflock.node.errors import RefusedByRun, Usage
+from farflock.node.run import data_section
+from farflock.node.run.data_section import tokenizer_of
+from farflock.node.run.manifest import load, parse, resolve
+from farflock.node.state.paths import home
+from farflock.node.tokens.json_tokenizer import JsonTokenizer
+from farflock.node.tokens.tokenizer_training import train_tokenizer
+from farflock.swarm.messages import MAX_CHUNK_BYTES
+
+RAW = train_tokenizer(["To be, or not to be, that is the question: whether it is nobler\n"], 280)
+HASH = JsonTokenizer(RAW).hash
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def tok(tmp_path):
+    path = tmp_path / "tok.json"
+    path.write_bytes(RAW)
+    return path
+
+
+def founded(tok, **more):
+    model = {"preset": "tiny"} | more
+    return resolve({"model": model, "data": {"tokenizer": str(tok)}})
+
+
+def test_the_file_becomes_its_hash_its_size_and_its_number_of_tokens(tok):
+    manifest = founded(tok)
+    data = manifest.data
+    assert (data.tokenizer, data.tokenizer_bytes, data.vocabulary) == (HASH, len(RAW), 280)
+    assert data.tokenizer_chunks == (HASH,)
+    assert data.chunks() == ((bytes.fromhex(HASH), len(RAW)),)
+    assert manifest.model.vocab_size == 280
+    assert str(tok) not in manifest.canonical().decode()
+
+
+def test_the_founder_and_whoever_has_the_file_tokenize_alike_without_its_path(tok):
+    manifest = founded(tok)
+    tok.unlink()
+    assert parse(manifest.canonical()) == manifest
+    assert tokenizer_of(manifest.data).raw == RAW
+
+
+def test_a_resolved_manifest_resolves_to_itself(tok, tmp_path):
+    manifest = founded(tok)
+    tok.unlink()
+    (tmp_path / "run.toml").write_bytes(manifest.canonical())
+    assert load(tmp_path / "run.toml") == manifest
+
+
+def test_a_large_file_has_a_name_for_each_chunk_which_fit_into_a_manifest(tok):
+    names = tuple(f"{number:064x}" for number in range(data_section.MAX_TOKENIZER_CHUNKS))
+    size = len(names) * MAX_CHUNK_BYTES - 5
+    manifest = founded(tok)
+    data = msgspec.structs.replace(manifest.data, tokenizer_chunks=names, tokenizer_bytes=size)
+    large = msgspec.structs.replace(manifest, data=data)
+    chunks = parse(large.canonical()).data.chunks()
+    assert [digest.hex() for digest, _ in chunks] == list(names)
+    assert [size for _, size in chunks[-2:]] == [MAX_CHUNK_BYTES, MAX_CHUNK_BYTES - 5]
+    assert sum(size for _, size in chunks) == size
+
+
+def test_a_model_may_have_more_tokens_but_not_fewer(tok):
+    assert founded(tok, vocab_size=512).model.vocab_size == 512
+    with pytest.raises(Usage, match=r"model.vocab_size: 279: the tokenizer .* has 280 tokens; set"):
+        founded(tok, vocab_size=279)
+
+
+@pytest.mark.parametrize("content", [None, b"{}"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(Usage, match=r"data.tokenizer: .*other.json.*; name"):
+        founded(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": "bytes"},
+        {"vocabulary": None},
+        {"tokenizer_bytes": None},
+        {"tokenizer_chunks": ()},
+        {"tokenizer_chunks": (HASH, HASH)},
+        {"tokenizer_bytes": MAX_CHUNK_BYTES + 1},
+        {"vocabulary": 2**33},
+        {"tokenizer": "/etc/passwd"},
+        {"tokenizer_chunks": ("../x",)},
+        {"vocabulary": 281},
+    ],
+)
+def test_a_manifest_that_describes_a_tokenizer_badly_is_refused(tok, change):
+    manifest = founded(tok)
+    data = msgspec.structs.replace(manifest.data, **change)
+    with pytest.raises(RefusedByRun, match="cannot take part"):
+        parse(msgspec.structs.replace(manifest, data=data).canonical())
+
+
+def test_a_tokenizer_that_is_not_here_or_has_other_tokens_is_refused(tok):
+    data = founded(tok).data
+    with pytest.raises(RefusedByRun, match="has 280 tokens instead of 300; tell the run's founder"):
+        tokenizer_of(msgspec.structs.replace(data, vocabulary=300))
+    (home() / "tokenizers" / f"{HASH}.json").write_bytes(RAW[:-1])
+    with pytest.raises(RefusedByRun, match="no file here has the BLAKE3 hash"):
+        tokenizer_of(data)
