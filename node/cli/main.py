@@ -39,6 +39,10 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "farflock.node.cli.commands.export:command",
         "Convert a checkpoint to a Hugging Face folder.",
     ),
+    "data": (
+        "farflock.node.cli.commands.data:command",
+        "Turn texts into data to train on.",
+    ),
     "tokenizer": (
         "farflock.node.cli.commands.tokenizer:command",
         "Learn a tokenizer from texts.",
@@ -56,7 +60,7 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
 GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
     "Start and watch a run": ("run", "status"),
-    "Prepare a run": ("tokenizer",),
+    "Prepare a run": ("tokenizer", "data"),
     "Use the model": ("generate", "export"),
     "Study": ("sim", "reproduce", "bench"),
 }

@@ -8,7 +8,9 @@ get plain lines.
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,20 +55,24 @@ class Output:
         return exit_code
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[float], None]]:
-        """Yield a function that takes the share done so far, and show it on standard error.
+    def progress(self, what: str, size_bytes: int = 0) -> Iterator[Callable[[float], None]]:
+        """Yield a function that takes the share done so far, and show it on standard error; with
+        the size of the whole, also the rate and the time that is left.
 
         A terminal gets a bar, everything else a line for each tenth.
         """
         if not sys.stderr.isatty():
-            yield _Tenths(what)
+            yield _Tenths(what, size_bytes)
             return
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import Progress, TransferSpeedColumn
 
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=1.0)
-            yield lambda share: bar.update(task, completed=share)
+        more = (TransferSpeedColumn(),) if size_bytes else ()
+        columns = (*Progress.get_default_columns(), *more)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            total = size_bytes or 1
+            task = bar.add_task(what, total=total)
+            yield lambda share: bar.update(task, completed=share * total)
 
     def _words(self) -> TextIO:
         return sys.stderr if self._as_json else sys.stdout
@@ -119,13 +125,24 @@ def _plain(value: object) -> str:
 class _Tenths:
     """Progress without a terminal: one line per tenth."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._told = what, 0
+    def __init__(self, what: str, size_bytes: int = 0) -> None:
+        self._what, self._size_bytes, self._told = what, size_bytes, 0
+        self._began: tuple[float, float] | None = None  # time in s, and the share done before
 
     def __call__(self, share: float) -> None:
+        self._began = self._began or (time.monotonic(), share)
         if int(share * 10) > self._told:
             self._told = int(share * 10)
-            click.echo(f"{self._what}: {share:.0%}", err=True)
+            click.echo(f"{self._what}: {share:.0%}{self._pace(*self._began, share)}", err=True)
+
+    def _pace(self, began_s: float, before: float, share: float) -> str:
+        """Return the rate and the time that is left, if there is anything to tell them by."""
+        took_s = time.monotonic() - began_s
+        if not self._size_bytes or took_s <= 0 or share <= before:
+            return ""
+        left_s = took_s * (1 - share) / (share - before)
+        rate = self._size_bytes * (share - before) / took_s / 1e6
+        return f", {rate:,.1f} MB/s, about {timedelta(seconds=round(left_s))} left"
 
 
 def conclude(

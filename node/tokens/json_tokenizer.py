@@ -47,12 +47,14 @@ _NAME_IT = "name the token that ends a document with --end-of-text"
 class JsonTokenizer:
     """The tokenizer that a tokenizer.json describes.
 
-    `end_of_text` is the name of the token that ends a document; without it, the first of
+    `end_of_text` is the id or the name of the token that ends a document; without it, the first of
     `END_NAMES` among the special tokens, if any. Raise `BadTokenizer` for bytes that are no such
     file.
     """
 
-    def __init__(self, raw: bytes, end_of_text: str | None = None, origin: str = JSON_NAME) -> None:
+    def __init__(
+        self, raw: bytes, end_of_text: int | str | None = None, origin: str = JSON_NAME
+    ) -> None:
         self.raw = raw
         self.hash = digest_of(raw).hex()
         self._fast = _parsed(raw, origin)
@@ -169,9 +171,13 @@ def _in_words(
 
 
 def _end(
-    fast: "FastTokenizer", names: dict[str, int], wanted: str | None, origin: str
+    fast: "FastTokenizer", names: dict[str, int], wanted: int | str | None, origin: str
 ) -> int | None:
     """Return the id of the token that ends a document; None if nothing says which one does."""
+    if isinstance(wanted, int):
+        if not 0 <= wanted < MAX_VOCABULARY or fast.id_to_token(wanted) is None:
+            raise BadTokenizer(f"{origin} has no token {wanted}; {_NAME_IT}")
+        return wanted
     if wanted is not None:
         if wanted not in names:
             raise BadTokenizer(f"{origin} has no token {wanted[:100]!r}; {_NAME_IT}")

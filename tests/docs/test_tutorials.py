@@ -101,7 +101,7 @@ def test_a_tutorial_can_be_followed_literally(tmp_path, name):
 def test_every_command_that_a_page_names_exists_with_its_options():
     wrong = []
     for page in PAGES:
-        named = r"\bfarflock ((?:tokenizer )?[a-z]+)\b([^`\n|#]*)"
+        named = r"\bfarflock ((?:data |tokenizer )?[a-z]+)\b([^`\n|#]*)"
         for name, rest in re.findall(named, commands(page)):
             section = re.search(rf"^## farflock {name}\n(.*?)(?=^## |\Z)", REFERENCE, re.M | re.S)
             options = re.findall(r"(?<![\w-])--[a-z-]+", rest)

@@ -88,7 +88,7 @@ def _cpu_s(*arguments):
     )
 
 
-GROUPS = {"tokenizer": ("train",)}
+GROUPS = {"data": ("prepare", "show"), "tokenizer": ("train",)}
 NAMES = [(name, part) for name in cli.COMMANDS for part in GROUPS.get(name, [""])]
 
 

@@ -137,12 +137,13 @@ def test_the_end_of_a_document_comes_before_the_end_of_a_turn():
 
 def test_the_end_of_text_can_be_named_and_is_unknown_without_a_usual_name():
     raw = words("?", "a", added=("<stop>",))
-    assert JsonTokenizer(raw, "<stop>").end_of_text == 2
+    assert JsonTokenizer(raw, "<stop>").end_of_text == JsonTokenizer(raw, 2).end_of_text == 2
     unnamed = JsonTokenizer(raw)
     assert (unnamed.end_of_text, unnamed.end_name) == (None, None)
     assert unnamed.decode([1, 2]) == "a <stop>"
-    with pytest.raises(BadTokenizer, match=r"has no token '<halt>'.*--end-of-text"):
-        JsonTokenizer(raw, "<halt>")
+    for wrong in ("<halt>", 3, -1, 2**40):
+        with pytest.raises(BadTokenizer, match=r"has no token .*--end-of-text"):
+            JsonTokenizer(raw, wrong)
 
 
 def test_a_word_of_the_vocabulary_is_no_end_of_text_by_its_name_alone():

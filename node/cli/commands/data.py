@@ -1,0 +1,207 @@
+"""`farflock data`: turn texts into data to train on, and look at such data."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from farflock.node.cli.output import Output
+from farflock.node.errors import Terminated
+
+if TYPE_CHECKING:
+    from farflock.node.data.folder import PreparedFolder
+    from farflock.node.data.prepare import Preparation
+    from farflock.node.data.sources import FoundFiles
+    from farflock.node.tokens.tokenizer import Tokenizer
+
+_RESUMES = "what was done so far is in {}; the same command goes on from there"
+
+
+@click.group("data")
+def command() -> None:
+    """Turn texts into data to train on, and look at such data."""
+
+
+@command.command("prepare")
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    metavar="FOLDER",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The folder to make.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    help="A tokenizer.json, or a folder with one.  [default: bytes, or that of --add]",
+)
+@click.option("--end-of-text", metavar="TOKEN", help="The token that ends a document.")
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="The field of JSON lines with the text; a.b for nested ones.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 0.5),
+    help="The share of documents that is not trained on.  [default: 0.005, or that of --add]",
+)
+@click.option("--keep-duplicates", is_flag=True, help="Keep equal documents.")
+@click.option("--strict", is_flag=True, help="Refuse a document that cannot be read.")
+@click.option("--add", is_flag=True, help="Add to the prepared data in FOLDER.")
+@click.option("--cores", type=click.IntRange(1), help="Cores that tokenize.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def prepare_command(
+    sources: tuple[str, ...],
+    target: Path,
+    tokenizer: str | None,
+    end_of_text: str | None,
+    field: str,
+    held_out: float | None,
+    keep_duplicates: bool,
+    strict: bool,
+    add: bool,
+    cores: int | None,
+    as_json: bool,
+) -> None:
+    """Tokenize and shuffle documents, and write them to a FOLDER.
+
+    SOURCE is a file, a folder of .txt, .md and .jsonl files, or a pattern in quotes. A file is one
+    document, and so is each line of JSON; text beyond 1 MiB is cut into several. Equal documents
+    are dropped, and those that cannot be read are skipped; both are counted.
+
+    The same texts give the same root on any machine. The command can be interrupted: the same
+    command goes on where it stopped. With --add the shards that are there stay, and the root
+    changes.
+
+    \b
+    Examples:
+      farflock data prepare books/ -o prepared
+      farflock data prepare notes/ "src/**/*.py" chats.jsonl --field content \\
+        --tokenizer tok.json -o prepared
+      farflock data prepare more/ --add -o prepared
+    """
+    import time
+
+    from farflock.node.data.prepare import Preparation, PrepareOptions
+    from farflock.node.data.sources import find_files
+
+    out = Output(as_json)
+    if cores is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(cores)  # of `tokenizers`, which reads it once
+    found = find_files(sources)
+    _tell_found(out, found)
+    read, share = _terms(target, add, tokenizer, end_of_text, held_out)
+    options = PrepareOptions(
+        field=field, held_out=share, keep_duplicates=keep_duplicates, strict=strict
+    )
+    preparation = Preparation(found.files, read, options, target, add)
+    try:
+        size = sum(file.size for file in found.files)
+        with out.progress("preparing", size) as progress:
+            made = preparation.run(
+                cores=cores or _available_cores(),
+                clock=time.monotonic,
+                progress=progress,
+                say=out.line,
+            )
+    except (KeyboardInterrupt, Terminated):
+        _tell_resumed(out, preparation)
+        raise
+    for fault in made.named:
+        out.line(f"skipped: {fault}")
+    counted = {"skipped": made.skipped, "duplicates": made.duplicates}
+    _show(out, made.content, counted)
+
+
+@command.command("show")
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read all shards, and compare them with their hashes.")
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def show_command(folder: Path, verify: bool, as_json: bool) -> None:
+    """Show what a FOLDER of prepared data has."""
+    from farflock.node.data.folder import PreparedFolder
+    from farflock.node.data.index import SPLITS
+
+    out, content = Output(as_json), PreparedFolder(folder)
+    if verify:
+        shards = [(split, place) for split in SPLITS for place in range(content.shards(split))]
+        with out.progress("verifying") as progress:
+            for done, (split, place) in enumerate(shards, 1):
+                content.read(split, place)
+                progress(done / len(shards))
+    _show(out, content, {})
+
+
+def _terms(
+    target: Path, add: bool, named: str | None, end_of_text: str | None, held_out: float | None
+) -> "tuple[Tokenizer, float]":
+    """Return the tokenizer and the held-out share: those of the folder if one is added to."""
+    from farflock.node.data.folder import PreparedFolder
+    from farflock.node.data.index import TOKENIZER_NAME
+    from farflock.node.data.prepare import HELD_OUT
+    from farflock.node.tokens.json_tokenizer import JsonTokenizer, read_definition, read_tokenizer
+    from farflock.node.tokens.tokenizer import BYTES
+
+    share = HELD_OUT
+    if add and target.exists():
+        index = PreparedFolder(target).index
+        share = index.held_out
+        if named is None and index.tokenizer is not None:
+            raw = read_definition(target / TOKENIZER_NAME)
+            return JsonTokenizer(raw, index.end_of_text), share if held_out is None else held_out
+    return read_tokenizer(named or BYTES, end_of_text), share if held_out is None else held_out
+
+
+def _available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
+def _tell_found(out: Output, found: "FoundFiles") -> None:
+    size = sum(file.size for file in found.files)
+    out.line(f"{len(found.files):,} files with {size / 1e6:,.1f} MB")
+    if found.ignored:
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in found.ignored.items())
+        out.line(f"left alone for their endings: {kinds}")
+
+
+def _tell_resumed(out: Output, preparation: "Preparation") -> None:
+    if preparation.partial.exists():
+        out.line(_RESUMES.format(preparation.partial))
+
+
+def _show(out: Output, content: "PreparedFolder", counted: dict[str, int]) -> None:
+    """Print the sizes of prepared data, and their root."""
+    index = content.index
+    train, held_out = index.totals("train"), index.totals("held-out")
+    facts = {
+        "root": content.root,
+        "folder": content.folder,
+        "shards": train.shards,
+        "tokens": train.tokens,
+        "vocabulary": index.vocabulary,
+        "documents": train.documents,
+        "held_out_shards": held_out.shards,
+        "held_out_tokens": held_out.tokens,
+        "held_out_documents": held_out.documents,
+        "tokenizer": index.tokenizer.hash if index.tokenizer else "bytes",
+        "parts": len(index.parts),
+        **counted,
+    }
+    rows = [("to train on", *train), ("held out", *held_out)]
+    out.table(("", *train._fields), rows)
+    more = "".join(f", {count:,} {name}" for name, count in counted.items())
+    out.result(
+        facts,
+        f"vocabulary of {index.vocabulary:,} tokens, {len(index.parts)} parts{more}\n"
+        f"root {content.root}",
+    )

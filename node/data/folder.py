@@ -1,0 +1,148 @@
+"""A prepared folder as it lies on a disk: where each shard is, and its tokens, verified."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflock.node.data.index import (
+    INDEX_NAME,
+    MAX_TOKEN_FILE_BYTES,
+    SPLITS,
+    BadIndex,
+    DataIndex,
+    ShardList,
+    read_index,
+    read_page,
+    require_totals,
+    root_of,
+)
+from farflock.node.data.shard_writer import label_of, token_file
+from farflock.node.tokens.tokenizer import TokenIds
+from farflock.swarm.chunk_store import is_intact
+from farflock.swarm.messages import MAX_CHUNK_BYTES
+
+SHARD = np.dtype(
+    [
+        ("digest", "V32"),
+        ("tokens", "<u4"),
+        ("documents", "<u4"),
+        ("part", "<u2"),
+        ("file", "<u4"),
+        ("offset", "<u4"),
+    ]
+)
+
+
+class ShardPlace(NamedTuple):
+    """Where a shard lies: its digest, its file, its first byte there, and its bytes."""
+
+    digest: bytes
+    path: Path
+    offset: int
+    size: int
+
+
+class PreparedFolder:
+    """A folder of prepared data; raise `BadIndex` if it is none, or not the one with this root, or
+    if a file is missing or has another size than the index says. No shard is read."""
+
+    def __init__(self, folder: Path, root: str | None = None) -> None:
+        self.folder = folder
+        raw = _read(folder / INDEX_NAME, MAX_CHUNK_BYTES + 1)
+        self.index: DataIndex = read_index(raw, str(folder / INDEX_NAME), root)
+        self.root = root_of(raw)
+        self._shards = {split: self._listed(split) for split in SPLITS}
+
+    def shards(self, split: str) -> int:
+        """Return the number of shards of `train` or `held-out`."""
+        return len(self._shards[split])
+
+    def place(self, split: str, number: int) -> ShardPlace:
+        """Return where a shard lies."""
+        shard = self._shards[split][number]
+        path = self.folder / token_file(label_of(int(shard["part"]), split), int(shard["file"]))
+        size = int(shard["tokens"]) * self.index.token_type.itemsize
+        return ShardPlace(shard["digest"].tobytes(), path, int(shard["offset"]), size)
+
+    def read(self, split: str, number: int) -> TokenIds:
+        """Return the tokens of a shard (n,); raise `BadIndex` unless they are what the index says:
+        its hash, its documents, and tokens of the vocabulary."""
+        place = self.place(split, number)
+        with place.path.open("rb") as file:
+            raw = os.pread(file.fileno(), place.size, place.offset)
+        if not is_intact(raw, place.digest):
+            raise BadIndex(
+                f"a shard in {place.path} is damaged at byte {place.offset:,}; copy the file again,"
+                " or prepare the data again"
+            )
+        tokens: TokenIds = np.frombuffer(raw, dtype=self.index.token_type)
+        ends = int((tokens == self.index.end_of_text).sum())
+        documents = int(self._shards[split][number]["documents"])
+        if (
+            int(tokens.max()) >= self.index.vocabulary
+            or int(tokens[-1]) != self.index.end_of_text
+            or ends != documents
+        ):
+            raise BadIndex(
+                f"a shard in {place.path} is not {documents:,} documents of"
+                f" {self.index.vocabulary:,} tokens; prepare the data again"
+            )
+        return tokens
+
+    def _listed(self, split: str) -> NDArray[np.void]:
+        """Return all shards of a split (n,), of type `SHARD`, with where they lie."""
+        found = [
+            self._of_part(number, split, part.split(split))
+            for number, part in enumerate(self.index.parts)
+        ]
+        return np.concatenate(found)
+
+    def _of_part(self, number: int, split: str, listed: ShardList) -> NDArray[np.void]:
+        kind, shards = self.index.token_type, np.zeros(listed.shards, dtype=SHARD)
+        start = 0
+        for place, name in enumerate(listed.pages):
+            count = listed.on_page(place)
+            raw = _read(self.folder / "pages" / name, MAX_CHUNK_BYTES + 1)
+            entries = read_page(raw, name, count, kind)
+            for field in ("digest", "tokens", "documents"):
+                shards[field][start : start + count] = entries[field]
+            start += count
+        require_totals(shards, listed)
+        shards["part"] = number
+        lengths = _laid_out(shards, kind.itemsize)
+        for file, length in enumerate(lengths):
+            path = self.folder / token_file(label_of(number, split), file)
+            found = path.stat().st_size if path.is_file() else 0
+            if found != length:
+                raise BadIndex(
+                    f"{path} has {found:,} bytes, and the index says {length:,}; copy the folder "
+                    "again, or prepare the data again"
+                )
+        return shards
+
+
+def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:
+    """Say of the shards of a part in which file and where they lie; return the files' lengths."""
+    lengths = list[int]()
+    files, offsets = np.zeros(len(shards), dtype="<u4"), np.zeros(len(shards), dtype="<u4")
+    for place, tokens in enumerate(shards["tokens"].tolist()):
+        if not lengths or lengths[-1] + tokens * width > MAX_TOKEN_FILE_BYTES:
+            lengths.append(0)
+        files[place], offsets[place] = len(lengths) - 1, lengths[-1]
+        lengths[-1] += tokens * width
+    shards["file"], shards["offset"] = files, offsets
+    return lengths
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise BadIndex(
+            f"{path} cannot be read ({error.strerror}); name a folder that `farflock data prepare` "
+            "made"
+        ) from None
