@@ -5,7 +5,9 @@ of all. It consists of two files, the tokens of its documents, and a record for 
 Equal documents that are in memory together become one record with a count.
 """
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from farflock.node.errors import Failure
 
 BUCKET_BYTES = 16 << 20  # of the sources' files, about, for each bucket
 MAX_BUCKET_BITS = 12
+WHOLE_BYTES = 192 << 20  # of a bucket's tokens that are read at once
 RECORD = np.dtype([*IDENTITY.descr, ("count", "<u4"), ("size", "<u4"), ("offset", "<u8")])
 
 
@@ -84,9 +87,20 @@ class Buckets:
         path, _ = self._paths(bucket)
         return np.fromfile(path, dtype=RECORD) if path.exists() else np.zeros(0, dtype=RECORD)
 
-    def open_tokens(self, bucket: int) -> int:
-        """Return a descriptor of a bucket's tokens, to which records have the offsets."""
-        return os.open(self._paths(bucket)[1], os.O_RDONLY)
+    @contextlib.contextmanager
+    def tokens(self, bucket: int) -> Iterator[Callable[[int, int], bytes]]:
+        """Yield a function that returns some bytes of a bucket's tokens: a number, from an
+        offset. Documents are small, and disks slow where they lie: so it reads all at once, unless
+        that is more than memory should hold, as of a bucket with a very long text."""
+        descriptor = os.open(self._paths(bucket)[1], os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size > WHOLE_BYTES:
+                yield lambda size, offset: os.pread(descriptor, size, offset)
+            else:
+                whole = os.pread(descriptor, WHOLE_BYTES, 0)
+                yield lambda size, offset: whole[offset : offset + size]
+        finally:
+            os.close(descriptor)
 
     def _paths(self, bucket: int) -> tuple[Path, Path]:
         return self._folder / f"{bucket:04}.records", self._folder / f"{bucket:04}.tokens"

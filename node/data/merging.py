@@ -3,7 +3,6 @@
 What the folder has already (`seen`) counts as there: it is not written again.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -56,15 +55,12 @@ class Merging(NamedTuple):
         written = kept[kept["count"] > 0]
         new.write(_identities(written).tobytes())
         below = held_out_below(self.share)
-        tokens = self.buckets.open_tokens(bucket)
-        try:
+        with self.buckets.tokens(bucket) as read:
             for own, count, size, offset in _rows(written):
-                content = os.pread(tokens, size, offset)
+                content = read(size, offset)
                 writer = writers.held_out if own < below else writers.train
                 for _ in range(count):
                     writer.add(content)
-        finally:
-            os.close(tokens)
         return int(records["count"].sum(dtype=np.int64) - written["count"].sum(dtype=np.int64))
 
     def _old(self, bucket: int, seen: "list[SeenFile]") -> NDArray[np.void]:

@@ -81,6 +81,14 @@ def test_the_root_does_not_depend_on_the_number_of_buckets(texts, tmp_path, monk
     assert prepared(texts, tmp_path / "two").content.root == root
 
 
+def test_the_root_does_not_depend_on_how_much_of_a_bucket_is_read_at_once(
+    texts, tmp_path, monkeypatch
+):
+    root = prepared(texts, tmp_path / "one").content.root
+    monkeypatch.setattr(buckets, "WHOLE_BYTES", 10)
+    assert prepared(texts, tmp_path / "two").content.root == root
+
+
 def test_killed_anywhere_and_resumed_the_folder_is_that_of_an_undisturbed_run(
     texts, tmp_path, often
 ):
