@@ -88,7 +88,7 @@ def prepare_command(
     """
     import time
 
-    from farflock.node.data.prepare import Preparation, PrepareOptions
+    from farflock.node.data.prepare import Preparation, PrepareOptions, available_cores
     from farflock.node.data.sources import find_files
 
     out = Output(as_json)
@@ -105,7 +105,7 @@ def prepare_command(
         size = sum(file.size for file in found.files)
         with out.progress("preparing", size) as progress:
             made = preparation.run(
-                cores=cores or _available_cores(),
+                cores=cores or available_cores(),
                 clock=time.monotonic,
                 progress=progress,
                 say=out.line,
@@ -156,14 +156,6 @@ def _terms(
             raw = read_definition(target / TOKENIZER_NAME)
             return JsonTokenizer(raw, index.end_of_text), share if held_out is None else held_out
     return read_tokenizer(named or BYTES, end_of_text), share if held_out is None else held_out
-
-
-def _available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
 
 
 def _tell_found(out: Output, found: "FoundFiles") -> None:
