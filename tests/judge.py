@@ -1,12 +1,15 @@
 """Run parts of the tests as continuous integration does, give failures a second chance, and judge.
 
-    python tests/judge.py pure real ci-more
+    python tests/judge.py [--record] pure real ci-more
 
 Each part is one run of pytest over a fixed list. After all parts each test that failed runs once
 more, alone. A test that fails twice is red. A real test that passes then is `unstable`: a machine
 was slow or a port was taken, which says nothing of the commit. A pure test that passes then is `not
 deterministic`; that is red with STRICT=1, so that its author mends it. More than MAX_FAILURES
 failures are red at once. Exit: 0 green, 1 red, 2 a part could not be run.
+
+With --record the seconds of each file are written to tests/seconds.toml, by which files are divided
+among workers. On an idle machine that is worth a commit once a division has become uneven.
 """
 
 import collections
@@ -19,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parts import LATE
+from parts import LATE, record
 
 ROOT = Path(__file__).parents[1]
 EVERYDAY = "not ci_more and not long and not gpu"
@@ -83,6 +86,7 @@ def run_part(name, outcomes, began_s):
             "tests",
             f"--numprocesses={WORKERS}",
             "--dist=each",
+            f"--division={name}",
             f"-m={PARTS[name]}",
             f"--report={report}",
             f"--late-after={began_s + LATE_AFTER_S}",
@@ -140,15 +144,20 @@ def print_skipped(outcomes):
         print(f"ci-more: {len(outcomes.late)} tests were left out after {minutes:.0f} minutes")
 
 
-def main(names):
+def main(words):
     """Run the named parts and return the exit code."""
+    names = [word for word in words if word != "--record"]
     if unknown := set(names) - PARTS.keys():
         print(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         return BROKEN
     began_s = float(os.environ.get("GATE_BEGAN_S") or time.time())
     outcomes, minutes = Outcomes(), {}
     for name in names:
+        before = set(outcomes.seconds)
         minutes[name] = run_part(name, outcomes, began_s)
+        if "--record" in words:
+            new = outcomes.seconds.keys() - before
+            record(name, {test: outcomes.seconds[test] for test in new})
     passed = second_chances(outcomes.failed)
     print_slowest(outcomes)
     print_skipped(outcomes)

@@ -1,23 +1,29 @@
 """Parts of the tests: each worker runs the same files after the same files, on any machine.
 
-With `-n N --dist each`, worker K runs part K of N, which depends on the names of the files alone.
-Without workers, `--part K/N` chooses one. `--until TEST` ends a part with that test: so a failure
-can be repeated after exactly the tests that ran before it.
+With `-n N --dist each`, worker K runs part K of N. Without workers, `--part K/N` chooses one. The
+files are divided by the committed seconds of `--division`, a table of seconds.toml, so that the
+parts end together. `--until TEST` ends a part with that test: so a failure can be repeated after
+exactly the tests that ran before it.
 """
 
+import collections
 import json
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+SECONDS = TESTS / "seconds.toml"
+MIN_S = 1.0  # a file that takes less stands in no table
 LATE = "the gate's time is up"
 
 
 def add_options(parser):
     group = parser.getgroup("parts")
     group.addoption("--part", metavar="K/N", help="run part K of N of the test files")
+    group.addoption("--division", metavar="TABLE", help="divide by this table of seconds.toml")
     group.addoption("--until", metavar="TEST", help="of the part, leave out what follows TEST")
     group.addoption("--report", metavar="FILE", help="append each test's outcome, a JSON line each")
     group.addoption(
@@ -28,9 +34,51 @@ def add_options(parser):
     )
 
 
-def divided(count, tests=TESTS):
-    """Return {file: number of its part}: the files in the order of their names, dealt in turn."""
-    return {path: i % count + 1 for i, path in enumerate(sorted(tests.rglob("test_*.py")))}
+def divided(count, seconds, tests=TESTS):
+    """Return {file: number of its part}.
+
+    `seconds` is what files take, by their paths in `tests`. Longest first, each file goes to the
+    part that has the least so far.
+    """
+    weights = {
+        path: seconds.get(path.relative_to(tests).as_posix(), MIN_S / 2)
+        for path in tests.rglob("test_*.py")
+    }
+    chosen, sums = {}, dict.fromkeys(range(1, count + 1), 0.0)
+    for path, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0])):
+        chosen[path] = min(sums, key=sums.get)
+        sums[chosen[path]] += weight
+    return chosen
+
+
+def recorded(division):
+    """Return the seconds of a table, {path: seconds}; nothing where none has that name."""
+    return tomllib.loads(SECONDS.read_text()).get(division, {})
+
+
+def record(division, seconds):
+    """Write a table, each file in one line, from {test: seconds}; keep the other tables."""
+    tables = tomllib.loads(SECONDS.read_text())
+    tables[division] = collections.Counter()
+    for test, took_s in seconds.items():
+        tables[division][file_of(test)] += took_s
+    SECONDS.write_text("\n".join(map(table, sorted(tables.items()))))
+
+
+def file_of(test):
+    """Return the path in tests/ of a test's file."""
+    return test.partition("::")[0].removeprefix("tests/")
+
+
+def table(named):
+    """Return a table of seconds.toml, of the files worth a line."""
+    division, seconds = named
+    lines = [
+        f'"{path}" = {round(took_s)}\n'
+        for path, took_s in sorted(seconds.items())
+        if took_s >= MIN_S
+    ]
+    return f"[{division}]\n" + "".join(lines)
 
 
 class Parts:
@@ -44,7 +92,8 @@ class Parts:
             self.number = int(config.workerinput["workerid"].removeprefix("gw")) + 1
         elif asked := config.getoption("--part"):
             self.number, self.count = map(int, asked.split("/"))
-        self.files = divided(self.count)
+        self.division = config.getoption("--division")
+        self.files = divided(self.count, recorded(self.division))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -76,8 +125,8 @@ class Parts:
             report.sections.append(
                 (
                     "to repeat it after the same tests",
-                    f"pytest --part {self.number}/{self.count} -m '{marks}' "
-                    f"--until '{item.nodeid}'",
+                    f"pytest --part {self.number}/{self.count} --division {self.division} "
+                    f"-m '{marks}' --until '{item.nodeid}'",
                 )
             )
         return report

@@ -1,6 +1,7 @@
 """The gate: how tests are divided, what a pure test may touch, and how failures are judged."""
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import tomllib
 
 import judge
 import parts
@@ -19,16 +21,52 @@ from farflock.swarm.sim.virtual_time import run_virtual
 PURE, REAL = {"a": False}, {"b": True}
 
 
-def test_every_file_is_in_one_part_and_the_division_depends_on_names_alone(tmp_path):
+@pytest.fixture
+def files(tmp_path):
+    """A folder of 20 empty test files, and their paths in it."""
     names = [f"{folder}/test_{number}.py" for folder in ("x", "y") for number in range(10)]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("pass")
-    chosen = parts.divided(3, tmp_path)
-    assert {path.relative_to(tmp_path).as_posix() for path in chosen} == set(names)
-    assert set(chosen.values()) == {1, 2, 3}
-    (tmp_path / names[0]).write_text("pass\n" * 100)
-    assert parts.divided(3, tmp_path) == chosen
+        (tmp_path / name).touch()
+    return tmp_path, names
+
+
+def test_every_file_is_in_one_part_whatever_it_contains(files):
+    folder, names = files
+    chosen = parts.divided(3, {}, folder)
+    assert {path.relative_to(folder).as_posix() for path in chosen} == set(names)
+    assert sorted(collections.Counter(chosen.values()).items()) == [(1, 7), (2, 7), (3, 6)]
+    (folder / names[0]).write_text("pass\n" * 100)
+    assert parts.divided(3, {}, folder) == chosen
+
+
+def test_parts_take_about_the_same_time(files):
+    folder, names = files
+    seconds = {name: 1.0 + number**2 for number, name in enumerate(names)}
+    chosen = parts.divided(3, seconds, folder)
+    sums = collections.Counter()
+    for path, part in chosen.items():
+        sums[part] += seconds[path.relative_to(folder).as_posix()]
+    assert max(sums.values()) < 1.1 * min(sums.values())
+
+
+def test_what_was_measured_is_recorded_by_file_and_other_tables_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "SECONDS", tmp_path / "seconds.toml")
+    parts.SECONDS.write_text('[real]\n"net/test_c.py" = 3\n')
+    measured = {"tests/a/test_a.py::one": 1.2, "tests/a/test_a.py::two": 1.4, "tests/b.py::x": 0.4}
+    parts.record("pure", measured)
+    assert parts.recorded("pure") == {"a/test_a.py": 3}
+    assert parts.recorded("real") == {"net/test_c.py": 3}
+    assert not parts.recorded("other")
+
+
+def test_each_file_of_the_committed_table_exists():
+    tables = tomllib.loads(parts.SECONDS.read_text())
+    assert set(tables) == set(judge.PARTS)
+    gone = {
+        path for table in tables.values() for path in table if not (parts.TESTS / path).exists()
+    }
+    assert not gone
 
 
 @pytest.fixture

@@ -12,7 +12,15 @@ from worlds.waiting import LIMIT_S
 pytestmark = [pytest.mark.net, pytest.mark.ci_more]
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("conftest.py", "judge.py", "nursery.py", "parts.py", "purity.py", "worlds")
+COPIED = (
+    "conftest.py",
+    "judge.py",
+    "nursery.py",
+    "parts.py",
+    "purity.py",
+    "seconds.toml",
+    "worlds",
+)
 # Fails in every other process that runs it.
 EVERY_OTHER_TIME = """
 from pathlib import Path
@@ -87,7 +95,7 @@ def test_what_passes_the_second_time_is_told_and_is_red_only_for_the_author_of_a
     code, said = judged(PURE, REAL)
     assert code == 0, said
     assert "not deterministic: tests/test_planted_0.py::test_a" in said
-    assert "--part 1/2 -m 'not net" in said
+    assert "--part 1/2 --division pure -m 'not net" in said
     assert "unstable: tests/test_planted_1.py::test_a" in said
     assert said.count("AssertionError: the first time") >= 2
     assert said.splitlines()[-1].startswith("3 passed, 0 failed, 1 unstable, 0 skipped; pure ")
