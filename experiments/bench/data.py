@@ -5,7 +5,6 @@ time. Preparing reads, checks, hashes, tokenizes, sorts and writes the same. The
 Python's library and of the packages beside it.
 """
 
-import itertools
 import sysconfig
 import tempfile
 import time
@@ -50,27 +49,24 @@ def _prepare(size: Size, repeats: int) -> Metric:
     if not paths:
         raise NotMeasured("there are no texts beside Python's library")
     raw = train_tokenizer(_learned(paths, size.learned_bytes), size.vocabulary)
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = turns(
-            repeats,
-            lambda: _prepared(paths, raw, Path(folder)),
-            lambda: _tokenized(paths, raw),
-        )
+    pairs = turns(repeats, lambda: _prepared(paths, raw), lambda: _tokenized(paths, raw))
     rates = [(total / ours_s / 1e6, total / theirs_s / 1e6) for ours_s, theirs_s in pairs]
     value, yardstick, ratio = medians(rates)
     note = f"{total / 1e6:,.0f} MB in {len(paths):,} files, a vocabulary of {size.vocabulary:,}"
     return Metric("data.prepare", value, yardstick, ratio, len(pairs), load(), "MB/s", note)
 
 
-_runs = itertools.count()
-
-
-def _prepared(paths: Sequence[Path], raw: bytes, folder: Path) -> None:
+def _prepared(paths: Sequence[Path], raw: bytes) -> None:
     """Prepare the files in a folder of their own."""
     found = find_files([str(path) for path in paths])
-    target = folder / f"{next(_runs)}"
-    made = Preparation(found.files, JsonTokenizer(raw), PrepareOptions(), target)
-    made.run(cores=available_cores(), clock=time.monotonic, progress=lambda share: None, say=lambda text: None)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Preparation(found.files, JsonTokenizer(raw), PrepareOptions(), Path(folder) / "data")
+        made.run(
+            cores=available_cores(),
+            clock=time.monotonic,
+            progress=lambda share: None,
+            say=lambda text: None,
+        )
 
 
 def _tokenized(paths: Sequence[Path], raw: bytes) -> None:
