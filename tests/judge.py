@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 from parts import LATE, record
 
 ROOT = Path(__file__).parents[1]
+REPORTS = ROOT / "build" / "reports"  # the last outcome of each test, by part
 EVERYDAY = "not ci_more and not long and not gpu"
 PARTS = {
     "pure": f"not net and {EVERYDAY}",
@@ -79,20 +79,20 @@ def pytest(*words):
 def run_part(name, outcomes, began_s):
     """Run one part; return its minutes, or exit where it could not be run or failed too often."""
     part_began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.jsonl"
-        print(f"{name}:", flush=True)
-        code = pytest(
-            "tests",
-            f"--numprocesses={WORKERS}",
-            "--dist=each",
-            f"--division={name}",
-            f"-m={PARTS[name]}",
-            f"--report={report}",
-            f"--late-after={began_s + LATE_AFTER_S}",
-        )
-        if report.exists():
-            outcomes.read(report)
+    report = REPORTS / f"{name}.jsonl"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text("")
+    print(f"{name}:", flush=True)
+    code = pytest(
+        "tests",
+        f"--numprocesses={WORKERS}",
+        "--dist=each",
+        f"--division={name}",
+        f"-m={PARTS[name]}",
+        f"--report={report}",
+        f"--late-after={began_s + LATE_AFTER_S}",
+    )
+    outcomes.read(report)
     if code not in (ALL_PASSED, SOME_FAILED, NONE_CHOSEN):
         print(f"red: pytest ended with {code}, so not all of {name} has run")
         sys.exit(BROKEN)
