@@ -42,6 +42,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("everyday")
 
 GOLDEN = Path(__file__).parent / "golden"
+NURSERIES = []  # they end with the session
 
 
 def pytest_addoption(parser):
@@ -76,10 +77,14 @@ def pytest_runtest_call(item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    if nextitem is None:  # what all tests shared ends too, the nursery's process among it
-        return (yield)
+def pytest_runtest_teardown(item):
     return (yield from watched(item))
+
+
+def pytest_sessionfinish():
+    """End what all tests share, after the last test's teardown, which is watched."""
+    while NURSERIES:
+        NURSERIES.pop().close()
 
 
 @pytest.fixture
@@ -154,9 +159,8 @@ def quiet_log():
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory):
     """A process that forks itself for each command that a test starts: see nursery.py."""
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
+    NURSERIES.append(Nursery(tmp_path_factory.mktemp("nursery")))
+    return NURSERIES[-1]
 
 
 @pytest.fixture(scope="session")
@@ -178,11 +182,10 @@ def processors(tmp_path_factory):
                 ATEN_CPU_CAPABILITY=level,
                 NPY_DISABLE_CPU_FEATURES=disabled[level],
             )
+            NURSERIES.append(made[level])
         return made[level]
 
-    yield of
-    for each in made.values():
-        each.close()
+    return of
 
 
 @pytest.fixture

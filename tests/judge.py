@@ -13,8 +13,10 @@ among workers. On an idle machine that is worth a commit once a division has bec
 """
 
 import collections
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +38,7 @@ PARTS = {
 WORKERS = 2
 MAX_FAILURES = 20
 SECOND_CHANCE_S = 600.0
+CLEAN_UP_S = 10.0  # for a second chance whose time is over
 LATE_AFTER_S = 50 * 60.0  # from the beginning of the gate; then what is left of ci-more is skipped
 SLOWEST = 50
 GREEN, RED, BROKEN = 0, 1, 2
@@ -69,11 +72,29 @@ class Outcomes:
         return len(self.seconds) - len(self.failed) - len(self.skipped)
 
 
-def pytest(*words):
-    """Run pytest; return its exit code."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *words], cwd=ROOT, stdin=subprocess.DEVNULL
-    ).returncode
+def limited(command, limit_s):
+    """Run a command in a process group of its own; return its exit code, or None if the limit
+    ended it and all that it had started."""
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)  # fixtures may clean up
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CLEAN_UP_S)
+        return None
+    finally:  # a Ctrl-C reaches this process alone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def pytest(*words, limit_s=None):
+    """Run pytest; return its exit code, or None if the limit ended it."""
+    command = [sys.executable, "-m", "pytest", "-q", *words]
+    if limit_s is not None:
+        return limited(command, limit_s)
+    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
 
 
 def run_part(name, outcomes, began_s):
@@ -103,12 +124,17 @@ def run_part(name, outcomes, began_s):
 
 
 def second_chances(failed, limit_s=SECOND_CHANCE_S, run=pytest, clock=time.monotonic):
-    """Run each failed test once more, alone; return the tests that pass."""
+    """Run each failed test once more, alone; return the tests that pass.
+
+    `limit_s` is for all of them. The test that is under way then is ended, and stays failed.
+    """
     ends_s, passed = clock() + limit_s, []
     for test in failed:
-        if clock() >= ends_s:
+        left_s = ends_s - clock()
+        code = run(test, limit_s=left_s) if left_s > 0 else None
+        if code is None:
             print(f"no time was left for a second chance of {test}")
-        elif run(test) == 0:
+        elif code == ALL_PASSED:
             passed.append(test)
     return passed
 

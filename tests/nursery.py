@@ -8,7 +8,6 @@ begin with `sys.executable`. Tests of imports, of packaging and of the processes
 itself starts do without it.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -23,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from farflock.experiments.measure.parent import end_with_parent
+
 PRELOADED = (
     "hivemind",
     "torch._dynamo",
@@ -33,7 +34,6 @@ PRELOADED = (
 MAX_REQUEST = 1 << 20
 NUMBER = struct.Struct("<q")  # what a keeper says: first the pid, then how it ended
 START_S = 240.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Nursery:
@@ -155,7 +155,10 @@ class Nursed(subprocess.Popen):
 
 
 def serve(path):
-    """Fork a keeper for each connection; return only in the children, with their request."""
+    """Fork a keeper for each connection; return only in the children, with their request.
+
+    Each process ends with its parent, so that a suite that is killed leaves nothing behind.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for keepers
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".partial")
@@ -173,13 +176,6 @@ def serve(path):
                 server.close()
                 return keep(connection)
             connection.close()
-
-
-def end_with_parent():
-    """Let the kernel kill this process when its parent ends, so that a suite that is killed leaves
-    nothing behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def keep(connection):

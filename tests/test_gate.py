@@ -15,6 +15,8 @@ import judge
 import parts
 import pytest
 from purity import FORBIDDEN, Guard
+from worlds.node_liveness import alive
+from worlds.waiting import LIMIT_S, until_real
 
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -143,15 +145,34 @@ def test_what_passes_the_second_time_is_told_and_only_what_the_commit_did_is_red
 
 
 def test_second_chances_end_with_their_time_and_what_is_not_reached_stays_failed():
-    now_s = 0.0
+    now_s, limits = 0.0, {}
 
-    def run(test):
+    def run(test, limit_s):
         nonlocal now_s
-        now_s += 6
-        return 0 if test == "b" else 1
+        limits[test] = limit_s
+        now_s += min(6, limit_s)
+        return None if limit_s < 6 else 0 if test in "bc" else 1
 
-    assert judge.second_chances("abcd", 10, run, lambda: now_s) == ["b"]
-    assert now_s == 12
+    assert judge.second_chances("abcd", 16, run, lambda: now_s) == ["b"]
+    assert limits == {"a": 16, "b": 10, "c": 4}
+    assert now_s == 16
+
+
+@pytest.mark.net
+def test_a_command_whose_time_is_over_cleans_up_and_ends_with_all_that_it_had_started(tmp_path):
+    child = tmp_path / "child"
+    # A shell that hears of the end, with a child that does not: it ignores SIGINT.
+    script = (
+        "trap 'touch $0.cleaned; exit' INT; "
+        "sleep 600 & echo $! > $0.partial; mv $0.partial $0; wait"
+    )
+    assert judge.limited(["sh", "-c", "exit 3"], LIMIT_S) == 3
+    for limit_s in (0.5, 5.0, 50.0):  # a slow machine may not come to start the child
+        assert judge.limited(["sh", "-c", script, str(child)], limit_s) is None
+        if child.exists():
+            break
+    until_real(lambda: not alive(int(child.read_text())), "the end of the child")
+    assert child.with_suffix(".cleaned").exists()
 
 
 def test_outcomes_are_read_from_the_reports_of_all_phases(tmp_path):

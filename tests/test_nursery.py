@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from worlds.waiting import LIMIT_S, completed, ended, line_of
 
 pytestmark = pytest.mark.net
 
@@ -32,11 +33,12 @@ def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.communicate("in", timeout=240) == (f"['a', 'b'] {tmp_path} ['ONE'] in\n", "e")
+    said = process.communicate("in", timeout=LIMIT_S)
+    assert said == (f"['a', 'b'] {tmp_path} ['ONE'] in\n", "e")
 
 
 @pytest.mark.parametrize(
-    ("code", "ended"),
+    ("code", "code_of_end"),
     [
         ("pass", 0),
         ("import sys; sys.exit(3)", 3),
@@ -45,31 +47,31 @@ def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was
         ("raise KeyboardInterrupt", -signal.SIGINT),
     ],
 )
-def test_it_ends_as_a_process_from_scratch_does(nursery, code, ended):
+def test_it_ends_as_a_process_from_scratch_does(nursery, code, code_of_end):
     for run in (nursery.run, subprocess.run):
-        assert run(python("-c", code), capture_output=True, timeout=240).returncode == ended
+        assert completed(python("-c", code), run, capture_output=True).returncode == code_of_end
 
 
 def test_modules_and_files_run_as_programs(nursery, tmp_path):
     file = tmp_path / "program.py"
     file.write_text("import sys\nif __name__ == '__main__':\n    print(sys.argv, sys.path[0])\n")
-    by_path = nursery.run(
-        python(str(file), "x"), capture_output=True, text=True, timeout=240, check=True
+    by_path = completed(
+        python(str(file), "x"), nursery.run, capture_output=True, text=True, check=True
     )
     assert by_path.stdout == f"{[str(file), 'x']} {tmp_path}\n"
-    by_name = nursery.run(
+    by_name = completed(
         python("-m", "program", "x"),
+        nursery.run,
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
         check=True,
     )
     assert by_name.stdout.endswith(f"'x'] {tmp_path}\n")
 
 
 def test_its_group_hears_a_signal_and_no_other_process_does(nursery):
-    code = "import time; print('up', flush=True); time.sleep(60)"
+    code = "import time; print('up', flush=True); time.sleep(3600)"
     process = nursery.popen(
         python("-c", code),
         stdout=subprocess.PIPE,
@@ -77,11 +79,11 @@ def test_its_group_hears_a_signal_and_no_other_process_does(nursery):
         start_new_session=True,
     )
     with process:
-        assert process.stdout.readline() == b"up\n"
+        assert line_of(process, "its word") == b"up\n"
         assert process.poll() is None
         assert os.getpgid(process.pid) == process.pid
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == -signal.SIGINT
+        assert ended(process, "the process") == -signal.SIGINT
 
 
 def test_a_keeper_is_in_its_child_s_group_so_that_no_frozen_process_wakes(nursery):
@@ -91,7 +93,7 @@ def test_a_keeper_is_in_its_child_s_group_so_that_no_frozen_process_wakes(nurser
         assert os.getpgid(process.pid) == os.getpgid(keeper.pid) == os.getpgid(0)
         keeper.send_signal(signal.SIGINT)  # as a Ctrl-C would
         process.stdin.close()
-        assert process.wait(30) == 0, "it still tells how the child ended"
+        assert ended(process, "the process") == 0, "it still tells how the child ended"
 
 
 def test_one_that_does_not_end_in_time_is_reported_and_killed(nursery):

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from worlds.waiting import LIMIT_S
+from worlds.waiting import LIMIT_S, completed
 
 pytestmark = [pytest.mark.net, pytest.mark.ci_more]
 
@@ -60,6 +59,16 @@ def test_a(tmp_path):
         tell = lambda: waiting.told("the node", process, log)
         waiting.until_real(lambda: False, "a miracle", tell)
 """
+SLEEPS_AT_ITS_END = """
+import pytest, time
+
+@pytest.fixture
+def tired():
+    yield
+    time.sleep(0.01)
+
+def test_a(tired): pass
+"""
 PASSES = "def test_b(): pass\n"
 
 
@@ -78,13 +87,13 @@ def judged(tmp_path):
             (tmp_path / "tests" / f"test_planted_{number}.py").write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "STRICT": "1" if strict else ""}
         environment.pop("PYTEST_XDIST_WORKER", None)
-        done = subprocess.run(
+        done = completed(
             [sys.executable, "tests/judge.py", "pure", "real"],
+            limit_s=2 * LIMIT_S,
             cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=2 * LIMIT_S,
         )
         return done.returncode, done.stdout
 
@@ -104,7 +113,7 @@ def test_what_passes_the_second_time_is_told_and_is_red_only_for_the_author_of_a
 
 
 def test_what_fails_twice_is_red_and_says_what_was_touched_or_waited_for(judged):
-    code, said = judged(SLEEPS, NEVER)
+    code, said = judged(SLEEPS, NEVER, SLEEPS_AT_ITS_END)
     assert code == 1, said
     assert "a pure test touched time.sleep" in said
     assert "red: tests/test_planted_0.py::test_a" in said
@@ -112,6 +121,8 @@ def test_what_fails_twice_is_red_and_says_what_was_touched_or_waited_for(judged)
     assert "the node (process" in said
     assert "the last line" in said
     assert "red: tests/test_planted_1.py::test_a" in said
+    # alone, so that it is the last of its session
+    assert "red: tests/test_planted_2.py::test_a" in said
 
 
 def test_many_failures_are_red_at_once(judged):

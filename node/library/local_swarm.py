@@ -20,7 +20,7 @@ from farflock.node.library.background import Background, BackgroundContext, in_t
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
-from farflock.swarm.compute import Worker
+from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
@@ -35,9 +35,76 @@ QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, ji
 VIEW_S = 3.0  # long enough for all ranks to ask, so that one change of the view admits them all
 
 
+class LocalPeers:
+    """The peers of a local swarm, on the event loop that runs them; one for each rank.
+
+    Rank 0 starts the run, and the others wait for it and join."""
+
+    def __init__(self, count: int, seed: int, link: LinkModel, compute: Compute) -> None:
+        self.count, self.network = count, SimNetwork(seed, link)
+        self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(count)]
+        self._compute = compute
+        self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
+        self._founded = asyncio.Event()
+        self._raw = b""
+
+    @contextlib.asynccontextmanager
+    async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
+        """Run one peer, from its first frame to its goodbye."""
+        await self._wait_for_all(self._all_here)
+        terms = await self._terms_for(rank, join_request)
+        run, identity = self._run, self._identities[rank]
+        record = self._record(rank)
+        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
+        links = self.network.links(identity.peer)
+        peer = Peer(
+            known,
+            identity,
+            links,
+            None,
+            incarnation=1,
+            record=lambda: record,
+            compute=self._compute,
+        )
+        here = OptimizerNode.assemble(
+            join_request, terms, peer, self._compute, _no_invite, founder=rank == 0
+        )
+        gate = functools.partial(self._wait_for_all, self._all_ready)
+        async with present(here, [] if rank == 0 else [self._record(0)], gate):
+            self._founded.set()
+            yield here
+
+    async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                await barrier.wait()
+        except (TimeoutError, asyncio.BrokenBarrierError):
+            why = f"not all {self.count} ranks called `optimize` within {JOIN_TIMEOUT_S:.0f} s"
+            raise Usage(
+                "this rank gets no optimizer", why, "call `optimize` once in each rank's thread"
+            ) from None
+
+    async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
+        if rank == 0:
+            terms = founded(join_request.wished)
+            self._raw = terms.canonical()
+            return terms
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            await self._founded.wait()
+        return joined(self._raw, join_request.wished)
+
+    @property
+    def _run(self) -> str:
+        return run_id(self._raw, self._identities[0].peer)
+
+    def _record(self, rank: int) -> bytes:
+        identity = self._identities[rank]
+        return seal(identity, Record(self._run, identity.peer, 1, 1, curve=bytes(32)))
+
+
 @dataclass(frozen=True, slots=True)
 class _LocalDoor:
-    """The entry point of one rank: rank 0 starts the run, and the others wait for it and join."""
+    """The entry point of one rank, whose peer runs in the swarm's thread."""
 
     swarm: "LocalSwarm"
     rank: int
@@ -46,7 +113,8 @@ class _LocalDoor:
         self, join_request: JoinRequest
     ) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `presence.EntryPoint`."""
-        life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, join_request))
+        peers = self.swarm.peers
+        life = self.swarm.background.enter(lambda: peers.inside(self.rank, join_request))
         return life, life.end
 
 
@@ -58,21 +126,22 @@ class LocalSwarm:
     ) -> None:
         if not 1 <= peers <= MAX_PEERS:
             raise Usage("local_swarm", f"it cannot have {peers} peers", f"choose 1 to {MAX_PEERS}")
-        self.network = SimNetwork(seed, link)
-        self.optimizers: dict[int, SwarmOptimizer] = {}
         if options.get("enough", 0) > peers:
             raise Usage(
                 "enough",
                 f"a round would wait for {options['enough']} contributions from {peers} peers",
                 f"choose {peers} or fewer",
             )
-        self._peers, self._terms = peers, {"method": method, "seed": seed, **options}
-        self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(peers)]
         self._codecs = Worker("codec")
-        self._all_here, self._all_ready = asyncio.Barrier(peers), asyncio.Barrier(max(peers - 1, 1))
-        self._founded = asyncio.Event()
-        self._raw = b""
+        self.peers = LocalPeers(peers, seed, link, self._codecs)
+        self.optimizers: dict[int, SwarmOptimizer] = {}
+        self._terms = {"method": method, "seed": seed, **options}
         self.background = Background("local swarm")
+
+    @property
+    def network(self) -> SimNetwork:
+        """The network between the peers."""
+        return self.peers.network
 
     def train(self, work: RankFunction[T]) -> list[T]:
         """Call `work(rank, optimize)` for each rank in its own thread; return the results by rank.
@@ -85,7 +154,7 @@ class LocalSwarm:
                 "this swarm has already trained", "its run is over", "make a new local_swarm"
             )
         return in_threads(
-            self._peers,
+            self.peers.count,
             lambda rank: work(rank, functools.partial(self._optimize, rank)),
             self.background.close,
         )
@@ -121,55 +190,8 @@ class LocalSwarm:
             )
         made = SwarmOptimizer(model, invite=_LocalDoor(self, rank), **{**self._terms, **options})
         self.optimizers[rank] = made
-        made.wait_for_members(self._peers)
+        made.wait_for_members(self.peers.count)
         return made
-
-    @contextlib.asynccontextmanager
-    async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
-        """Run one peer in the background, from its first frame to its goodbye."""
-        await self._wait_for_all(self._all_here)
-        terms = await self._terms_for(rank, join_request)
-        run, identity = self._run, self._identities[rank]
-        record = self._record(rank)
-        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
-        links = self.network.links(identity.peer)
-        peer = Peer(
-            known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs
-        )
-        here = OptimizerNode.assemble(
-            join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0
-        )
-        gate = functools.partial(self._wait_for_all, self._all_ready)
-        async with present(here, [] if rank == 0 else [self._record(0)], gate):
-            self._founded.set()
-            yield here
-
-    async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
-        try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
-                await barrier.wait()
-        except (TimeoutError, asyncio.BrokenBarrierError):
-            why = f"not all {self._peers} ranks called `optimize` within {JOIN_TIMEOUT_S:.0f} s"
-            raise Usage(
-                "this rank gets no optimizer", why, "call `optimize` once in each rank's thread"
-            ) from None
-
-    async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
-        if rank == 0:
-            terms = founded(join_request.wished)
-            self._raw = terms.canonical()
-            return terms
-        async with asyncio.timeout(JOIN_TIMEOUT_S):
-            await self._founded.wait()
-        return joined(self._raw, join_request.wished)
-
-    @property
-    def _run(self) -> str:
-        return run_id(self._raw, self._identities[0].peer)
-
-    def _record(self, rank: int) -> bytes:
-        identity = self._identities[rank]
-        return seal(identity, Record(self._run, identity.peer, 1, 1, curve=bytes(32)))
 
 
 def local_swarm(

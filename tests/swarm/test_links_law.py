@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from worlds.fleet import FRAME, Fleet, identity
-from worlds.waiting import LIMIT_S, until
+from worlds.waiting import LIMIT_S, in_time, until
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal
@@ -59,7 +59,7 @@ class Real:
 
 async def _really(law):
     async with Fleet() as fleet:
-        await asyncio.wait_for(law(Real(fleet)), 2 * LIMIT_S)
+        await in_time(law(Real(fleet)), "the end of the test", limit_s=2 * LIMIT_S)
 
 
 async def _simulated(law):
@@ -99,8 +99,8 @@ async def acquainted(world, *numbers):
     return everybody
 
 
-async def got(links, timeout_s=LIMIT_S):
-    return await asyncio.wait_for(links.receive(), timeout_s)
+async def got(links):
+    return await in_time(links.receive(), "a frame")
 
 
 @on_all_links
@@ -110,7 +110,7 @@ async def test_frames_of_every_size_arrive_whole_with_their_senders_name(world):
         frame = (FRAME + FRAME)[:size]
         assert a.send(b.me, frame)
         assert await got(b) == (a.me, frame)
-        assert await b.send_bulk(a.me, frame, 5.0)
+        assert await b.send_bulk(a.me, frame, LIMIT_S)
         assert await got(a) == (b.me, frame)
 
 
@@ -191,7 +191,7 @@ async def test_the_living_are_alive_with_a_road_and_a_round_trip(world):
     a, b = await acquainted(world, 1, 2)
     for links, other in ((a, b), (b, a)):
         assert (links.life(other.me), links.road(other.me)) == ("alive", "direct")
-        await until(functools.partial(measured, links, other), LIMIT_S, every_s=0.01)
+        await until(functools.partial(measured, links, other), every_s=0.01)
         assert links.rtt_s(other.me) > 0
 
 
@@ -207,23 +207,23 @@ async def test_a_peer_that_ended_is_suspect_in_a_second_dead_in_five_and_its_nex
     await world.end(b)
     lives = [a.life(b.me)]
 
-    def is_now(life):
+    def is_now(*expected):
         if a.life(b.me) != lives[-1]:
             lives.append(a.life(b.me))
-        return lives[-1] == life
+        return lives[-1] in expected
 
-    suspect_s = await until(lambda: is_now("suspect"), LIMIT_S, every_s=0.01)
-    dead_s = suspect_s + await until(lambda: is_now("dead"), LIMIT_S, every_s=0.01)
+    suspect_s = await until(lambda: is_now("suspect", "dead"), every_s=0.01)
+    dead_s = suspect_s + await until(lambda: is_now("dead"), every_s=0.01)
     if isinstance(world, Simulated):
         assert suspect_s < 1.0
         assert 4.0 < dead_s < 6.5
-    assert lives == ["alive", "suspect", "dead"]
+        assert lives == ["alive", "suspect", "dead"]
     assert not a.send(b.me, b"x")
     assert not await a.send_bulk(b.me, b"x", 0.1)
     again = await world.again(2, [a])
     if isinstance(world, Real):
         a.send(again.me, b"hello")  # the first frame builds the route
-    await until(lambda: is_now("alive"), LIMIT_S, every_s=0.01)
+    await until(lambda: is_now("alive"), every_s=0.01)
     assert a.send(again.me, b"welcome back")
     while (await got(again))[1] != b"welcome back":
         pass

@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import zmq
-from worlds.waiting import LIMIT_S
+from worlds import waiting
+from worlds.waiting import LIMIT_S, in_time
 from zmq.utils import z85
 
 from farflock.swarm.identity import Identity
@@ -21,17 +22,19 @@ from farflock.swarm.zmq.socket import zmq_endpoint
 ROOT = Path(__file__).resolve().parents[2]
 FRAME = bytes(range(256)) * 1024  # 256 KiB
 
+until = functools.partial(waiting.until, every_s=0.005)
+
 
 def identity(seed: int) -> Identity:
     return Identity.from_seed(bytes([seed]) * 32)
 
 
-def run(main, timeout_s: float = 2 * LIMIT_S) -> None:
+def run(main) -> None:
     """Run `main(fleet)` and close whatever it opened."""
 
     async def whole():
         async with Fleet() as fleet:
-            await asyncio.wait_for(main(fleet), timeout_s)
+            await in_time(main(fleet), "the end of the test", limit_s=2 * LIMIT_S)
 
     asyncio.run(whole())
 
@@ -184,10 +187,10 @@ class Process:
     def tell(self, *words: str) -> None:
         self.child.stdin.write(" ".join(words).encode() + b"\n")
 
-    async def answer(self, word: str, timeout_s: float = LIMIT_S) -> list[str]:
+    async def answer(self, word: str) -> list[str]:
         """Return the next line that begins with `word`; keep other lines for later."""
         while not self.lines.get(word):
-            line = await asyncio.wait_for(self.child.stdout.readline(), timeout_s)
+            line = await in_time(self.child.stdout.readline(), f"{word!r} of {self.child}")
             assert line, "the process ended"
             first, *rest = line.decode().split()
             self.lines.setdefault(first, []).append(rest)
@@ -205,15 +208,6 @@ class Process:
             await self.child.communicate()
 
 
-async def until(condition, timeout_s: float = LIMIT_S) -> float:
-    """Wait for a condition; return the seconds that took."""
-    begun_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun_s < timeout_s, "waited in vain"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - begun_s
-
-
 async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     """Let `a` dial `b`, and wait until both have heard each other."""
     assert a.send(b.me, b"meet")
@@ -225,13 +219,18 @@ async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
     )
 
 
-async def got(links: ZmqLinks, timeout_s: float = LIMIT_S):
-    return await asyncio.wait_for(links.receive(), timeout_s)
+async def got(links: ZmqLinks):
+    return await in_time(links.receive(), "a frame", lambda: str(links.counters))
+
+
+async def noticed(links: ZmqLinks, peer: str) -> float:
+    """Wait until a peer that is gone seems so; a slow machine finds it dead before it looks."""
+    return await until(lambda: links.life(peer) != "alive", what="the partner's end")
 
 
 async def silent(links: ZmqLinks, seconds: float = 0.3) -> bool:
     try:
-        await got(links, seconds)
+        await asyncio.wait_for(links.receive(), seconds)
     except TimeoutError:
         return True
     return False

@@ -5,9 +5,13 @@ it is a limit against tests that hang, which a slow machine must not reach.
 """
 
 import asyncio
+import inspect
 import math
+import select
 import subprocess
 import time
+
+from farflock.swarm.sim.virtual_time import VirtualLoop
 
 LIMIT_S = 240.0
 LAST_LINES = 30
@@ -17,13 +21,42 @@ def now():
     return asyncio.get_running_loop().time()
 
 
-async def until(condition, within_s=math.inf, what="the condition", every_s=0.05):
-    """Poll until a condition holds; return the seconds that it took."""
+async def until(condition, within_s=None, what=None, every_s=0.05):
+    """Poll until a condition holds; return the seconds that it took.
+
+    Without `within_s` it may take `LIMIT_S`, and in virtual time for ever.
+    """
     start_s = now()
+    if within_s is None:
+        is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
+        within_s = math.inf if is_virtual else LIMIT_S
     while not condition():
-        assert now() - start_s < within_s, f"{what} did not hold within {within_s} s"
+        assert now() - start_s < within_s, f"{what or text_of(condition)}: not within {within_s} s"
         await asyncio.sleep(every_s)
     return now() - start_s
+
+
+def text_of(condition):
+    """Return the condition as the test has it."""
+    try:
+        return inspect.getsource(condition).strip()
+    except (OSError, TypeError):
+        return "the condition"
+
+
+async def in_time(waiting, what, tell=lambda: "", limit_s=LIMIT_S):
+    """Await what comes at any speed, and return it; a failure is told as by `until_real`."""
+    deadline = asyncio.timeout(limit_s)
+    try:
+        async with deadline:
+            return await waiting
+    except TimeoutError:
+        assert not deadline.expired(), late(what, tell, limit_s)
+        raise
+
+
+def late(what, tell=lambda: "", limit_s=LIMIT_S):
+    return f"{what} did not come within {limit_s:.0f} s\n{tell()}"
 
 
 def until_real(condition, what, tell=lambda: "", every_s=0.05):
@@ -35,7 +68,7 @@ def until_real(condition, what, tell=lambda: "", every_s=0.05):
     ends_s = time.monotonic() + LIMIT_S
     while not (found := condition()):
         if time.monotonic() > ends_s:
-            raise AssertionError(f"{what} did not come within {LIMIT_S:.0f} s\n{tell()}")
+            raise AssertionError(late(what, tell))
         time.sleep(every_s)
     return found
 
@@ -56,4 +89,29 @@ def ended(process, what, tell=lambda: ""):
     try:
         return process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"{what} did not end within {LIMIT_S:.0f} s\n{tell()}") from None
+        raise AssertionError(late(f"the end of {what}", tell)) from None
+
+
+def output_of(process, what, tell=lambda: ""):
+    """Wait for a process to end; return what its standard output still held."""
+    try:
+        return process.communicate(timeout=LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(late(f"the end of {what}", tell)) from None
+
+
+def line_of(process, what, tell=lambda: ""):
+    """Return the next line of a process that says nothing more until the test goes on."""
+    until_real(lambda: select.select([process.stdout], [], [], 0)[0], what, tell)
+    return process.stdout.readline()
+
+
+def completed(command, run=subprocess.run, limit_s=LIMIT_S, **options):
+    """`subprocess.run` of a program that ends by itself."""
+    try:
+        return run(command, timeout=limit_s, **options)
+    except subprocess.TimeoutExpired as error:
+        said = b"" if error.stdout is None else error.stdout
+        text = said if isinstance(said, str) else said.decode(errors="replace")
+        last = "\n".join(text.splitlines()[-LAST_LINES:])
+        raise AssertionError(late(f"the end of {command}", lambda: last, limit_s)) from None

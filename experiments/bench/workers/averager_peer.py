@@ -6,9 +6,7 @@ that each averager has a worker of its own.
 """
 
 import asyncio
-import ctypes
 import os
-import signal
 import sys
 from typing import Any
 
@@ -21,8 +19,9 @@ from hivemind.compression import Float16Compression, NoCompression
 from hivemind.dht import DHT
 from hivemind.utils import get_dht_time
 
-from farflock.experiments.bench.workers.fleet import PR_SET_PDEATHSIG, Owner
+from farflock.experiments.bench.workers.fleet import Owner
 from farflock.experiments.bench.workers.member import Place
+from farflock.experiments.measure.parent import end_with_parent
 
 CODECS = {"fp16": Float16Compression, "fp32": NoCompression}
 TENSOR_VALUES = 1_000_000
@@ -36,12 +35,6 @@ class Settings(Place, frozen=True):
 
     parameters: int
     codec: str
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def cpu_s() -> float:

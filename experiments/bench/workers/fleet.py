@@ -6,7 +6,6 @@ on Linux the kernel also kills a stopped worker, which cannot exit by itself.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import msgspec
 
 from farflock.experiments.bench.workers.netns import Host
 from farflock.experiments.measure.metric import NotMeasured
+from farflock.experiments.measure.parent import end_with_parent
 from farflock.swarm.tasks import cancel
 
 START_TIMEOUT_S = 90.0
@@ -26,7 +26,6 @@ BARRIER_S = 0.1  # for the start time to reach all workers
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
 ROOT = Path(__file__).resolve().parents[3]
-PR_SET_PDEATHSIG = 1
 
 Fields = dict[str, Any]
 
@@ -171,8 +170,7 @@ class Owner:
     @classmethod
     async def open(cls) -> "Owner":
         """Listen to standard input; from then on, this process does not outlive its owner."""
-        if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        end_with_parent()
         reader = asyncio.StreamReader(limit=LINE_BYTES)
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

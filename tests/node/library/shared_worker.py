@@ -21,7 +21,7 @@ from farflock.node.library.local_swarm import _LocalDoor, local_swarm
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
 STEPS, ROWS, PERIOD = 8, 8, 3
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 def net():

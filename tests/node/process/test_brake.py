@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from worlds.waiting import LIMIT_S
+from worlds.waiting import in_time
 
 from farflock.node.process.brake import BRAKE, Brake, with_brake
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -53,14 +53,14 @@ def test_a_held_node_goes_on_once_the_file_says_so(tmp_path):
         await asyncio.sleep(STEP_S)
         assert not pausing.done()
         file.write_text("0")
-        await asyncio.wait_for(pausing, LIMIT_S)
+        await in_time(pausing, "the end of the pause")
 
     asyncio.run(held())
 
 
 def test_a_request_to_stop_frees_a_held_node(tmp_path):
     (tmp_path / "brake").write_text("inf")
-    asyncio.run(asyncio.wait_for(Brake(tmp_path / "brake", lambda: True).pause(), LIMIT_S))
+    asyncio.run(in_time(Brake(tmp_path / "brake", lambda: True).pause(), "the end of the pause"))
 
 
 def test_a_part_of_a_step_may_begin_after_its_share_of_the_seconds(tmp_path):

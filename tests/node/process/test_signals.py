@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from worlds.waiting import LIMIT_S
+from worlds.waiting import ended, in_time, line_of
 
 from farflock.node.process import signals as module
 from farflock.node.process.signals import ASKING, GracefulStop, run_until_asked
@@ -21,7 +21,7 @@ from farflock.node.process.signals import GracefulStop, run_until_asked
 async def work():
     ending.gently = lambda: print("asked", flush=True)
     print("begun", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 ending = GracefulStop()
 run_until_asked(ending, work)
@@ -59,7 +59,7 @@ def test_a_signal_breaks_off_what_does_not_know_how_to_end(number):
     async def work():
         try:
             send(number)
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         finally:
             cleaned.append(True)
 
@@ -75,7 +75,7 @@ def test_what_fails_after_the_signal_is_its_doing():
     async def work():
         send(signal.SIGINT)
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             raise OSError("the daemon ended") from None
 
@@ -95,7 +95,7 @@ def test_an_error_before_the_end_is_asked_for_or_during_the_save_is_raised():
         stop = asyncio.Event()
         ending.gently = stop.set
         send(signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), LIMIT_S)
+        await in_time(stop.wait(), "the signal")
         raise OSError("no disk")
 
     ending = GracefulStop()
@@ -108,7 +108,7 @@ def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
         stop = asyncio.Event()
         ending.gently = stop.set
         send(signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), LIMIT_S)
+        await in_time(stop.wait(), "the signal")
         return "saved"
 
     ending = GracefulStop()
@@ -157,11 +157,11 @@ def test_a_signal_that_the_program_was_told_to_ignore_is_ignored():
 def test_the_second_signal_ends_the_process_at_once(second):
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout.readline() == "begun\n"
+        assert line_of(process, "its beginning") == "begun\n"
         process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "asked\n"
+        assert line_of(process, "its answer") == "asked\n"
         process.send_signal(second)
-        assert process.wait(10) == -second
+        assert ended(process, "the process") == -second
     finally:
         process.kill()
         process.wait()

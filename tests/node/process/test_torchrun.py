@@ -11,6 +11,7 @@ from farflock.node.errors import Usage
 from farflock.node.model.device import Device, choose
 from farflock.node.model.ranks import FollowerLost
 from farflock.node.process.torchrun import Place, place_of, unless_lost
+from farflock.swarm.sim.virtual_time import run_virtual
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
@@ -57,7 +58,6 @@ def test_each_process_takes_a_device_of_its_own(card):
     assert choose("cpu", 5) == Device()
 
 
-@pytest.mark.net
 def test_a_lost_follower_ends_work_that_waits():
     group = Group()
 
@@ -66,10 +66,9 @@ def test_a_lost_follower_ends_work_that_waits():
         await asyncio.sleep(60)
 
     with pytest.raises(FollowerLost, match="out of memory"):
-        asyncio.run(unless_lost(group, forever()))
+        run_virtual(unless_lost(group, forever()))
 
 
-@pytest.mark.net
 def test_a_lost_follower_is_the_cause_of_what_it_broke():
     group = Group()
 
@@ -78,14 +77,13 @@ def test_a_lost_follower_is_the_cause_of_what_it_broke():
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(FollowerLost) as caught:
-        asyncio.run(unless_lost(group, broken()))
+        run_virtual(unless_lost(group, broken()))
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.net
 def test_the_result_of_work_is_returned_while_all_are_there():
     async def work():
         await asyncio.sleep(0)
         return 7
 
-    assert asyncio.run(unless_lost(Group(), work())) == 7
+    assert run_virtual(unless_lost(Group(), work())) == 7

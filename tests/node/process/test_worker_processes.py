@@ -1,13 +1,13 @@
 """Worker processes are forks of one that has imported its module and has opened nothing."""
 
-import contextlib
 import json
 import multiprocessing
 import signal
 import sys
 
-import psutil
 import pytest
+from worlds.node_liveness import alive
+from worlds.waiting import completed, until_real
 
 from farflock.node.process.worker_processes import warm
 
@@ -23,7 +23,7 @@ if __name__ == "__main__":
     found = []
     for _ in range(2):
         with concurrent.futures.ProcessPoolExecutor(1, warm("{MODULE}")) as pool:
-            found.append(pool.submit(seen).result(60))
+            found.append(pool.submit(seen).result())
     print(json.dumps([os.getpid(), "{MODULE}" in sys.modules, *found]))
 """
 
@@ -32,9 +32,8 @@ if __name__ == "__main__":
 def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, tmp_path):
     """In a program of its own: this process may have such a server already, with another module."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = nursery.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90
-    )
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = completed(command, nursery.run, capture_output=True, text=True)
     mine, here, first, second = json.loads(done.stdout)
     assert first == second
     parent, imported = first
@@ -49,7 +48,7 @@ from farflock.node.process.worker_processes import end_with_parent, warm
 
 if __name__ == "__main__":
     pool = concurrent.futures.ProcessPoolExecutor(2, warm("{MODULE}"), end_with_parent)
-    print(pool.submit(os.getpid).result(60), flush=True)
+    print(pool.submit(os.getpid).result(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -57,12 +56,10 @@ if __name__ == "__main__":
 @pytest.mark.net
 def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
     (tmp_path / "program.py").write_text(ORPHANS)
-    done = nursery.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90
-    )
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = completed(command, nursery.run, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(30)
+    until_real(lambda: not alive(int(done.stdout)), "the end of the worker")
 
 
 def test_where_there_are_no_forks_processes_start_from_scratch(monkeypatch):

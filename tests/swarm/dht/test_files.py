@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from worlds.waiting import ended, line_of
 
 from farflock.swarm.dht.files import (
     SOCKET_MIN_AGE_S,
@@ -44,12 +45,12 @@ def test_the_lock_holds_between_processes_and_ends_with_its_holder(tmp_path):
         text=True,
     )
     try:
-        assert holder.stdout.readline() == "held\n"
+        assert line_of(holder, "the lock") == "held\n"
         with pytest.raises(IdentityInUse):
             IdentityLock(path)
     finally:
         holder.kill()
-        holder.wait(10)
+        ended(holder, "the holder")
         holder.stdin.close()
         holder.stdout.close()
     IdentityLock(path).release()

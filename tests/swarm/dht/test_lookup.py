@@ -4,8 +4,7 @@ import pytest
 
 from farflock.swarm.dht.item_store import StoredItem
 from farflock.swarm.dht.lookup import MAX_ASKED, PARALLEL_CALLS, WIDTH, LookupReply, Walk
-
-pytestmark = pytest.mark.net
+from farflock.swarm.sim.virtual_time import run_virtual
 
 HIT = StoredItem(b"owner", b"value", 1.0)
 
@@ -34,7 +33,7 @@ class Table:
 
 def walk(table, friends, target=0, me=-1):
     search = Walk(target, me, [(peer, peer) for peer in friends], table.ask)
-    asyncio.run(search.run())
+    run_virtual(search.run())
     return search
 
 
@@ -114,4 +113,4 @@ def test_a_cancelled_walk_keeps_what_it_found_and_leaves_no_task():
         assert found(search) == [HIT]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(main())
+    run_virtual(main())

@@ -8,8 +8,19 @@ import time
 
 import msgspec
 import pytest
-from worlds.fleet import FRAME, got, identity, meet, port_of, rss_bytes, run, silent, until
-from worlds.waiting import LIMIT_S
+from worlds.fleet import (
+    FRAME,
+    got,
+    identity,
+    meet,
+    noticed,
+    port_of,
+    rss_bytes,
+    run,
+    silent,
+    until,
+)
+from worlds.waiting import LIMIT_S, in_time
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
@@ -112,9 +123,11 @@ def test_a_partner_that_goes_is_suspect_at_once_and_dead_later(monkeypatch):
     async def main(fleet):
         a, b = await fleet.pair()
         assert a.life(b.me) == b.life(a.me) == "alive"
+        begun_s = time.monotonic()
         await b.close()
-        await until(lambda: a.life(b.me) == "suspect")
-        assert await until(lambda: a.life(b.me) == "dead") > 0.3
+        await noticed(a, b.me)
+        await until(lambda: a.life(b.me) == "dead")
+        assert time.monotonic() - begun_s > 0.5
         assert not a.send(b.me, b"x")
         assert a.road(b.me) == "none"
 
@@ -128,7 +141,7 @@ def test_a_restarted_peer_on_the_same_port_is_heard_again_with_its_new_record():
         port = int(old.endpoints[0].rpartition("/")[2])
         bulk = int(old.endpoints[1].rpartition("/")[2])
         await b.close()
-        await until(lambda: a.life(b.me) == "suspect")
+        await noticed(a, b.me)
         if bulk != port + 1:  # the pair that port 0 gave cannot be asked for again
             return await restart_elsewhere(fleet, a, b)
         again = await fleet.peer(2, listen=f"tcp://127.0.0.1:{port}", sequence=old.sequence + 1)
@@ -151,7 +164,7 @@ def test_a_peer_that_moved_is_found_by_its_newer_record():
     async def main(fleet):
         a, b = await fleet.pair()
         await b.close()
-        await until(lambda: a.life(b.me) == "suspect")
+        await noticed(a, b.me)
         await restart_elsewhere(fleet, a, b)
         assert a.table.known[b.me][0].incarnation == 2
 
@@ -219,11 +232,13 @@ def test_a_reader_that_does_not_read_costs_a_bounded_number_of_bytes_and_nothing
     async def main(fleet):
         a, b = await fleet.pair()
         before, sent = rss_bytes(), 0
-        while await a.send_bulk(b.me, sent.to_bytes(4, "big") + FRAME[4:], 0.5):
-            sent += 1
         held = outbox.INBOX_BYTES[1] + outbox.MAX_BULK_BYTES
+        has_room = True
+        while has_room or sent * len(FRAME) < held * 0.9:  # a slow machine makes room later
+            has_room = await a.send_bulk(b.me, sent.to_bytes(4, "big") + FRAME[4:], 0.5)
+            sent += has_room
         # the rest lies in libzmq and the kernel
-        assert held * 0.9 < sent * len(FRAME) < held + 32 * 2**20
+        assert sent * len(FRAME) < held + 32 * 2**20
         assert rss_bytes() - before < held + 48 * 2**20
         assert b.send(a.me, b"control still passes")
         assert await got(a) == (b.me, b"control still passes")
@@ -268,7 +283,7 @@ def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monk
         assert a.send(identity(5).peer, b"x")
         waiting = asyncio.create_task(fill(a, identity(5).peer))
         await until(lambda: a.counters["no road"])
-        assert await asyncio.wait_for(waiting, LIMIT_S) > 0
+        assert await in_time(waiting, "an end of the wait for room") > 0
         assert a.life(identity(5).peer) == "unknown"
         assert not a.waiting
 
@@ -315,12 +330,15 @@ def test_a_refused_peer_is_cut_off_and_cannot_come_back():
         a.refuse(b.me)
         assert not a.send(b.me, b"x")
         assert not a.learn(b.record())
-        await until(lambda: b.life(a.me) == "suspect")
+        begun_s = time.monotonic()
+        await noticed(b, a.me)
         b.send(a.me, b"let me in")
         await until(lambda: b.counters["refused by partner"])
         assert await silent(a, 1.5)
         assert a.life(b.me) == "unknown"
-        assert b.counters["refused by partner"] <= 8  # each refusal doubles the wait
+        # each refusal doubles the wait, on each of the two connections
+        took_s = time.monotonic() - begun_s
+        assert b.counters["refused by partner"] <= 8 + 2 * took_s / zmq_partner.MAX_REDIAL_S
 
     run(main)
 
@@ -369,8 +387,7 @@ def test_closing_leaves_no_thread_no_descriptor_and_no_task():
             await waiting
         assert not a.send(b.me, b"x")
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        await asyncio.sleep(0.05)
-        assert census() == before
+        await until(lambda: census() == before)
 
     asyncio.run(main())
 
@@ -404,8 +421,7 @@ def test_a_place_where_one_cannot_listen_is_reported_with_a_remedy_and_leaves_no
             await fleet.peer(2, listen="tcp://0.0.0.0:0")
         with pytest.raises(ValueError, match="localhost"):
             await fleet.peer(2, listen="tcp://localhost:0")
-        await asyncio.sleep(0.05)
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        await until(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
 
     run(main)
 
@@ -413,7 +429,6 @@ def test_a_place_where_one_cannot_listen_is_reported_with_a_remedy_and_leaves_no
 # Real processes.
 
 
-@pytest.mark.net
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, record_property):
     async def main(fleet):
@@ -422,9 +437,11 @@ def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, reco
         assert a.learn(process.record)
         assert a.send(process.peer, b"echo")
         assert await got(a) == (process.peer, b"echo")
+        begun_s = time.monotonic()
         process.child.send_signal(end)
-        suspect_s = await until(lambda: a.life(process.peer) == "suspect")
-        dead_s = suspect_s + await until(lambda: a.life(process.peer) == "dead")
+        suspect_s = await noticed(a, process.peer)
+        await until(lambda: a.life(process.peer) == "dead")
+        dead_s = time.monotonic() - begun_s
         record_property(
             "noticed", f"{end.name}: suspect after {suspect_s:.2f} s, dead after {dead_s:.2f} s"
         )
@@ -439,7 +456,6 @@ def test_a_process_that_ends_or_freezes_is_suspect_soon_and_dead_later(end, reco
     run(main)
 
 
-@pytest.mark.net
 def test_a_frozen_process_that_dialled_us_is_noticed_too():
     async def main(fleet):
         a, process = await fleet.peer(1), await fleet.process(2)
@@ -450,19 +466,27 @@ def test_a_frozen_process_that_dialled_us_is_noticed_too():
         # a link that is left, if any, was dialled by the other side
         a.table.partners[process.peer].hang_up(0.0)
         await asyncio.sleep(1.0)
-        a.send(process.peer, b"echo")
-        await got(a)
+        await echoed(a, process)
         process.child.send_signal(signal.SIGSTOP)
-        await until(lambda: a.life(process.peer) == "suspect")
+        await noticed(a, process.peer)
 
     run(main)
 
 
-@pytest.mark.net
+async def echoed(links, process):
+    """Wait for an echo; a frame may be lost with a connection that is on its way out."""
+    while True:
+        links.send(process.peer, b"echo")
+        if not await silent(links, 1.0):
+            return
+
+
 @pytest.mark.parametrize("dials", ["we", "they"])
 def test_a_held_gil_on_either_side_raises_no_alarm(dials):
     async def main(fleet):
-        a, process = await fleet.peer(1), await fleet.process(2)
+        # longer than by default: a slow machine alone may keep libzmq's threads for a second
+        patient = {"suspect_after_s": 2.0}
+        a, process = await fleet.peer(1, **patient), await fleet.process(2, **patient)
         process.tell("learn", a.record().hex())
         assert a.learn(process.record)
         if dials == "we":
@@ -471,12 +495,12 @@ def test_a_held_gil_on_either_side_raises_no_alarm(dials):
             process.tell("send", a.me, b"hello".hex())
         assert (await got(a))[0] == process.peer
         assert (a.table.partners[process.peer].dial is not None) == (dials == "we")
-        process.tell("hold", "1500000")
+        process.tell("hold", "2500000")
         held = asyncio.create_task(process.answer("held"))
         while not held.done():
             assert a.life(process.peer) == "alive"
             await asyncio.sleep(0.01)
-        time.sleep(1.5)  # noqa: ASYNC251 - now we are busy
+        time.sleep(2.5)  # noqa: ASYNC251 - now we are busy
         assert a.life(process.peer) == "alive"
         await asyncio.sleep(0.3)
         assert a.life(process.peer) == "alive"
@@ -486,7 +510,6 @@ def test_a_held_gil_on_either_side_raises_no_alarm(dials):
     run(main)
 
 
-@pytest.mark.net
 def test_a_killed_process_that_starts_again_is_alive_again():
     async def main(fleet):
         with socket.socket() as probe, socket.socket() as after:
@@ -499,7 +522,7 @@ def test_a_killed_process_that_starts_again_is_alive_again():
         a.send(process.peer, b"echo")
         await got(a)
         process.child.kill()
-        await until(lambda: a.life(process.peer) == "suspect")
+        await noticed(a, process.peer)
         again = await fleet.process(2, listen=f"tcp://127.0.0.1:{port}")
         again.tell("learn", a.record().hex())
         await until(lambda: a.life(again.peer) == "alive")

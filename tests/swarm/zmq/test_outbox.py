@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.swarm.sim.virtual_time import run_virtual
 from farflock.swarm.zmq import outbox
 from farflock.swarm.zmq.outbox import (
     BULK,
@@ -17,8 +18,6 @@ from farflock.swarm.zmq.outbox import (
     Outbox,
     Pool,
 )
-
-pytestmark = pytest.mark.net
 
 KB256 = bytes(256 * 1024)
 
@@ -90,7 +89,7 @@ def test_waiters_for_room_get_it_in_order_of_arrival():
         box.pop(BULK)
         assert box.head(BULK)[0] == 2
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_full_peer_does_not_hold_up_waiters_for_another():
@@ -111,7 +110,7 @@ def test_a_full_peer_does_not_hold_up_waiters_for_another():
         stuck.clear()
         assert await first is False
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_waiting_ends_with_the_time_and_leaves_nothing_behind():
@@ -127,7 +126,7 @@ def test_waiting_ends_with_the_time_and_leaves_nothing_behind():
             await task
         assert not pool.waiters
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_the_number_of_waiting_callers_is_bounded():
@@ -144,7 +143,7 @@ def test_the_number_of_waiting_callers_is_bounded():
         box.clear()
         assert not any(await asyncio.gather(*tasks))
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_control_is_received_before_bulk_and_each_class_fills_alone():
@@ -161,7 +160,7 @@ def test_control_is_received_before_bulk_and_each_class_fills_alone():
             taken += len((await inbox.get())[2])
         assert taken >= INBOX_BYTES[BULK] // 2 - len(KB256)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_closing_an_inbox_wakes_a_waiting_task():
@@ -173,4 +172,4 @@ def test_closing_an_inbox_wakes_a_waiting_task():
         with pytest.raises(ConnectionError):
             await task
 
-    asyncio.run(main())
+    run_virtual(main())

@@ -243,9 +243,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
             await guest.introduce()
         before = rss_bytes()
         await guest.say(*[FRAME[:250_000]] * 2000)  # 500 MB; the sender's parts share one buffer
-        await until(
-            lambda: a.counters["endless message" if proven else "stranger: too many bytes"], 10
-        )
+        await until(lambda: a.counters["endless message" if proven else "stranger: too many bytes"])
         await asyncio.sleep(0.3)
         assert rss_bytes() - before < 150 * 2**20
         assert await silent(a)
@@ -254,7 +252,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
 
 
 def test_a_stranger_that_says_nothing_for_long_is_cut_off(monkeypatch):
-    monkeypatch.setattr(zmq_connection, "SILENT_S", 0.5)
+    monkeypatch.setattr(zmq_connection, "SILENT_S", 1.0)
     monkeypatch.setattr(zmq_upkeep, "PING_EVERY_S", 0.1)
 
     async def main(fleet):
@@ -263,6 +261,7 @@ def test_a_stranger_that_says_nothing_for_long_is_cut_off(monkeypatch):
         await guest.introduce()
         await until(lambda: is_cut_off(a, guest))
         assert a.counters["silent"] >= 1
-        assert a.life(b.me) == "alive"
+        # a slow machine may have kept both from their pings for a second
+        await until(lambda: a.life(b.me) == "alive")
 
     run(main)
