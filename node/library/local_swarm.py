@@ -72,6 +72,7 @@ class LocalSwarm:
         self._all_here, self._all_ready = asyncio.Barrier(peers), asyncio.Barrier(max(peers - 1, 1))
         self._founded = asyncio.Event()
         self._raw = b""
+        self._nodes: list[OptimizerNode] = []
         self.background = Background("local swarm")
 
     def train(self, work: RankFunction[T]) -> list[T]:
@@ -87,7 +88,7 @@ class LocalSwarm:
         return in_threads(
             self._peers,
             lambda rank: work(rank, functools.partial(self._optimize, rank)),
-            self.background.close,
+            self._end,
         )
 
     def disturb(self, what: Callable[[SimNetwork], object]) -> None:
@@ -96,8 +97,13 @@ class LocalSwarm:
 
     def close(self) -> None:
         """End all peers."""
-        self.background.close()
+        self._end()
         self._codecs.close()
+
+    def _end(self) -> None:
+        for node in self._nodes:
+            node.last = True
+        self.background.close()
 
     def __enter__(self) -> Self:
         """Return this swarm."""
@@ -139,6 +145,7 @@ class LocalSwarm:
         here = OptimizerNode.assemble(
             join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0
         )
+        self._nodes.append(here)
         gate = functools.partial(self._wait_for_all, self._all_ready)
         async with present(here, [] if rank == 0 else [self._record(0)], gate):
             self._founded.set()
