@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from msgspec import structs
 
 from farflock.experiments.bench import whole
 from farflock.experiments.measure.metric import NotMeasured
@@ -16,13 +15,12 @@ GIB = 1024**3
 @pytest.mark.ci_more
 @pytest.mark.usefixtures("forked")
 def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick, monkeypatch):
-    settings = whole._settings
+    settings = whole.Settings
 
-    def admits_soon(*given, **more):
-        made = settings(*given, **more)
-        return structs.replace(made, options={**made.options, "view_s": 1.0})
+    def that_admit_soon(options, **others):
+        return settings(options={**options, "view_s": 1.0}, **others)
 
-    monkeypatch.setattr(whole, "_settings", admits_soon)
+    monkeypatch.setattr(whole, "Settings", that_admit_soon)
     memory, time, join = whole.run(quick(method="diloco"))
     size = PRESETS["demo"].parameters()
     assert [memory.metric, time.metric] == [f"whole.diloco.{size}", f"whole.cpu.diloco.{size}"]
