@@ -6,6 +6,7 @@
 import json
 import logging
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -161,6 +162,13 @@ def nursery(tmp_path_factory):
     """A process that forks itself for each command that a test starts: see nursery.py."""
     NURSERIES.append(Nursery(tmp_path_factory.mktemp("nursery")))
     return NURSERIES[-1]
+
+
+@pytest.fixture
+def forked(nursery, tmp_path_factory, monkeypatch):
+    """Let each Python process that the product starts be a fork of the nursery."""
+    stand_in = nursery.stand_in(tmp_path_factory.mktemp("stand-in") / "python")
+    monkeypatch.setattr(sys, "executable", str(stand_in))
 
 
 @pytest.fixture(scope="session")

@@ -4,21 +4,24 @@ A test starts each of its programs as such a fork. A Python process of this proj
 seconds of processor to import its libraries; a fork needs none.
 
 Run as a program, this is the nursery. `Nursery.popen` is `subprocess.Popen` for commands that
-begin with `sys.executable`. Tests of imports, of packaging and of the processes that the product
-itself starts do without it.
+begin with `sys.executable`. `Nursery.stand_in` is for programs that others start: a shell,
+torchrun, a benchmark. Tests of imports and of packaging do without both.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import shlex
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +37,8 @@ PRELOADED = (
 MAX_REQUEST = 1 << 20
 NUMBER = struct.Struct("<q")  # what a keeper says: first the pid, then how it ended
 START_S = 240.0
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 class Nursery:
@@ -53,6 +58,12 @@ class Nursery:
         )
 
     def connect(self):
+        self._be_up()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.path)
+        return connection
+
+    def _be_up(self):
         ends_s = time.monotonic() + START_S
         while (
             not os.path.exists(self.path)
@@ -60,12 +71,17 @@ class Nursery:
             and time.monotonic() < ends_s
         ):
             time.sleep(0.02)
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self.path)
-        return connection
 
     def popen(self, command, **options):
         return Nursed(command, nursery=self, **options)
+
+    def stand_in(self, path, *words):
+        """Write a program: `PATH MORE` does as a fork what `sys.executable WORDS MORE` would do."""
+        self._be_up()
+        start = shlex.join((sys.executable, "-IS", str(STAND_IN), self.path, *words))
+        path.write_text(f'#!/bin/sh\nexec {start} "$@"\n')
+        path.chmod(0o755)
+        return path
 
     def run(self, command, *, timeout=None, check=False, capture_output=False, **options):
         """As `subprocess.run`."""
@@ -123,6 +139,7 @@ class Nursed(subprocess.Popen):
             "cwd": os.fsdecode(cwd or Path.cwd()),
             "env": environment,
             "session": session,
+            "tied": False,
         }
         streams = [
             given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))
@@ -180,18 +197,22 @@ def serve(path):
 
 def keep(connection):
     """Return in the child with the request; the keeper tells its pid and how it ended, and ends."""
-    data, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+    data, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 4)
     while not data.endswith(b"\n"):
         data += connection.recv(MAX_REQUEST)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = json.loads(data)
     pid = os.fork()
     if pid == 0:
         end_with_parent()
         connection.close()
-        for own, fd in enumerate(fds):
+        for own, fd in enumerate(fds[:3]):
             os.dup2(fd, own)
             os.close(fd)
-        return json.loads(data)
+        for network in fds[3:]:
+            ctypes.CDLL(None).setns(network, CLONE_NEWNET)  # where it may: only root has others
+            os.close(network)
+        return request
     for fd in fds:
         os.close(fd)
     for own in range(3):
@@ -201,8 +222,16 @@ def keep(connection):
     # it, frozen processes and `make` among them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.sendall(NUMBER.pack(pid))
+    if request["tied"]:
+        threading.Thread(target=end_with, args=(connection, pid), daemon=True).start()
     connection.sendall(NUMBER.pack(os.waitpid(pid, 0)[1]))
     os._exit(0)
+
+
+def end_with(connection, pid):
+    """Kill the child when the one that asked for it is gone."""
+    connection.recv(1)
+    os.kill(pid, signal.SIGKILL)
 
 
 def become(request):
@@ -217,6 +246,9 @@ def become(request):
         line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")) or sys.stdout.isatty()
     )
     how, *words = request["words"]
+    if how == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        how, *words = words
     sys.path[0] = os.getcwd() if how in ("-c", "-m") else os.path.dirname(how)
     if how == "-c":
         sys.argv = ["-c", *words[1:]]

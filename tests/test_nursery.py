@@ -99,3 +99,25 @@ def test_a_keeper_is_in_its_child_s_group_so_that_no_frozen_process_wakes(nurser
 def test_one_that_does_not_end_in_time_is_reported_and_killed(nursery):
     with pytest.raises(subprocess.TimeoutExpired):
         nursery.run(python("-c", "import time; time.sleep(60)"), timeout=0.2)
+
+
+def test_a_stand_in_is_as_a_process_from_scratch_to_a_shell(nursery, tmp_path):
+    python = nursery.stand_in(tmp_path / "python")
+    where = nursery.stand_in(
+        tmp_path / "where", "-c", "import os, sys; print(os.getcwd(), sys.argv)"
+    )
+    code = "import os, sys; print(sys.stdin.read(), os.environ['ONE'], sys.argv[1:]); sys.exit(3)"
+    shell = f"""echo in | ONE=1 {python} -u -c "{code}" a || echo $?; cd /; {where} b"""
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=240)
+    assert done.stdout == "in\n 1 ['a']\n3\n/ ['-c', 'b']\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_what_ends_a_stand_in_ends_its_fork(nursery, tmp_path, number):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [nursery.stand_in(tmp_path / "python"), "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        fork = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(number)
+        assert process.wait(240) == -number
+        fork.wait(240)

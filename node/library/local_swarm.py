@@ -47,6 +47,7 @@ class LocalPeers:
         self._all_here, self._all_ready = asyncio.Barrier(count), asyncio.Barrier(max(count - 1, 1))
         self._founded = asyncio.Event()
         self._raw = b""
+        self._nodes: list[OptimizerNode] = []
 
     @contextlib.asynccontextmanager
     async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
@@ -69,10 +70,16 @@ class LocalPeers:
         here = OptimizerNode.assemble(
             join_request, terms, peer, self._compute, _no_invite, founder=rank == 0
         )
+        self._nodes.append(here)
         gate = functools.partial(self._wait_for_all, self._all_ready)
         async with present(here, [] if rank == 0 else [self._record(0)], gate):
             self._founded.set()
             yield here
+
+    def leave_together(self) -> None:
+        """Let no peer stay for the others, for all leave now."""
+        for node in self._nodes:
+            node.last = True
 
     async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
         try:
@@ -156,7 +163,7 @@ class LocalSwarm:
         return in_threads(
             self.peers.count,
             lambda rank: work(rank, functools.partial(self._optimize, rank)),
-            self.background.close,
+            self._end,
         )
 
     def disturb(self, what: Callable[[SimNetwork], object]) -> None:
@@ -165,8 +172,12 @@ class LocalSwarm:
 
     def close(self) -> None:
         """End all peers."""
-        self.background.close()
+        self._end()
         self._codecs.close()
+
+    def _end(self) -> None:
+        self.peers.leave_together()
+        self.background.close()
 
     def __enter__(self) -> Self:
         """Return this swarm."""

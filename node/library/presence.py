@@ -87,6 +87,7 @@ class OptimizerNode:
     invite: Callable[[], str]
     founder: bool
     patient: bool = False  # on leaving, wait for peers that still need the last round
+    last: bool = False  # no other member stays, so there is nobody to say goodbye to
 
     @classmethod
     def assemble(
@@ -145,12 +146,13 @@ class OptimizerNode:
                 await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
-        """Stay for peers that need the last round if `patient`, then say goodbye."""
+        """Stay for peers that need the last round if `patient`; say goodbye unless `last`."""
         await drop(self.loop.under_way)
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
-        await self.peer.part()
+        if not self.last:
+            await self.peer.part()
 
 
 class EntryPoint(Protocol):

@@ -23,6 +23,7 @@ PAGES = [DOCS / "index.md", *sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.g
 STEP = re.compile(r"(?:`([\w.-]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.M)
 REFERENCE = (DOCS / "reference" / "commands.md").read_text()
+INSTALLED = Path(sys.executable).parent
 RUN_S = 500  # of a machine that does much else; a tutorial takes up to 50 s of processor time
 
 
@@ -54,10 +55,19 @@ def script(text):
     return "\n".join(lines) + "\n"
 
 
-def run(text, folder):
+@pytest.fixture
+def programs(nursery, tmp_path_factory):
+    """A folder with `farflock` and `python`, as forks."""
+    folder = tmp_path_factory.mktemp("programs")
+    nursery.stand_in(folder / "farflock", "-m", "farflock.node.cli")
+    nursery.stand_in(folder / "python")
+    return folder
+
+
+def run(text, folder, programs=INSTALLED):
     """Do what a page says; return what each command printed, by number."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment["PATH"] = os.pathsep.join((str(programs), os.environ["PATH"]))
     environment["XDG_DATA_HOME"] = environment["HOME"] = str(folder)
     child = subprocess.Popen(
         ["bash", "-c", script(text)],
@@ -89,9 +99,9 @@ def logs(folder):
 @pytest.mark.net
 @pytest.mark.timeout(RUN_S + 100)
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_can_be_followed_literally(tmp_path, name):
+def test_a_tutorial_can_be_followed_literally(tmp_path, programs, name):
     text = (DOCS / "tutorials" / f"{name}.md").read_text()
-    printed = run(text, tmp_path)
+    printed = run(text, tmp_path, programs)
     for number, (file, body) in enumerate(steps(text)):
         if file is None and not body[0].endswith("&"):
             shown = " ".join(printed[number].split())

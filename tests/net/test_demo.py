@@ -1,13 +1,16 @@
 """The demo with real processes, small: everything that a newcomer sees first."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from farflock.node.cli import main as cli
+from farflock.node.demo import demo, report
+from farflock.node.process.brake import BRAKE
 
 pytestmark = pytest.mark.net
 
@@ -26,46 +29,42 @@ FIELDS = {
 
 
 def of_this_demo(folder: Path) -> list[psutil.Process]:
-    """Processes that name this demo's folder on their command line."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if (
-            str(folder) in words
-            and process.info["status"] != psutil.STATUS_ZOMBIE
-            and process.pid != os.getpid()
-        ):
-            found.append(process)
-    return found
-
-
-# 60 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
-@pytest.mark.ci_more
-@pytest.mark.parametrize("steps", [60, 260])
-def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
-    tmp_path: Path, steps: int
-):
-    command = [
-        sys.executable,
-        "-m",
-        "farflock.node.cli",
-        "demo",
-        "--peers",
-        "3",
-        "--steps",
-        str(steps),
-        "--json",
+    """Processes that have this demo's folder in their environment: its peers' directories."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])
+        if str(folder) in (process.info["environ"] or {}).get(BRAKE, "")
     ]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    facts = json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def peers(monkeypatch, nursery):
+    """The processes of a demo's peers, as forks, and all waits short."""
+    started = []
+
+    def popen(command, **options):
+        started.append(nursery.popen(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    monkeypatch.setattr(demo, "MIN_RUN_S", 5.0)
+    monkeypatch.setattr(demo, "STOPPED_S", 2.0)
+    monkeypatch.setattr(report, "HELD_OUT_SEQUENCES", 100)
+    return started
+
+
+# 40 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
+@pytest.mark.ci_more
+@pytest.mark.parametrize("steps", [40, pytest.param(260, marks=pytest.mark.long)])
+def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
+    tmp_path: Path, capfd, peers, steps: int
+):
+    words = ["demo", "--peers", "3", "--steps", steps, "--json", "--folder", tmp_path]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 0, err[-2000:]
+    facts = json.loads(out.splitlines()[-1])
     assert facts.keys() >= FIELDS
     assert facts["peers_killed"] == 1
     assert facts["peers_joined"] == 1
@@ -74,6 +73,10 @@ def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing
     assert (Path(facts["checkpoint"]) / "config.json").exists()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "loss.svg").stat().st_size < 200_000
-    assert "event: newcomer invited" in (tmp_path / "loss.csv").read_text()
+    events = (tmp_path / "loss.csv").read_text()
+    assert "event: newcomer invited" in events
+    assert "event: founder back" in events
     assert len(facts["sample"]) >= 150
+    assert len(peers) == 4
+    assert all(process.poll() is not None for process in peers)
     assert not of_this_demo(tmp_path)

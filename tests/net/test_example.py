@@ -44,8 +44,8 @@ for child in psutil.Process().children(recursive=True):
 
 
 @contextlib.contextmanager
-def example(*arguments):
-    process = subprocess.Popen(
+def example(nursery, *arguments):
+    process = nursery.popen(
         [sys.executable, str(EXAMPLE), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,10 +65,10 @@ def await_end(pids):
 
 
 @pytest.mark.ci_more
-def test_two_processes_of_the_example_train_one_model():
-    with example() as founder:
+def test_two_processes_of_the_example_train_one_model(nursery):
+    with example(nursery) as founder:
         invite = founder.stdout.readline().split()[-1]
-        with example(invite) as joiner:
+        with example(nursery, invite) as joiner:
             texts = [process.communicate(timeout=LIMIT_S)[0] for process in (founder, joiner)]
             assert [founder.returncode, joiner.returncode] == [0, 0], texts
     rounds = [

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.net, pytest.mark.ci_more]
 RUN = """
 [run]
 name = "torchrun"
-total_tokens = 200_000
+total_tokens = 36_000
 [model]
 preset = "tiny"
 [train]
@@ -26,7 +26,7 @@ seq = 32
 [method]
 name = "diloco"
 [method.options]
-period = 10
+period = 2
 codec = "int8"
 [exchange]
 view_s = 2.0
@@ -34,14 +34,14 @@ deadline_s = 6.0
 start_peers = 2
 """
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
-SLOW_STEP_S = 0.1
+SLOW_STEP_S = 0.5
 
 
 class Peer:
     """One peer in a folder of its own, of one process or of two under torchrun."""
 
-    def __init__(self, popen, folder):
-        self._popen, self.folder = popen, folder
+    def __init__(self, popen, python, folder):
+        self._popen, self._python, self.folder = popen, python, folder
         folder.mkdir()
         self.brake(SLOW_STEP_S)
 
@@ -62,6 +62,7 @@ class Peer:
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHON_EXEC": str(self._python),  # of torchrun's processes
                 BRAKE: str(self.folder / "brake"),
             },
         )
@@ -137,7 +138,8 @@ class Peer:
 def peers(nursery, tmp_path):
     """A peer of one process, which founds the run, and one of two."""
     (tmp_path / "run.toml").write_text(RUN)
-    made = [Peer(nursery.popen, tmp_path / name) for name in ("one", "two")]
+    python = nursery.stand_in(tmp_path / "python")
+    made = [Peer(nursery.popen, python, tmp_path / name) for name in ("one", "two")]
     yield made
     for each in made:
         each.end()

@@ -9,6 +9,7 @@ from farflock.node.model.llama import PRESETS
 
 @pytest.mark.net
 @pytest.mark.ci_more
+@pytest.mark.usefixtures("forked")
 def test_the_stall_and_the_time_of_checkpoints(quick):
     stall, write = checkpoint.run(quick())
     size = PRESETS["demo"].parameters()

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.net
 
 
 @pytest.mark.ci_more
+@pytest.mark.usefixtures("forked")
 def test_a_node_is_measured_alone_and_with_all_partners_in_its_view(quick):
     alone, full = idle.run(quick())
     assert [alone.metric, full.metric] == ["idle.alone", "idle.3"]

@@ -22,6 +22,7 @@ def tokens():
 
 @pytest.mark.net
 @pytest.mark.ci_more
+@pytest.mark.usefixtures("forked")
 def test_the_ratio_and_the_time_outside_of_the_training_thread(quick):
     ratio, outside = loop.run(quick())
     assert (ratio.metric, outside.metric) == ("loop", "loop.outside")

@@ -19,6 +19,7 @@ ROUNDS = [
 
 @pytest.mark.ci_more
 @pytest.mark.net
+@pytest.mark.usefixtures("forked")
 def test_two_processes_exchange_and_their_memory_is_held_against_the_allowance(quick):
     one, whole = memory.run(quick())
     assert (one.metric, whole.metric) == ("memory", "memory.run")

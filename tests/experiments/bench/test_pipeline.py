@@ -84,6 +84,7 @@ def test_payloads_that_the_trainer_does_not_carry_save_its_line(quick, monkeypat
 
 @pytest.mark.ci_more
 @pytest.mark.net
+@pytest.mark.usefixtures("forked")
 def test_processes_train_a_small_pipeline(quick):
     (metric,) = pipeline.run(quick("pipeline.tokens"))
     assert metric.metric == "pipeline.tokens"

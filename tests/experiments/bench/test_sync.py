@@ -54,6 +54,7 @@ def test_a_step_of_the_averagers_that_did_not_average_all_is_not_timed(members):
 
 @pytest.mark.net
 @pytest.mark.ci_more
+@pytest.mark.usefixtures("forked")
 def test_on_loopback_two_processes_sync_and_the_yardsticks_are_other_systems():
     metric, *others, cpu = measure(Size(60_000), 2, Options(repeats=2))
     assert (metric.metric, metric.n, metric.unit) == ("sync.2", 2, "s")
@@ -73,6 +74,7 @@ def test_on_loopback_two_processes_sync_and_the_yardsticks_are_other_systems():
 
 @pytest.mark.ci_more
 @pytest.mark.net
+@pytest.mark.usefixtures("forked")
 def test_where_hivemind_finds_no_group_the_others_are_measured(monkeypatch):
     together = fleet.together
 
@@ -89,6 +91,7 @@ def test_where_hivemind_finds_no_group_the_others_are_measured(monkeypatch):
 
 @pytest.mark.ci_more
 @pytest.mark.net
+@pytest.mark.usefixtures("forked")
 def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
     try:
         with hosts(1, 1e8):
@@ -103,6 +106,7 @@ def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
 
 
 @pytest.mark.net
+@pytest.mark.usefixtures("forked")
 def test_where_a_rate_cannot_be_had_the_note_says_so_first(monkeypatch):
     monkeypatch.setattr(sync, "obstacle", lambda: "no root here")
     metric, *_ = measure(Size(60_000, out="bf16"), 2, Options(repeats=1, rate_bits=1e8))

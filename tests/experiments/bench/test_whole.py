@@ -13,7 +13,14 @@ GIB = 1024**3
 
 @pytest.mark.net
 @pytest.mark.ci_more
-def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick):
+@pytest.mark.usefixtures("forked")
+def test_two_processes_train_exchange_and_end_with_one_state_and_a_third_joins(quick, monkeypatch):
+    settings = whole.Settings
+
+    def that_admit_soon(options, **others):
+        return settings(options={**options, "view_s": 1.0}, **others)
+
+    monkeypatch.setattr(whole, "Settings", that_admit_soon)
     memory, time, join = whole.run(quick(method="diloco"))
     size = PRESETS["demo"].parameters()
     assert [memory.metric, time.metric] == [f"whole.diloco.{size}", f"whole.cpu.diloco.{size}"]
