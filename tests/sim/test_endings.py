@@ -6,6 +6,7 @@ nears its end. Each node ends as a process does (node/process/node_process.py): 
 the run is over, stays a little for the others, saves, and leaves."""
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -187,27 +188,32 @@ def by_its_own_estimate(patch):
     patch.setattr(ReplicaNode, "run", run)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ARMS)
-def test_all_end_with_one_state_after_the_round_that_brings_the_run_its_tokens(name, world):
+def meetings():
+    """Every pair of an arm, a world and a seed meets every day; all three do among the long
+    tests."""
+    for (i, name), (j, world), seed in itertools.product(
+        enumerate(ARMS), enumerate(WORLDS), range(SEEDS)
+    ):
+        marks = [] if seed == (i + j) % SEEDS else [pytest.mark.long]
+        yield pytest.param(name, world, seed, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "world", "seed"), [*meetings()])
+def test_all_end_with_one_state_after_the_round_that_brings_the_run_its_tokens(name, world, seed):
     terms = Terms(ARMS[name], **WORLDS[world])
-    for seed in range(SEEDS):
-        nodes = ended(terms, seed)
-        assert len(nodes) == terms.peers
-        assert len({node.state for node in nodes}) == 1, (
-            seed,
-            [(node.round, node.tokens) for node in nodes],
-        )
-        assert all(node.tokens >= terms.total for node in nodes), seed
-        assert max(node.stayed_s for node in nodes) < DEADLINE_S + END_S + LINGER_S, seed
+    nodes = ended(terms, seed)
+    assert len(nodes) == terms.peers
+    assert len({node.state for node in nodes}) == 1, [(node.round, node.tokens) for node in nodes]
+    assert all(node.tokens >= terms.total for node in nodes)
+    assert max(node.stayed_s for node in nodes) < DEADLINE_S + END_S + LINGER_S
 
 
-@pytest.mark.parametrize("name", ["ddp", "diloco", "diloco of seconds", "sparseloco"])
+@pytest.mark.parametrize("name", ["ddp", "diloco"])
 def test_by_their_own_estimates_they_would_end_apart(monkeypatch, name):
     by_its_own_estimate(monkeypatch)
     terms = Terms(ARMS[name], **WORLDS["unequal"])
-    apart = [len({node.state for node in ended(terms, seed)}) > 1 for seed in range(10)]
-    assert sum(apart) >= 3
+    apart = [len({node.state for node in ended(terms, seed)}) > 1 for seed in range(5)]
+    assert sum(apart) >= 2
 
 
 def test_a_peer_with_a_state_of_its_own_ends_when_it_estimates_the_runs_end():

@@ -100,10 +100,10 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
 
 def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had():
     one = (
-        audit(3, 0, 0, replicas=3, steps=8, rate=0.3).run().check().check_finished().check_memory()
+        audit(3, 0, 0, replicas=3, steps=6, rate=0.3).run().check().check_finished().check_memory()
     )
     assert in_step(one)
-    assert all(len(rounds) >= 8 for rounds in one.named.values())
+    assert all(len(rounds) >= 6 for rounds in one.named.values())
     assert set(counted(one)) == {me(one, number) for number in range(3)}
     keys = [{key for named in rounds.values() for key in named} for rounds in one.named.values()]
     assert len(set.union(*keys) - set.intersection(*keys)) <= BATCH, (
@@ -117,7 +117,7 @@ def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had
 @pytest.mark.usefixtures("anywhere")
 def test_replicas_and_pipelines_train_one_model():
     one = (
-        audit(3, 2, 2, replicas=1, steps=8, rate=0.3).run().check().check_finished().check_memory()
+        audit(3, 2, 2, replicas=1, steps=6, rate=0.3).run().check().check_finished().check_memory()
     )
     assert in_step(one)
     assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, (
@@ -150,11 +150,11 @@ def mixed_with_churn(seed, steps=8):
     return one
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_when_replicas_and_servers_die_nothing_is_lost_or_doubled_and_stages_stay_in_step(
     seed,
 ):
-    one = mixed_with_churn(seed)
+    one = mixed_with_churn(seed, steps=6)
     assert one.tale.kills >= 2
     assert min(counted(one)[me(one, number)] for number in (6, 7)) > 5
     assert counted(one)[me(one, 8)] + counted(one)[me(one, 9)] > 5

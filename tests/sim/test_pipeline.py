@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
+FEW_IN_FLIGHT = TrainerTerms(window=3, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0)
 MANY = 200
 
 
@@ -61,7 +62,7 @@ def test_gradients_through_random_paths_are_those_of_the_unsplit_model(stages):
 
 
 def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_way():
-    one = audit(stages=3, servers=3, trainers=2, steps=6, rate=0.3).run().check().check_finished()
+    one = audit(stages=3, servers=2, trainers=2, steps=4, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
 
 
@@ -71,7 +72,7 @@ def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its
         4,
         servers=2,
         trainers=2,
-        steps=8,
+        steps=6,
         seed=3,
         rate=rate,
         policy="skip:3",
@@ -88,7 +89,7 @@ def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its
         )
     newest = [max(rounds) for rounds in one.named.values()]
     assert max(newest) - min(newest) <= 2, "rounds keep step"
-    assert min(newest) >= 6
+    assert min(newest) >= 4
 
 
 def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
@@ -132,10 +133,18 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
 # deaths
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci_more)])
-def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
-    one = audit(stages=2, servers=2, seed=seed)
-    kills = ScheduledKills(one, POINTS[seed::2])
+@pytest.mark.parametrize(
+    ("seed", "points"),
+    [
+        pytest.param(0, POINTS[2::4], id="0"),
+        pytest.param(1, POINTS[1::2], id="1", marks=pytest.mark.ci_more),
+        pytest.param(2, POINTS[0::4], id="2", marks=pytest.mark.long),
+    ],
+)
+def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed, points):
+    """What test_pipeline_direct.py kills every day, this file kills among the long ones."""
+    one = audit(stages=2, servers=2, seed=seed, trainer=FEW_IN_FLIGHT)
+    kills = ScheduledKills(one, points)
     one.run(kills.until_all).check().check_finished()
     assert one.tale.kills == len(kills.done)
     assert not kills.points
@@ -143,7 +152,7 @@ def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothi
 
 
 def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
-    one = audit(stages=3, servers=2, steps=8, rate=0.3)
+    one = audit(stages=3, servers=2, steps=6, rate=0.3)
     one.begun_anew = True
 
     async def die_out(sim):
@@ -157,15 +166,16 @@ def test_a_stage_that_dies_out_is_taken_up_again_by_returning_servers():
 
     one.run(die_out).check().check_finished()
     assert one.tale.kills == 2
-    assert len(one.named[1]) >= 8
+    assert len(one.named[1]) >= 6
 
 
 def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_next_life():
-    one = audit(stages=2, servers=2, trainers=3, server=ServerTerms(lease_s=4.0))
+    terms = {"server": ServerTerms(lease_s=2.0), "trainer": FEW_IN_FLIGHT}
+    one = audit(stages=2, servers=2, trainers=3, **terms)
     dead, back = (identity_of(one.plan, number).peer for number in (5, 6))
 
     async def kill_one(sim):
-        await until(lambda: sim.settled and one.events["confirm answered"] >= 40)
+        await until(lambda: sim.settled and one.events["confirm answered"] >= 20)
         sim.kill(5, None)
         sim.kill(6, 3.0)
         before = len(one.finished())
@@ -177,7 +187,7 @@ def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_nex
                     trainer != dead
                     for trainer, _ in [*server.pending.gradients, *server.pending.replies]
                 )
-        assert len(one.finished()) > before + 20
+        assert len(one.finished()) > before + 5
         sim.end()
 
     one.run(kill_one).check().check_finished()
@@ -225,12 +235,12 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
 
 
 def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
-    one = audit(stages=3, servers=2, trainers=2, steps=8)
+    one = audit(stages=2, servers=2, trainers=2, steps=5)
 
     async def spoil(sim):
         await until(lambda: sim.settled)
         sim.network.faults = Faults(
-            loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.5
+            loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.03, delay_s=1.5
         )
 
     one.run(spoil).check().check_finished()

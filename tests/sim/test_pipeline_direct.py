@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 
 BATCH = 8  # microbatches
 FOREVER = 10**9  # tokens of runs that a test ends
+FEW_IN_FLIGHT = TrainerTerms(window=3, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0)
 MANY = 50
 
 
@@ -72,9 +73,9 @@ def dropped(one):
 def test_the_weights_are_those_of_a_run_whose_payloads_go_through_the_trainer():
     def weights(passed_on):
         terms = TrainerTerms(window=1, kept=64, direct=passed_on)
-        one = direct(3, servers=1, steps=4, rate=0.3, trainer=terms).run().check()
+        one = direct(3, servers=1, steps=3, rate=0.3, trainer=terms).run().check()
         assert bool(one.handed_on) is passed_on
-        assert len(one.versions) > 9
+        assert len(one.versions) >= 9, "some before and after two rounds of each stage"
         return one.versions
 
     through, straight = weights(passed_on=False), weights(passed_on=True)
@@ -84,20 +85,28 @@ def test_the_weights_are_those_of_a_run_whose_payloads_go_through_the_trainer():
 
 
 def test_gradients_through_random_paths_are_those_of_the_unsplit_model():
-    one = direct(3, servers=3, trainers=2, steps=3).run().check().check_finished()
+    one = direct(3, servers=2, trainers=2, steps=3).run().check().check_finished()
     assert not dropped(one)
 
 
 def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_way():
-    one = direct(3, servers=3, trainers=2, steps=6, rate=0.3).run().check().check_finished()
+    one = direct(3, servers=2, trainers=2, steps=4, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0
     assert not dropped(one)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci_more)])
-def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
-    one = direct(stages=3, servers=2, seed=seed)
-    kills = ScheduledKills(one, POINTS[seed::2])
+@pytest.mark.parametrize(
+    ("seed", "points"),
+    [
+        pytest.param(0, POINTS[0::4], id="0"),
+        pytest.param(1, POINTS[1::2], id="1", marks=pytest.mark.ci_more),
+        pytest.param(2, POINTS[2::4], id="2", marks=pytest.mark.long),
+    ],
+)
+def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed, points):
+    """What test_pipeline.py kills every day, this file kills among the long ones."""
+    one = direct(stages=3, servers=2, seed=seed, trainer=FEW_IN_FLIGHT)
+    kills = ScheduledKills(one, points)
     one.run(kills.until_all).check().check_finished()
     assert one.tale.kills == len(kills.done)
     assert not kills.points
@@ -125,7 +134,7 @@ def test_two_neighbours_that_die_at_once_cost_little_and_nothing_hangs():
 
 
 def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
-    one = direct(stages=3, servers=2, trainers=2, steps=8)
+    one = direct(stages=3, servers=2, trainers=2, steps=5)
 
     async def spoil(sim):
         await until(lambda: sim.settled)

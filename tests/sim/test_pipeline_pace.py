@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 STAGES, BATCH, SEQ = 3, 8, 8
 FORWARD_S = 0.05
 COST = 4.0  # of a microbatch at the busiest stage, in forward passes
-WARM, MEASURED = 10 * BATCH, 12 * BATCH  # microbatches
+WARM, MEASURED = 4 * BATCH, 4 * BATCH  # microbatches
 
 
 def simulated(microbatches, round_trip_s, servers=1, trainers=1, **pipeline):
@@ -41,37 +41,40 @@ def simulated(microbatches, round_trip_s, servers=1, trainers=1, **pipeline):
     return run_virtual(main())
 
 
-def utilisation(round_trip_s, **pipeline):
+def utilisation(round_trip_s, warm=WARM, measured=MEASURED, **pipeline):
     """Return the share of time in which the busiest stage computes."""
-    tale = simulated(WARM + MEASURED + 2 * BATCH, round_trip_s, **pipeline)
+    tale = simulated(warm + measured + 2 * BATCH, round_trip_s, **pipeline)
     over_s = [at_s for at_s, _, kind, _ in tale.events if kind == "microbatch"]
-    took_s = over_s[WARM + MEASURED - 1] - over_s[WARM - 1]
-    return MEASURED * COST * FORWARD_S / took_s
+    took_s = over_s[warm + measured - 1] - over_s[warm - 1]
+    return measured * COST * FORWARD_S / took_s
 
 
 def test_without_latency_the_busiest_stage_always_computes():
-    assert 0.97 <= utilisation(0.0) <= 1.0
+    assert utilisation(0.0, warm=2 * BATCH) == pytest.approx(1.0, abs=0.03)
 
 
 def test_a_pipeline_that_does_not_wait_hides_a_latency_that_holds_up_one_that_does():
-    waiting, asynchronous = utilisation(0.5), utilisation(0.5, asynchronous={})
+    waiting = utilisation(0.5, warm=2 * BATCH)
+    asynchronous = utilisation(0.5, asynchronous={})
     assert waiting < 0.6
     assert asynchronous > 1.5 * waiting
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("round_trip_s", "least"), [(0.6, 0.75), (0.8, 0.6)])
 def test_where_microbatches_come_back_too_late_to_count_fewer_set_out(round_trip_s, least):
     """A gradient counts up to 4 rounds late. If as many microbatches set out as hide the latency,
     most are later than that at the first stage, and are computed for nothing."""
-    assert utilisation(round_trip_s, asynchronous={}) > least
+    found = utilisation(round_trip_s, 10 * BATCH, 12 * BATCH, asynchronous={})
+    assert found > least
 
 
 def test_where_a_round_takes_longer_than_its_batch_it_takes_in_little_more_than_that():
     """Six trainers have six batches in flight, and each would hold more of them without waiting."""
-    tale = simulated(20 * BATCH, 0.4, servers=4, trainers=6)
+    tale = simulated(14 * BATCH, 0.4, servers=4, trainers=6)
     agreed = {fields["round"]: fields["tokens"] for fields in tale.fields("round")}
     tokens = [agreed[number] for number in sorted(agreed)]
     sizes = [(after - before) / SEQ for before, after in itertools.pairwise(tokens)]
     late = sizes[len(sizes) // 2 :]
-    assert len(tokens) >= 10
+    assert len(tokens) >= 8
     assert sum(late) / len(late) < 2 * BATCH

@@ -13,10 +13,10 @@ RUNS = Path(__file__).parents[2] / "experiments" / "runs"
 WEATHER = ("--loss", "0.2", "--churn", "20")
 FP32 = ("--set", "exchange.codec=fp32", "--set", "exchange.return_codec=fp32")
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
-SMALL_NOLOCO = ("--peers", "12", "--set", "run.total_tokens=16384", "--churn", "2")
+SMALL_NOLOCO = ("--peers", "8", "--set", "run.total_tokens=8192", "--churn", "2")
 SMALL_DILOCO = ("--peers", "6", "--set", "run.total_tokens=12000", "--churn", "4")
 SIZES = [
-    pytest.param("noloco-64", SMALL_NOLOCO, id="noloco-12"),
+    pytest.param("noloco-64", SMALL_NOLOCO, id="noloco-8"),
     pytest.param("diloco-16", SMALL_DILOCO, id="diloco-6", marks=pytest.mark.long),
     pytest.param("noloco-64", ("--peers", "64"), id="noloco-64", marks=LONG),
     pytest.param("diloco-16", ("--peers", "16"), id="diloco-16", marks=LONG),
