@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from worlds.waiting import LIMIT_S, completed
 
 pytestmark = pytest.mark.net
 
@@ -41,6 +41,7 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
 
 # 60 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
 @pytest.mark.ci_more
+@pytest.mark.timeout(4 * LIMIT_S + 20)  # a whole demo, of many waits
 @pytest.mark.parametrize("steps", [60, 260])
 def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
     tmp_path: Path, steps: int
@@ -56,11 +57,11 @@ def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing
         str(steps),
         "--json",
     ]
-    done = subprocess.run(
+    done = completed(
         [*command, "--folder", str(tmp_path)],
+        limit_s=4 * LIMIT_S,
         capture_output=True,
         text=True,
-        timeout=380,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
