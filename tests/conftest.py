@@ -69,6 +69,7 @@ def watched(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
+    GUARD.begin()
     return (yield from watched(item))
 
 
@@ -79,7 +80,10 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item):
-    return (yield from watched(item))
+    done = yield from watched(item)
+    if not item.get_closest_marker("net"):
+        GUARD.end()
+    return done
 
 
 def pytest_sessionfinish():

@@ -5,15 +5,19 @@ import collections
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
 import judge
 import parts
+import purity
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from purity import FORBIDDEN, Guard
 from worlds.node_liveness import alive
 from worlds.waiting import LIMIT_S, until_real
@@ -74,8 +78,8 @@ def test_each_file_of_the_committed_table_exists():
 @pytest.fixture
 def guard(monkeypatch):
     """A guard of its own, in place of the one that watches this test."""
-    for owner, name, _ in FORBIDDEN:
-        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    for each in FORBIDDEN:
+        monkeypatch.setattr(each.owner, each.name, getattr(each.owner, each.name).__wrapped__)
     return Guard()
 
 
@@ -96,6 +100,8 @@ def run_a_loop():
         (lambda: subprocess.run(["true"]), "subprocess.Popen"),
         (lambda: os.fork(), "os.fork"),
         (run_a_loop, "an event loop in real time"),
+        (lambda: secrets.randbits(62), "secrets.randbits"),
+        (lambda: Ed25519PrivateKey.generate(), "a drawn key"),
     ],
 )
 def test_a_pure_test_that_touches_the_world_fails_there_and_is_told_what(guard, touch, what):
@@ -120,6 +126,23 @@ def test_a_touch_in_another_thread_ends_a_test_that_waits_for_it(guard):
     with pytest.raises(pytest.fail.Exception, match=r"time\.sleep"), guard.watching():
         threading.Thread(target=work).start()
         threading.Event().wait()
+
+
+def test_a_thread_that_outlives_its_test_is_found_and_one_that_ends_is_not(guard, monkeypatch):
+    monkeypatch.setattr(purity, "THREAD_ENDS_S", 0.1)
+    guard.begin()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(threading.get_ident).result()
+    guard.end()
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name="forgotten")
+    thread.start()
+    try:
+        with pytest.raises(pytest.fail.Exception, match="threads behind: forgotten; end them"):
+            guard.end()
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_virtual_time_is_no_touch_nor_is_what_comes_between_tests(guard):

@@ -6,11 +6,11 @@ express, and their proof in a fresh interpreter.
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "hivemind", "rich", "matplotlib", "zmq", "cryptography", "tokenizers")
@@ -28,14 +28,8 @@ def modules_after(statement):
         f"import sys\n{statement}\n"
         "sys.stdout.write(' '.join({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-        check=True,
-    )
+    command = [sys.executable, "-c", code]
+    done = completed(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return set(done.stdout.split())
 
 

@@ -1,13 +1,13 @@
 """The installed package is the code in this checkout, and the standard library stays visible."""
 
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed
 
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -16,7 +16,7 @@ LINKS = ("node", "swarm", "optimizers", "compression", "experiments")
 
 
 def run(*command, cwd, **options):
-    return subprocess.run(
+    return completed(
         [str(part) for part in command],
         cwd=cwd,
         capture_output=True,

@@ -13,6 +13,7 @@ a ping or pong with a token (8); or the bulk position received so far (8).
 import math
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -149,11 +150,18 @@ class Tunnel:
     Payloads other than data collect in `outgoing`; the caller sends them after each call.
     """
 
-    def __init__(self, identity: Identity, partner: PeerId, run: str) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        partner: PeerId,
+        run: str,
+        draw: Callable[[], X25519PrivateKey] = X25519PrivateKey.generate,
+    ) -> None:
+        """Make a tunnel; `draw` gives a new key for each session."""
         self.outgoing: deque[bytes] = deque(maxlen=16)
         self.heard_s: float | None = None
         self.rtt_s: float | None = None
-        self._identity, self._partner, self._run = identity, partner, run
+        self._identity, self._partner, self._run, self._draw = identity, partner, run, draw
         self._pending: _Session | None = None
         self._current: _Session | None = None
         self._previous: _Session | None = None
@@ -196,7 +204,7 @@ class Tunnel:
             self._say_hello(self._pending, now_s)
 
     def _fresh(self, now_s: float) -> _Session:
-        seal = Sealed(self._identity, self._partner, self._run, X25519PrivateKey.generate())
+        seal = Sealed(self._identity, self._partner, self._run, self._draw())
         return _Session(seal, now_s)
 
     def _say_hello(self, session: _Session, now_s: float) -> None:

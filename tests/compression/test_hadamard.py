@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds.codecs import decoded, encoded
+from worlds.waiting import completed
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
@@ -207,9 +208,8 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(version
         pytest.skip("this processor has no vector instructions that torch knows")
     said = []
     for level in ("default", "avx2"):
-        done = processors(level).run(
-            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
-        )
+        command = [sys.executable, "-c", SCRIPT]
+        done = completed(command, processors(level).run, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.rpartition(" "))
     assert [word for _, _, word in said] == ["DEFAULT\n", "AVX2\n"]

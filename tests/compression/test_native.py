@@ -388,7 +388,7 @@ def test_other_threads_go_on_while_the_loops_run(values, kernel, call):
     finally:
         sys.setswitchinterval(interval)
         done.set()
-        other.join(10)
+        other.join()
     assert after > before
 
 
@@ -398,7 +398,7 @@ def test_using_holds_inside_alone_and_in_this_thread_alone():
         assert native.active() is None
         other = threading.Thread(target=lambda: seen.append(native.active()))
         other.start()
-        other.join(10)
+        other.join()
     assert native.active() is before
     assert seen == [KERNELS[-1] if KERNELS else None]
 

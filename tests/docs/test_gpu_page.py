@@ -1,11 +1,11 @@
 """The page of measurements on a GPU is made from the benchmark's lines alone."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed
 
 pytestmark = pytest.mark.net
 
@@ -25,7 +25,7 @@ def made(folder, *lines, before=()):
         files[-1].write_text("".join(json.dumps(line) + "\n" for line in some))
     paths = map(str, files)
     command = [sys.executable, str(script), *paths, "--commit", "abc", "--date", "2026-01-02"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return completed(command, capture_output=True, text=True)
 
 
 def test_each_metric_is_a_row_with_the_device_and_the_commit(tmp_path):

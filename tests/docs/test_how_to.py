@@ -7,11 +7,11 @@ the page says. A file with a folder in its name belongs to a checkout, so the te
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed
 
 from farflock.compression import check as codec_check
 from farflock.optimizers.testing import check as method_check
@@ -67,13 +67,8 @@ def in_a_shell(command, home, folder):
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    done = completed(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
     )
     return " ".join((done.stdout + done.stderr).split())
 

@@ -1,19 +1,17 @@
 """docs/reference/ is what the code says, and the words for it are complete both ways."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "make_reference.py"
 
 
 def made(*arguments, script=SCRIPT):
-    return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=240
-    )
+    return completed([sys.executable, str(script), *arguments], capture_output=True, text=True)
 
 
 def copy_of_the_script(target):

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from worlds.waiting import LIMIT_S
 
 from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
@@ -134,9 +135,10 @@ class Life:
                 InnerConfig(lr=3e-3),
                 Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10),
             )
-            options = {"period": PERIOD, "deadline_s": 8.0}
             plan = RunPlan(
-                SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ
+                *(SEED, PRESETS["tiny"], inner, schedule, "diloco", {"period": PERIOD}),
+                batch=BATCH,
+                seq=SEQ,
             )
             self.part = replica_node(
                 plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note
@@ -165,12 +167,12 @@ class Life:
         if self.number == 0:
             part.found()
         else:
-            await part.join(records, 60.0)
+            await part.join(records, LIMIT_S)
         while len(part.peer.context.views.newest.members) < PEERS:  # noqa: ASYNC110 - views come by themselves
             await asyncio.sleep(0.02)
         self.note("begins")
         Killer(links, self.phase, self.chosen)
-        await part.loop.run(TOKENS, drain_s=30.0)
+        await part.loop.run(TOKENS, drain_s=LIMIT_S)
         self.note("trained")
         while not (self.folder / "finish").exists():  # noqa: ASYNC110 - the test's file
             await asyncio.sleep(0.05)

@@ -2,17 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from worlds.waiting import LIMIT_S, completed
 
 from farflock.node.process.status import Status, read_status
 from farflock.optimizers.catalog import METHODS
 
-pytestmark = [pytest.mark.net, pytest.mark.long]
+pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(4 * LIMIT_S + 20)]
 
 
 def demo(method: str, folder: Path) -> dict[str, object]:
@@ -29,11 +29,11 @@ def demo(method: str, folder: Path) -> dict[str, object]:
         "--steps",
         "220",
     ]
-    done = subprocess.run(
+    done = completed(
         [*command, "--json", "--folder", str(folder)],
+        limit_s=4 * LIMIT_S,
         capture_output=True,
         text=True,
-        timeout=580,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, until_real
+from worlds.waiting import ended, in_time, line_of, until_real
 
 pytest.importorskip("hivemind")
 
@@ -28,7 +28,9 @@ import json, sys, hivemind
 dht = hivemind.DHT(initial_peers=sys.argv[1:2], start=True, client_mode=sys.argv[2] == "client",
                    use_relay=False, use_auto_relay=False, auto_nat=False, nat_port_map=False)
 try:
-    read = [dht.get(key, latest=True) for key in sys.argv[3:]]
+    read = [None]
+    while None in read:  # a peer that is slow to answer counts as one without the value
+        read = [dht.get(key, latest=True) for key in sys.argv[3:]]
     print(json.dumps([
         {subkey.hex(): entry.value.hex() for subkey, entry in each.value.items()} for each in read
     ]))
@@ -44,7 +46,7 @@ from farflock.swarm.dht.kademlia import DhtDirectory
 async def main():
     directory = await DhtDirectory.open(Path(sys.argv[1]), run="run-1", initial_peers=sys.argv[2:])
     print(directory.daemon_pid, flush=True)
-    await asyncio.sleep(600)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
@@ -55,7 +57,7 @@ from hivemind.p2p import p2p_daemon
 
 async def never(**options):
     print(psutil.Process().children()[0].pid, flush=True)
-    await asyncio.sleep(600)
+    await asyncio.sleep(3600)
 
 p2p_daemon.p2pclient.Client.create = never
 """
@@ -87,7 +89,7 @@ async def stranger(address, mode, *keys):
         start_new_session=True,
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        output, _ = await in_time(process.communicate(), "what the stranger reads")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -131,7 +133,7 @@ def peer(folder, number, *peers, script=PEER):
         yield process
     finally:
         process.kill()
-        process.wait(LIMIT_S)
+        ended(process, "the peer")
         process.stdout.close()
 
 
@@ -140,10 +142,10 @@ def peer(folder, number, *peers, script=PEER):
 )
 def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
     with peer(tmp_path, 1) as process:
-        daemon = int(process.stdout.readline())
+        daemon = int(line_of(process, "the daemon's number"))
         assert alive(daemon)
         process.send_signal(end)
-        process.wait(LIMIT_S)
+        ended(process, "the peer")
         await_end(daemon)
 
 
@@ -152,10 +154,10 @@ def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
 )
 def test_a_daemon_without_a_connection_ends_with_its_process(tmp_path):
     with peer(tmp_path, 1, script=UNCONNECTED) as process:
-        daemon = int(process.stdout.readline())
+        daemon = int(line_of(process, "the daemon's number"))
         assert alive(daemon)
         process.kill()
-        process.wait(LIMIT_S)
+        ended(process, "the peer")
         await_end(daemon)
 
 
@@ -165,9 +167,9 @@ def test_a_killed_peer_s_identity_can_be_used_again_at_once(tmp_path):
         founder = await DhtDirectory.open(path, run=RUN)
         try:
             with peer(tmp_path, 2, *founder.addresses) as process:
-                await asyncio.to_thread(process.stdout.readline)
+                await asyncio.to_thread(line_of, process, "the daemon's number")
                 process.kill()
-                process.wait(LIMIT_S)
+                ended(process, "the peer")
             again = await DhtDirectory.open(
                 tmp_path / "key-2", run=RUN, initial_peers=founder.addresses
             )

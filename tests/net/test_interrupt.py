@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, told, until_real
+from worlds.waiting import ended, output_of, told, until_real
 
 from farflock.node.run.invite import Invite, mint
 
@@ -92,7 +92,7 @@ class Started:
 
     def ends(self):
         """Exit code, and the last line of standard output."""
-        out, _ = self.process.communicate(timeout=LIMIT_S)
+        out = output_of(self.process, self.folder.name, self.told)
         lines = out.decode().splitlines()
         return self.process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith(
             "{"
@@ -150,7 +150,7 @@ def start(nursery, tmp_path):
     for each in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(each.process.pid, signal.SIGKILL)
-        each.process.wait(LIMIT_S)
+        ended(each.process, each.folder.name, each.told)
         each.process.stdout.close()
 
 

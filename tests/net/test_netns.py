@@ -7,12 +7,13 @@ import subprocess
 
 import pytest
 from worlds.fleet import run
+from worlds.waiting import completed
 
 pytestmark = pytest.mark.net
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
+    completed(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -52,9 +53,7 @@ def islands():
         yield names
     finally:
         for name in made:
-            subprocess.run(
-                ["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10
-            )
+            completed(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def test_peers_on_two_islands_talk_through_the_relay_between_them(islands):
@@ -71,17 +70,17 @@ def test_peers_on_two_islands_talk_through_the_relay_between_them(islands):
             one.tell("learn", relay.record.hex())
             one.tell("learn", other.record.hex())
         assert await asked(a, "send", b.peer, b"echo over the water".hex()) == ["True"]
-        assert await a.answer("got", 20.0) == [b.peer, b"echo over the water".hex()]
+        assert await a.answer("got") == [b.peer, b"echo over the water".hex()]
         assert await asked(a, "road", b.peer) == ["forwarded", "alive"]
         assert await asked(a, "road", relay.peer) == ["direct", "alive"]
         assert int((await asked(relay, "relayed", a.peer))[0]) > 0
 
         relay.child.kill()
-        await asyncio.sleep(1.5)
-        assert (await asked(a, "road", b.peer))[1] == "suspect"
+        while (await asked(a, "road", b.peer))[1] == "alive":  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.1)
 
     async def asked(process, word, *rest):
         process.tell(word, *rest)
         return await process.answer({"send": "sent"}.get(word, word))
 
-    run(main, 60.0)
+    run(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 from worlds.fleet import run
+from worlds.waiting import line_of
 
 from farflock.swarm.record import Record, seal, unseal
 
@@ -61,8 +62,10 @@ async def main():
     links.learn(record)
     while not links.send(victim, bytes(100)):
         await asyncio.sleep(0.02)
+    await links.send_bulk(victim, bytes(500), 60.0)
+    print("sends", flush=True)
     while True:
-        await links.send_bulk(victim, bytes(500), 5.0)
+        await links.send_bulk(victim, bytes(500), 60.0)
 
 asyncio.run(main())
 """
@@ -99,7 +102,8 @@ async def outlives(child, deaths: int) -> None:
     record = (await asyncio.to_thread(victim.stdout.readline)).strip()
     for number in range(1, deaths + 1):
         partner = child(PARTNER, 10 + number % 5, number, record)
-        await asyncio.sleep(chance.uniform(1.2, 2.2))
+        await asyncio.to_thread(line_of, partner, "a partner's first frame")
+        await asyncio.sleep(chance.uniform(0.0, 1.0))
         partner.send_signal(signal.SIGSTOP)
         await asyncio.sleep(0.7)
         partner.kill()  # its kernel answers with a reset
@@ -150,4 +154,4 @@ def test_a_hostile_client_that_pings_amid_a_flood_and_goes_does_not_end_a_busy_p
             guest.close()
             await beats(process, 2)
 
-    run(main, 60.0)
+    run(main)

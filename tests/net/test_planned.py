@@ -24,7 +24,7 @@ def test_each_of_two_stages_has_half_of_the_microbatches_and_those_at_the_ends_a
                 "plan": {"lanes": [["0:0 1:0 3:0", "0:0 2:0 3:1"]]},
             },
             "method": {"name": "ddp", "options": {}},
-            "exchange": {"view_s": 1.0, "start_peers": 5, "deadline_s": 10.0},
+            "exchange": {"view_s": 1.0, "start_peers": 5},
         }
     )
     founder = run.found(manifest)

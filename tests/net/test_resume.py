@@ -30,7 +30,6 @@ name = "diloco"
 period = 10
 [exchange]
 view_s = 2.0
-deadline_s = 6.0
 start_peers = {peers}
 """
 
@@ -114,9 +113,8 @@ class Nodes:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LIMIT_S)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
@@ -168,7 +166,7 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     saved = {path.name for path in (swarm.folder / "founder" / "checkpoints").glob("step-*")}
     assert saved, "there was no checkpoint to go on from"
     for name in ("b", "c"):
-        swarm.brake(name, 0.2)  # a process may take long to start
+        swarm.brake(name, 0.5)  # a process may take long to start
     swarm.found("founder")
     swarm.wait("founder", lambda status: status["step"] > 0)
     for name in swarm.processes:
@@ -179,17 +177,15 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     assert "resumed" not in swarm.kinds("founder")
     assert swarm.status("founder")["step"] > max(int(name.split("-")[1]) for name in saved)
     assert swarm.status("founder")["tokens"] >= 240_000 > before["tokens"]
-    last = {
-        name: [event for event in swarm.events(name) if event["kind"] == "round"][-1]
-        for name in swarm.processes
-    }
-    assert {event["peers"] for event in last.values()} == {3}
+    events = swarm.events("founder")
+    again = events[[event["kind"] for event in events].index("joined") :]
+    assert 3 in {event["peers"] for event in again if event["kind"] == "round"}
     assert len({swarm.model(name) for name in swarm.processes}) == 1
 
 
 @pytest.mark.ci_more
 def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_the_run_again(nodes):
-    swarm = nodes(tokens=240_000, peers=3)
+    swarm = nodes(tokens=10**9, peers=3)  # without an end
     swarm.checkpoint_s = 600
     for name in ("founder", "b", "c"):
         swarm.brake(name, 0.2)
@@ -204,4 +200,4 @@ def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_th
     swarm.found("founder")
     swarm.wait("founder", lambda status: status["step"] > 0)
     assert swarm.kinds("founder")[0] == "joined"
-    assert len(swarm.wait("founder", lambda status: status["is_member"])["members"]) == 3
+    swarm.wait("founder", lambda status: status["is_member"] and len(status["members"]) == 3)

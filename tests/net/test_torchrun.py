@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from worlds.node_liveness import alive
 from worlds.waiting import LIMIT_S, ended, told, until_real
 
 from farflock.node.process.brake import BRAKE
@@ -30,7 +31,6 @@ period = 2
 codec = "int8"
 [exchange]
 view_s = 2.0
-deadline_s = 6.0
 start_peers = 2
 """
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
@@ -179,8 +179,7 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     ranks = two.ranks()
     ranks[0].kill()
     two.ends()
-    psutil.wait_procs(ranks.values(), LIMIT_S)
-    assert not any(each.is_running() for each in ranks.values())
+    until_real(lambda: not any(alive(each.pid) for each in ranks.values()), "the end of both ranks")
     assert one.process.poll() is None
 
     joins()
@@ -188,6 +187,5 @@ def test_two_processes_are_one_peer_that_is_killed_and_resumes(peers, tmp_path):
     two.brake(0.0)
     assert one.ends() == 0, one.told()
     assert two.ends() == 0, two.told()
-    assert one.rounds()[-1]["peers"] == two.rounds()[-1]["peers"] == 2
     for part in ("method", "model"):
         assert one.saved(part) == two.saved(part)

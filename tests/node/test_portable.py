@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from worlds.waiting import completed
 
 pytestmark = pytest.mark.net
 
@@ -47,9 +48,8 @@ print(json.dumps(report))
 
 
 def report(processor):
-    done = processor.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = completed(command, processor.run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from worlds.waiting import completed
 
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.parts.blocks import BlocksOfWhole, LazyTensors
@@ -97,8 +98,8 @@ def same_bits(processors):
             "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
         )
         command = [sys.executable, "-c", source]
-        run = processors(capability).run(
-            command, capture_output=True, text=True, timeout=240, check=True
+        run = completed(
+            command, processors(capability).run, capture_output=True, text=True, check=True
         )
         seen, found = run.stdout.split()
         if seen.lower() != capability:

@@ -4,10 +4,10 @@ a failing one prints its command."""
 import collections
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
+from worlds.waiting import completed
 
 from farflock.node.simulate.chaos import ENOUGH_SEEDS, empty_cells, run_seed, run_seeds
 
@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
     )
     command = [sys.executable, "-W", "error", "-c", program]
     runs = [
-        subprocess.run(
+        completed(
             command,
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,

@@ -4,8 +4,10 @@ at its worst."""
 import asyncio
 import contextlib
 import functools
+import time
 
 import pytest
+from worlds.waiting import LIMIT_S, now, text_of
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import MAX_RECORD_BYTES
@@ -15,7 +17,7 @@ from farflock.swarm.sim.directory import DirectoryFaults, MemoryTable
 from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN = "run"
-SOON_S = 20.0
+BRIEF_S = 30.0  # a lifetime
 
 
 def identity(number):
@@ -30,23 +32,24 @@ def record(number, sequence=1, run=RUN, **fields):
 class InMemory:
     """Directories on one table, in virtual time."""
 
-    brief_s = 30.0
-
     def __init__(self, faults):
         self.table = MemoryTable(RUN, 1, asyncio.get_running_loop().time, faults)
 
     async def open(self, number):
         return self.table.directory(identity(number).peer)
 
+    async def later(self, seconds):
+        await asyncio.sleep(seconds)
+
 
 class OverLibp2p:
     """Real directories, one daemon each; all join through the first."""
 
-    brief_s = 1.0
-
     def __init__(self, stack, folder, module):
         self._stack, self._folder, self._module = stack, folder, module
-        self._door = ()
+        self._door, self._later_s = (), 0.0
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(module, "wall_s", lambda: time.time() + self._later_s)
 
     async def open(self, number):
         path = self._folder / f"key-{number}"
@@ -56,6 +59,9 @@ class OverLibp2p:
         self._stack.push_async_callback(directory.close)
         self._door = self._door or directory.addresses
         return directory
+
+    async def later(self, seconds):
+        self._later_s += seconds
 
 
 async def _on_libp2p(law, folder, module):
@@ -95,9 +101,9 @@ def on_every_directory(law):
 async def soon(condition, again=None):
     """Wait until an async condition holds; `again` is repeated meanwhile,
     as callers repeat their announcements."""
-    ends_s = asyncio.get_running_loop().time() + SOON_S
+    ends_s = now() + LIMIT_S
     while not await condition():
-        assert asyncio.get_running_loop().time() < ends_s, "it never came to hold"
+        assert now() < ends_s, f"not within {LIMIT_S} s: {text_of(condition)}"
         await asyncio.sleep(0.2)
         if again is not None:
             await again()
@@ -135,7 +141,7 @@ async def test_of_each_owner_one_record_is_shown_and_at_last_the_newest(world):
 @on_every_directory
 async def test_a_record_that_is_not_announced_again_is_gone_when_its_lifetime_is_over(world):
     writer, reader = await world.open(1), await world.open(2)
-    lasting, brief = record(2, lifetime_s=600.0), record(1, lifetime_s=world.brief_s)
+    lasting, brief = record(2, lifetime_s=600.0), record(1, lifetime_s=BRIEF_S)
 
     async def announce():
         await reader.announce(RUN, lasting)
@@ -143,7 +149,7 @@ async def test_a_record_that_is_not_announced_again_is_gone_when_its_lifetime_is
 
     await announce()
     await soon(lambda: shows(reader, lasting, brief), announce)
-    await asyncio.sleep(world.brief_s)
+    await world.later(BRIEF_S)
     for directory in (reader, writer) * 5:
         assert await shows(directory, lasting)
 

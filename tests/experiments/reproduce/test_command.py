@@ -1,12 +1,12 @@
 """`farflock reproduce` as it is typed."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from worlds.card import CARD
+from worlds.waiting import completed
 
 from farflock.experiments.reproduce import pages, recipe
 from farflock.experiments.reproduce.job import Outcome
@@ -209,12 +209,6 @@ def test_help_imports_nothing_heavy():
         "cli.get_command(None, 'reproduce')\nsys.stdout.write(' '.join(sys.modules))"
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=240,
-        check=True,
-    )
+    command = [sys.executable, "-c", code]
+    done = completed(command, capture_output=True, text=True, cwd=root, check=True)
     assert not {"torch", "numpy", "matplotlib"} & set(done.stdout.split())

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds.waiting import ended
 
 WORKER = Path(__file__).parent / "shared_worker.py"
-TIMEOUT_S = 200
 
 pytestmark = pytest.mark.net
 
@@ -43,11 +43,11 @@ def pair(nursery, tmp_path):
         ]
         try:
             for worker in workers:
-                worker.wait(TIMEOUT_S)
+                ended(worker, "a worker")
         finally:
             for worker in workers:
                 worker.kill()
-                worker.wait(10)
+                ended(worker, "a worker")
         return [(tmp_path / name).read_text() for name in ("result.txt", "follower.txt")]
 
     return run

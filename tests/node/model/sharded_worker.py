@@ -25,7 +25,7 @@ from farflock.optimizers.method import Progress, Result
 from farflock.optimizers.parts.blocks import BLOCK_VALUES, stored
 from farflock.optimizers.parts.inner import InnerConfig
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 240.0
 END, BACKWARD, LOSS = range(3)
 
 

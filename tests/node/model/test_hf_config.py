@@ -340,7 +340,9 @@ def theirs(folder, fields):
     (folder / "config.json").write_text(json.dumps(fields))
     kept = transformers.AutoConfig.from_pretrained(folder)
     kind = transformers.AutoModelForCausalLM
-    model = kind.from_config(kept, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = kind.from_config(kept, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # no bias is zero, no norm one, and attention attends
         for weight in model.parameters():

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from worlds import node_replica_law as law
+from worlds.waiting import ended
 
 HERE = Path(__file__).parent
 COUNT = 2
-TIMEOUT_S = 100
 
 pytestmark = pytest.mark.net
 
@@ -46,11 +46,11 @@ def folder(nursery, tmp_path_factory):
         errors.close()
     try:
         for worker in workers:
-            worker.wait(TIMEOUT_S)
+            ended(worker, "a worker")
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(10)
+            ended(worker, "a worker")
     for rank, worker in enumerate(workers):
         assert worker.returncode == 0, (folder / f"errors-{rank}").read_text()[-4000:]
     return folder

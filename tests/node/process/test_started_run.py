@@ -10,6 +10,7 @@ from farflock.node.process.network import MachineOptions
 from farflock.node.process.node_process import found
 from farflock.node.run.manifest import resolve
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.identity import Identity
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -20,7 +21,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def machine(tmp_path):
-    return MachineOptions(RunFolder.at(tmp_path / "node"))
+    folder = RunFolder.at(tmp_path / "node")
+    Identity.from_seed(bytes([1]) * 32).save(folder.identity)
+    return MachineOptions(folder)
 
 
 def described(folder):

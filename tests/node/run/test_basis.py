@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.waiting import completed
 
 from farflock.compression.activation import Incompatible
 from farflock.compression.subspace import Basis
@@ -137,9 +138,8 @@ def test_bases_and_projections_are_equal_with_and_without_vector_instructions(pr
         pytest.skip("this processor has no vector instructions that torch knows")
     reports = []
     for level in ("default", "avx2"):
-        done = processors(level).run(
-            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
-        )
+        command = [sys.executable, "-c", SCRIPT]
+        done = completed(command, processors(level).run, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     assert [report.pop("capability") for report in reports] == ["DEFAULT", "AVX2"]

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.waiting import ended, until_real
 
 from farflock.node.state import history
 from farflock.node.state.history import History, HistoryUnusable
@@ -348,16 +349,21 @@ def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, c
     }
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
     seen = -1
+
+    def has_grown():
+        nonlocal seen
+        assert writer.poll() is None
+        if first_line(tmp_path):
+            step = committed(tmp_path).get("loss", (-1, 0.0))[0]
+            assert step >= seen
+            seen = step
+        return seen >= 2000 * (attempt + 1)
+
     try:
-        while seen < 2000 * (attempt + 1) and writer.poll() is None:
-            if first_line(tmp_path):
-                step = committed(tmp_path).get("loss", (-1, 0.0))[0]
-                assert step >= seen
-                seen = step
+        until_real(has_grown, "the steps of the history", every_s=0)
     finally:
         writer.send_signal(signal.SIGKILL)
-        writer.wait()
-    assert seen >= 2000 * (attempt + 1)
+        ended(writer, "the writer")
     with History.open(tmp_path, clock) as run:
         last_step = run.last()["loss"][0]
         assert last_step >= seen

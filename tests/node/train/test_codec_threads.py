@@ -33,7 +33,7 @@ def small(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_VALUES", 512)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def spreads():
     torch.set_num_threads(1)
     made = [spread_over(count) for count in THREADS]

@@ -24,6 +24,8 @@ STEPS = 20
 ROUNDED_ALONE = {"mul", "mul_", "add", "add_", "sub_", "div", "sqrt", "copy_"}
 MAKE_AND_CUT = {"lift_fresh", "zeros", "zeros_like", "view", "slice", "detach", "new_full", "alias"}
 COUNT = {"_local_scalar_dense"}  # of steps
+# Torch's profiler, which sees the steps of a class as soon as one has loaded a state.
+PROFILED = {"_record_function_enter_new", "_record_function_exit"}
 KINDS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -88,7 +90,7 @@ def test_every_operation_is_rounded_by_itself(kind):
     with Operators(no_fused_product) as operators:
         optimizer.step()
         optimizer.step()
-    assert operators.called <= ROUNDED_ALONE | MAKE_AND_CUT | COUNT
+    assert operators.called <= ROUNDED_ALONE | MAKE_AND_CUT | COUNT | PROFILED
 
 
 def test_a_checkpoint_of_torchs_goes_on_here_and_back():

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import re
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from worlds.stored_items import altered
-from worlds.waiting import LIMIT_S, until
+from worlds.waiting import LIMIT_S, completed, until
 
 from farflock.swarm.dht import kademlia as dht
 from farflock.swarm.dht.daemon import BoundDaemon
@@ -135,7 +135,7 @@ async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20
         persistent_conn_max_msg_size=max_message_bytes,
     )
     stack.push_async_callback(ended, p2p)
-    evil = await protocol.create(p2p, DHTID.generate(), 20, 5, 5, 3.0)
+    evil = await protocol.create(p2p, DHTID.generate(), 20, 5, 5, LIMIT_S)
     for directory in honest:
         assert await evil.call_ping(target(directory)) is not None
     return evil
@@ -146,7 +146,7 @@ async def stopped(directory):
     """The directory's daemon neither answers nor ends, as after SIGSTOP or on a cut link."""
     daemon = psutil.Process(directory.daemon_pid)
     daemon.suspend()
-    await until(lambda: daemon.status() == psutil.STATUS_STOPPED, LIMIT_S, every_s=0.01)
+    await until(lambda: daemon.status() == psutil.STATUS_STOPPED, every_s=0.01)
     try:
         yield
     finally:
@@ -215,24 +215,26 @@ async def test_what_a_lone_founder_announced_is_found_by_later_peers(stack, fold
 async def test_a_newer_record_replaces_the_older_also_with_a_shorter_lifetime(stack, folder):
     a, b = await swarm(stack, folder, 2)
     await a.announce(RUN, record(1, sequence=1, lifetime_s=600.0))
-    await a.announce(RUN, record(1, sequence=2, lifetime_s=5.0))
-    assert await b.peers(RUN) == [record(1, sequence=2, lifetime_s=5.0)]
+    await a.announce(RUN, record(1, sequence=2, lifetime_s=LIMIT_S))
+    assert await b.peers(RUN) == [record(1, sequence=2, lifetime_s=LIMIT_S)]
     assert await a.confirm_visible()
 
 
 @in_loop
 async def test_records_and_heads_expire(stack, folder):
     a, b = await swarm(stack, folder, 2)
-    await a.announce(RUN, record(1, lifetime_s=60.0))
-    await a.publish_head(RUN, b"head")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dht, "wall_s", lambda: time.time() + 59)
+        clock = SimpleNamespace(now_s=time.time())  # which stands while the test works
+        patch.setattr(dht, "wall_s", lambda: clock.now_s)
+        await a.announce(RUN, record(1, lifetime_s=60.0))
+        await a.publish_head(RUN, b"head")
+        clock.now_s += 59
         assert await b.peers(RUN) == await a.peers(RUN) != []
-        patch.setattr(dht, "wall_s", lambda: time.time() + 61)
+        clock.now_s += 2
         assert await b.peers(RUN) == await a.peers(RUN) == []
         assert not await a.confirm_visible()
         assert await b.heads(RUN) == [b"head"]
-        patch.setattr(dht, "wall_s", lambda: time.time() + 301)
+        clock.now_s += 240
         assert await b.heads(RUN) == []
 
 
@@ -422,13 +424,13 @@ async def test_no_peer_takes_or_clears_anothers_place_in_the_table(stack, folder
     stub = evil.get_stub(target(a))
     for validate in (False, True):
         claim = dht_pb2.NodeInfo(node_id=victim.to_bytes())
-        await stub.rpc_ping(dht_pb2.PingRequest(peer=claim, validate=validate), timeout=4)
+        await stub.rpc_ping(dht_pb2.PingRequest(peer=claim, validate=validate), timeout=LIMIT_S)
         await asyncio.sleep(0)
         assert table.get(node_id=victim) == target(b)
     await evil.call_ping(target(a))
     for number in range(50):
         claim = dht_pb2.NodeInfo(node_id=bytes([number]) * 20)
-        await stub.rpc_ping(dht_pb2.PingRequest(peer=claim), timeout=4)
+        await stub.rpc_ping(dht_pb2.PingRequest(peer=claim), timeout=LIMIT_S)
     assert len(table.uid_to_peer_id) == 2
 
 
@@ -585,7 +587,7 @@ async def test_a_wrong_clock_is_explained_at_joining(stack, folder):
     a = await opened(stack, folder, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dht, "wall_s", lambda: time.time() + 100)
-        with pytest.raises(ClockSkew, match=r"(100\.0|99\.\d) s ahead of the swarm's.*NTP"):
+        with pytest.raises(ClockSkew, match=r"\d+\.\d s ahead of the swarm's.*NTP"):
             await DhtDirectory.open(key_file(folder, 2), run=RUN, initial_peers=a.addresses)
     assert len(daemons()) == 1
 
@@ -634,7 +636,7 @@ async def test_the_end_of_the_daemon_is_noticed(stack, folder):
     a, b = await swarm(stack, folder, 2)
     assert a.alive
     psutil.Process(a.daemon_pid).kill()
-    await until(lambda: not a.alive, LIMIT_S, every_s=0.01)
+    await until(lambda: not a.alive, every_s=0.01)
     assert not await a.announce(RUN, record(1), timeout_s=0.5)
     assert b.alive
 
@@ -648,7 +650,7 @@ def test_no_thread_outlives_a_closed_directory(tmp_path):
 
     open_and_close(tmp_path)
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(LIMIT_S)
     assert set(threading.enumerate()) <= before
 
 
@@ -680,4 +682,4 @@ def test_only_the_directory_itself_imports_hivemind():
     )
     script += "sys.exit('hivemind' in sys.modules or 'torch' in sys.modules)"
     assert len(modules) >= 5
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=240).returncode == 0
+    assert completed([sys.executable, "-c", script], check=False).returncode == 0

@@ -2,9 +2,11 @@
 and the window."""
 
 import contextlib
+import itertools
 import random
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,18 @@ from farflock.swarm.zmq.sealed import BadSeal
 A, B = (Identity.from_seed(bytes([seed]) * 32) for seed in (1, 2))
 
 
+_seeds = itertools.count()
+
+
+def made(one, other):
+    """A tunnel whose keys no other tunnel has."""
+    chance = random.Random(next(_seeds))
+    return Tunnel(
+        *(one, other.peer, "run"),
+        lambda: X25519PrivateKey.from_private_bytes(chance.randbytes(32)),
+    )
+
+
 class Wire:
     """Two tunnels and the wire between them, which keeps every payload for the attacks."""
 
@@ -32,7 +46,7 @@ class Wire:
         self.now_s = 100.0
         self.chance = random.Random(seed)
         self.loss, self.tolerant = loss, loss > 0
-        self.a, self.b = Tunnel(A, B.peer, "run"), Tunnel(B, A.peer, "run")
+        self.a, self.b = made(A, B), made(B, A)
         self.log: list[tuple[Tunnel, bytes]] = []
         self.got: list[tuple[Tunnel, int, bytes]] = []
 
@@ -101,7 +115,7 @@ def test_both_may_knock_at_once():
 
 
 def test_nothing_is_carried_before_the_partner_holds_the_keys():
-    tunnel = Tunnel(A, B.peer, "run")
+    tunnel = made(A, B)
     tunnel.knock(0.0)
     assert tunnel.carry(CONTROL, b"x", 0.0) is None
     assert tunnel.carry(BULK, b"x", 0.0) is None
@@ -125,7 +139,7 @@ def test_a_road_that_loses_half_of_everything_is_still_made(seed):
 
 
 def test_a_handshake_without_an_answer_is_given_up():
-    tunnel = Tunnel(A, B.peer, "run")
+    tunnel = made(A, B)
     tunnel.knock(0.0)
     hellos = 0
     for tick in range(60):
@@ -147,7 +161,7 @@ def test_a_road_is_over_when_it_is_silent_for_long_but_not_while_it_is_being_mad
 
 def test_a_partner_that_starts_anew_is_taken_up_again():
     wire = Wire().connect()
-    wire.b = Tunnel(B, A.peer, "run")
+    wire.b = made(B, A)
     wire.b.knock(wire.now_s)
     wire.settle()
     send(wire, wire.a, b"welcome back")
@@ -189,7 +203,7 @@ def test_an_altered_payload_is_refused_and_the_road_stays(bit, which):
     if which == "frame":
         payload = wire.a.carry(CONTROL, b"content", wire.now_s)
     else:
-        fresh = Tunnel(A, B.peer, "run")
+        fresh = made(A, B)
         fresh.knock(wire.now_s)
         payload = fresh.outgoing.popleft()
     altered = bytearray(payload)
@@ -215,7 +229,7 @@ def test_a_payload_sent_back_to_its_maker_is_refused():
 
 def test_a_storm_of_hellos_costs_no_more_than_its_allowance():
     wire = Wire().connect()
-    fresh = Tunnel(A, B.peer, "run")
+    fresh = made(A, B)
     fresh.knock(wire.now_s)
     hello = fresh.outgoing.popleft()
     for _ in range(20):
@@ -231,7 +245,7 @@ def test_the_round_trip_is_measured_and_the_silence_known():
     wire.run(2.0)
     assert wire.a.rtt_s == 0.0
     assert wire.a.silence_s(wire.now_s + 3.0) == pytest.approx(3.25)
-    assert Tunnel(A, B.peer, "run").silence_s(0.0) == float("inf")
+    assert made(A, B).silence_s(0.0) == float("inf")
     wire.a.excuse(2.0)
     assert wire.a.silence_s(wire.now_s + 3.0) == pytest.approx(1.25)
 

@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from worlds.node_liveness import alive
+from worlds.waiting import LIMIT_S, line_of, output_of, until_real
 
 from farflock.experiments.bench.workers.fleet import Worker, WorkerFailed, fleet, hear_all
 from farflock.experiments.bench.workers.netns import Host
@@ -43,13 +44,6 @@ def echo(tmp_path, monkeypatch):
     return "echo_worker"
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_workers_know_their_place_and_answer_in_any_order(echo):
     async def main():
         async with fleet(echo, [Host()] * 2, {"colour": "red"}) as workers:
@@ -80,7 +74,7 @@ def test_a_worker_that_ends_or_falls_silent_is_an_error_and_the_others_end_too(e
             await hear_all(workers, "never", timeout_s)
 
     with pytest.raises(WorkerFailed, match="worker 0 ended early"):
-        asyncio.run(main(30.0, "die"))
+        asyncio.run(main(LIMIT_S, "die"))
     with pytest.raises(WorkerFailed, match="did not send 'never' within 0 s"):
         asyncio.run(main(0.05))
     assert len(pids) == 4
@@ -110,7 +104,7 @@ def test_no_worker_outlives_its_owner_stopped_or_not(echo, number):
         "        await hear_all(workers, 'settings')\n"
         "        workers[1].signal(signal.SIGSTOP)\n"
         "        print(*(worker.process.pid for worker in workers), flush=True)\n"
-        "        await asyncio.sleep(60)\n"
+        "        await asyncio.sleep(3600)\n"
         "asyncio.run(main())\n"
     )
     paths = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
@@ -121,12 +115,9 @@ def test_no_worker_outlives_its_owner_stopped_or_not(echo, number):
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert owner.stdout is not None
-    pids = [int(word) for word in owner.stdout.readline().split()]
+    pids = [int(word) for word in line_of(owner, "the workers' numbers").split()]
     assert len(pids) == 2
     assert all(alive(pid) for pid in pids)
     owner.send_signal(number)
-    owner.communicate()
-    until_s = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert not [pid for pid in pids if alive(pid)]
+    output_of(owner, "the owner")
+    until_real(lambda: not any(map(alive, pids)), "the end of all workers")

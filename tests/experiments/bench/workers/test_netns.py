@@ -6,10 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from worlds.waiting import completed, line_of, output_of, until_real
 
 from farflock.experiments.bench.workers import netns
 from farflock.experiments.bench.workers.netns import NoHosts, hosts
@@ -53,12 +53,12 @@ def test_hosts_talk_to_each_other(able):
     with hosts(2, 1e8) as (a, b):
         server = subprocess.Popen([*a.prefix, sys.executable, "-c", ANSWER.format(a.address)])
         try:
-            said = ""
-            until_s = time.monotonic() + 20
-            while said != "here\n" and time.monotonic() < until_s:
-                asked = [*b.prefix, sys.executable, "-c", ASK.format(a.address)]
-                said = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout
-            assert said == "here\n"
+            asked = [*b.prefix, sys.executable, "-c", ASK.format(a.address)]
+
+            def said():
+                return completed(asked, capture_output=True, text=True).stdout
+
+            assert until_real(said, "the answer of the other host") == "here\n"
         finally:
             server.kill()
             server.wait()
@@ -66,9 +66,8 @@ def test_hosts_talk_to_each_other(able):
 
 def test_each_end_of_a_cable_has_the_limit(able):
     with hosts(1, 25e6) as (host,):
-        shown = subprocess.run(
-            [*host.prefix, "tc", "qdisc"], capture_output=True, text=True, check=True
-        ).stdout
+        command = [*host.prefix, "tc", "qdisc"]
+        shown = completed(command, capture_output=True, text=True, check=True).stdout
         assert "tbf" in shown
         assert "25Mbit" in shown
 
@@ -81,7 +80,7 @@ def test_tcp_has_the_default_congestion_control_whatever_that_of_this_machine_is
     )
     with hosts(2, 1e8) as (host, _):
         command = [*host.prefix, sys.executable, "-c", code]
-        used = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        used = completed(command, capture_output=True, text=True, check=True)
     assert used.stdout.strip() == netns.congestion_control()
 
 
@@ -114,7 +113,7 @@ def test_nothing_stays_when_the_owner_is_killed(able):
         "from farflock.experiments.bench.workers.netns import hosts\n"
         "with hosts(2, 1e8):\n"
         "    print('up', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(3600)\n"
     )
     before = spaces()
     owner = subprocess.Popen(
@@ -123,15 +122,12 @@ def test_nothing_stays_when_the_owner_is_killed(able):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert owner.stdout is not None
-    assert owner.stdout.readline() == b"up\n"
+    assert line_of(owner, "the hosts") == b"up\n"
     made = spaces() - before
     assert len(made) >= 3
     owner.send_signal(signal.SIGKILL)
-    owner.communicate()
-    until_s = time.monotonic() + 10
-    while made & spaces() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert not made & spaces()
+    output_of(owner, "the owner")
+    until_real(lambda: not made & spaces(), "the end of its hosts")
 
 
 def test_without_root_or_tools_it_says_what_is_missing(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from worlds.model_folder import SPLIT, write_model
+from worlds.waiting import completed
 
 ROOT = Path(__file__).parents[4]
 
@@ -173,7 +174,7 @@ def _started(nursery, arguments):
         *(str(argument) for argument in arguments),
         "--json",
     ]
-    return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return completed(command, nursery.run, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.net
