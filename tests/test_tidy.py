@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("farflock", "node", "swarm", "optimizers", "compression", "experiments")
@@ -19,7 +20,7 @@ CODE = sorted(
     if not (folder == "farflock" and path.relative_to(ROOT).parts[1] in FOLDERS)
 )
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in CODE}
+TREES = {path: measure.parsed(path) for path in CODE}
 PURE = [
     path
     for path in CODE

@@ -9,6 +9,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "limits.md").read_text()
@@ -83,7 +84,7 @@ def wanted():
         place = path.relative_to(ROOT)
         if place.as_posix().startswith(LEFT_OUT):
             continue
-        for statement in ast.parse(path.read_text()).body:
+        for statement in measure.parsed(path).body:
             targets = statement.targets if isinstance(statement, ast.Assign) else ()
             if isinstance(statement, ast.AnnAssign):
                 targets = (statement.target,)

@@ -5,8 +5,11 @@ message changes, change its heading.
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
+
+from tidy import measure
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -30,9 +33,11 @@ def texts(tree):
             yield re.sub("%[sd]", "…", node.value)
 
 
-def known(folders=FOLDERS):
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return "\n".join(text for path in paths for text in texts(ast.parse(path.read_text())))
+@functools.cache
+def known():
+    """All texts of the code."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return "\n".join(text for path in paths for text in texts(measure.parsed(path)))
 
 
 def test_every_explained_message_is_in_the_code():

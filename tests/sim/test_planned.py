@@ -101,7 +101,7 @@ def test_each_microbatch_has_the_gradient_of_the_stages_on_its_path_in_their_ord
 
 
 def test_where_a_planned_server_dies_its_mates_do_its_work_and_nothing_is_lost_or_doubled():
-    one, dead = audit(SKIPPING, steps=8, servers=2), []
+    one, dead = audit(SKIPPING, steps=10, servers=2), []
 
     def die(what, number):
         """Between a forward pass and its backward pass, and then one that has put a gradient

@@ -8,6 +8,7 @@ import chains. The code is read and not run, except to time `import farflock.nod
 
 import argparse
 import ast
+import functools
 import io
 import json
 import statistics
@@ -30,13 +31,16 @@ Trees = Mapping[str, ast.Module]
 Graph = Mapping[str, set[str]]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file, parsed once for all tests that read it; do not change either."""
+    return ast.parse(path.read_text())
+
+
 def read(root: Path, *folders: str) -> dict[str, ast.Module]:
     """The parsed files of these folders by dotted name, without the leading farflock."""
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
-    return {
-        ".".join(path.relative_to(root).with_suffix("").parts): ast.parse(path.read_text())
-        for path in paths
-    }
+    return {".".join(path.relative_to(root).with_suffix("").parts): parsed(path) for path in paths}
 
 
 def last_word(node: ast.expr) -> str:

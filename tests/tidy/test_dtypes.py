@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from tidy import measure
+
 ROOT = Path(__file__).parents[2]
 HOUSES = ("compression", "node", "optimizers", "swarm")
 MAKERS = {"empty", "full", "ones", "rand", "randn", "zeros"}
@@ -27,7 +29,7 @@ def test_no_tensor_has_the_type_that_happens_to_be_the_default():
         f"{path.relative_to(ROOT)}:{line}"
         for house in HOUSES
         for path in (ROOT / house).rglob("*.py")
-        for line in nameless(ast.parse(path.read_text()))
+        for line in nameless(measure.parsed(path))
     }
     assert not found
 

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from tidy import measure
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "moved.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.M)
@@ -14,7 +16,7 @@ NAMES = [now for _, now in ROWS if not now.endswith(".py")]
 def defined(path):
     """The names that a module defines at its top."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in measure.parsed(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         for target in [*getattr(node, "targets", []), getattr(node, "target", None)]:

@@ -36,6 +36,11 @@ def last_word(node):
     return measure.last_word(node.func if isinstance(node, ast.Call) else node)
 
 
+def spelt(node):
+    """The source of a target; most are names, and `ast.unparse` is slow."""
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node)
+
+
 def is_set(node, known):
     match node:
         case ast.Set() | ast.SetComp():
@@ -56,7 +61,7 @@ def is_set(node, known):
         case ast.BoolOp(values=parts):
             return any(is_set(part, known) for part in parts)
         case ast.Name() | ast.Attribute():
-            return ast.unparse(node) in known
+            return bool(known) and spelt(node) in known
     return False
 
 
@@ -64,13 +69,13 @@ def bindings(scope):
     """Each name or attribute that a function or class binds, and whether to a set."""
     for node in ast.walk(scope):
         if isinstance(node, ast.AnnAssign):
-            yield ast.unparse(node.target), last_word(node.annotation) in TYPES
+            yield spelt(node.target), last_word(node.annotation) in TYPES
         elif isinstance(node, ast.arg):
             yield node.arg, node.annotation is not None and last_word(node.annotation) in TYPES
         elif isinstance(node, ast.Assign):
-            yield ast.unparse(node.targets[0]), is_set(node.value, ())
+            yield spelt(node.targets[0]), is_set(node.value, ())
         elif isinstance(node, ast.For | ast.comprehension | ast.NamedExpr):
-            yield ast.unparse(node.target), False
+            yield spelt(node.target), False
 
 
 def sets_of(scope):
@@ -119,7 +124,7 @@ def out_of_order(tree):
     hashes = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hash"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hash"
     ]
     found = {node.lineno for node in hashes if id(node) not in compared}
     scopes = [(tree, set())]
@@ -136,7 +141,8 @@ def out_of_order(tree):
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             scopes.append((node, sets_of(node)))
     for scope, known in scopes:
-        found |= {node.lineno for node in passages(scope) if is_set(node, known)}
+        if known or scope is tree:  # else the tree has shown all that can be seen here
+            found |= {node.lineno for node in passages(scope) if is_set(node, known)}
     return sorted(found)
 
 

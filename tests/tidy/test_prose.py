@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("node", "swarm", "optimizers", "compression", "experiments")
@@ -19,7 +20,7 @@ BOUND = re.compile(r"(?:^|_)(?:least|most|patience)(?:_|$)", re.IGNORECASE)
 
 def docstrings():
     for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(measure.parsed(path)):
             text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
             if text:
                 yield f"{path.relative_to(ROOT)}: {text.splitlines()[0]}", text
@@ -76,7 +77,7 @@ def test_bounds_are_called_min_and_max_and_deadlines_timeout():
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-        for name in lasting_names(ast.parse(path.read_text()))
+        for name in lasting_names(measure.parsed(path))
         if BOUND.search(name)
     ]
     assert not found

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from tidy import measure
 
 ROOT = Path(__file__).parents[2]
 HOUSES = ("node", "swarm", "optimizers", "compression", "experiments")
@@ -18,9 +19,7 @@ NO_ROOMS = {
 SUBJECTS = {"laws", "spec", "swarm"}  # of a room's tests: what holds for all of its modules
 MIN_LINES = 3
 
-MODULES = {
-    path: ast.parse(path.read_text()) for house in HOUSES for path in (ROOT / house).rglob("*.py")
-}
+MODULES = {path: measure.parsed(path) for house in HOUSES for path in (ROOT / house).rglob("*.py")}
 ROOMS = sorted({path.parent for path in MODULES})
 
 

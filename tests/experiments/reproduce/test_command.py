@@ -8,7 +8,7 @@ import pytest
 from worlds.card import CARD
 from worlds.waiting import completed
 
-from farflock.experiments.reproduce import pages, recipe
+from farflock.experiments.reproduce import pages, plot, recipe
 from farflock.experiments.reproduce.job import Outcome
 
 QUICK = "noloco-stability"
@@ -16,6 +16,12 @@ QUICK = "noloco-stability"
 
 def lines(out):
     return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Figures take longer than the runs; one test looks at them."""
+    monkeypatch.setattr(plot, "draw", lambda results, title, path, labels: None)
 
 
 def test_alone_it_lists_the_recipes_with_their_last_verdicts(farflock, tmp_path):
@@ -44,6 +50,7 @@ def test_a_recipe_runs_from_end_to_end_and_is_remembered(farflock, tmp_path):
     assert "ci: ran" in out
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_words_for_people_have_both_tables(farflock, tmp_path):
     _, out, _ = farflock("reproduce", QUICK, "--tier", "ci", "--folder", tmp_path)
     assert "alpha 0.9, gamma 0.7 (bound 0.38)" in out
@@ -51,6 +58,7 @@ def test_the_words_for_people_have_both_tables(farflock, tmp_path):
     assert "plot and JSON in" in out
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_training_recipe_runs_in_tier_ci_without_a_second_run_of_anything(farflock, tmp_path):
     farflock("reproduce", "single", "--tier", "ci", "--json", "--folder", tmp_path)
     kept = sorted((tmp_path / "arms").glob("*/outcome.json"))
@@ -79,7 +87,7 @@ def test_a_dry_run_prints_the_configuration_and_its_hash_and_does_nothing(farflo
         (["intervall"], "did you mean 'interval'"),
         (["interval", "--all"], "leave out --all or NAME"),
         (["interval", "--tier", "tpu"], "'tpu' is not one of"),
-        (["single", "--record", "/nowhere/page.md", "--tier", "ci"], "cannot be read"),
+        (["--record", "/nowhere/page.md"], "cannot be read"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(farflock, tmp_path, arguments, said):
@@ -138,7 +146,7 @@ def test_all_goes_on_after_a_recipe_that_fails_and_says_so_in_the_end(
 
 
 @pytest.fixture
-def mine(monkeypatch, recipe_text):
+def mine(monkeypatch, no_figures, recipe_text):
     """There is one recipe, whose runs are over at once; returns their jobs.
     The runs number `mine.interrupt` is interrupted."""
 

@@ -45,8 +45,7 @@ async def calm(herd, *numbers):
     await asyncio.sleep(3)
 
 
-@KINDS
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("kind", "seed"), [("mean", 0), ("gather", 1)])
 def test_under_loss_doubling_and_reordering_rounds_go_on_and_every_law_holds(kind, seed):
     @in_virtual_time(4, seed=seed, kind=kind)
     async def main(herd):
@@ -148,7 +147,7 @@ def test_the_same_for_longer_with_deaths_and_returns(kind, seed):
 
 
 @in_virtual_time(4)
-async def test_over_two_hundred_rounds_nothing_grows(herd):
+async def test_over_a_hundred_rounds_nothing_grows(herd):
     herd.padding = 20_000
     for node in herd.nodes.values():
         node.peer.context.store.budget_bytes = 0  # only what is pinned stays
@@ -177,7 +176,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
             highest = [max(pair) for pair in zip(highest, sizes(), strict=True)]
         return highest
 
-    early, late = await peak(30), await peak(170)
+    early, late = await peak(20), await peak(90)
     assert all(after <= 2 * before + 3 for before, after in zip(early, late, strict=True)), (
         early,
         late,

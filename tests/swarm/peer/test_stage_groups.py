@@ -356,7 +356,9 @@ async def test_views_say_what_each_member_does(made):
         }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+)
 def test_under_loss_doubling_and_deaths_every_law_holds(seed):
     @flock(0, 0, 1, 1, 2, 2, NOTHING, seed=seed, pace_s={2: 1.5})
     async def main(made):

@@ -68,7 +68,7 @@ def test_a_crash_at_any_step_costs_the_others_little_time_and_no_contribution(
 def uniform_after_a_crash():
     """Return the number of rounds that last past the soft deadline, and that of empty ones."""
     slow = empty = 0
-    for victim, step in itertools.product(range(4), range(0, 60, 2)):
+    for victim, step in itertools.product(range(4), range(0, 60, 4)):
         world = offering_world(2, n=4, kind="uniform")
         world.crash_after[victim] = step + 1
         world.run()
@@ -81,17 +81,17 @@ def test_where_a_member_dies_while_others_fetch_from_it_they_reduce_again_withou
     assert uniform_after_a_crash() == (0, 0)
     monkeypatch.setattr(Mean, "_narrow", lambda self: None)
     slow, empty = uniform_after_a_crash()
-    assert slow > 5
+    assert slow > 2
     assert empty > 0
 
 
 @KINDS
 def test_in_seeded_bad_luck_all_that_complete_agree_and_every_live_majority_completes(kind):
     outcomes = collections.Counter()
-    for seed in range(60):
+    for seed in range(40):
         world = unlucky_world(seed, kind).run(until_s=200.0)
         outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
-    assert outcomes[True] > 30, outcomes
+    assert outcomes[True] > 20, outcomes
 
 
 @pytest.mark.long
@@ -99,7 +99,8 @@ def test_in_seeded_bad_luck_all_that_complete_agree_and_every_live_majority_comp
 @KINDS
 def test_the_same_holds_in_ten_thousand_seeds(kind):
     for seed in range(10**6, 10**6 + 10_000):
-        unlucky_world(seed, kind).run(until_s=200.0)
+        staged, witnessed = seed % 3 > 0, seed % 3 > 1
+        unlucky_world(seed, kind, staged=staged, witnessed=witnessed).run(until_s=200.0)
 
 
 @KINDS
@@ -132,10 +133,10 @@ def test_a_stage_of_two_goes_on_when_one_of_them_dies_at_any_step(kind):
 @KINDS
 def test_what_a_stage_decides_in_bad_luck_all_others_decide_too(kind):
     outcomes = collections.Counter()
-    for seed in range(120):
+    for seed in range(40):
         world = unlucky_world(seed, kind, staged=True).run(until_s=200.0)
         outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
-    assert outcomes[True] > 50, outcomes
+    assert outcomes[True] > 15, outcomes
 
 
 @KINDS
@@ -153,10 +154,10 @@ def test_the_voters_know_what_a_stage_decided_before_it_died_out_at_any_step(kin
 @KINDS
 def test_under_bad_luck_a_voter_holds_what_it_accepts(kind):
     outcomes = collections.Counter()
-    for seed in range(120):
+    for seed in range(40, 80):
         world = unlucky_world(seed, kind, staged=True, witnessed=True).run(until_s=200.0)
         outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
-    assert outcomes[True] > 50, outcomes
+    assert outcomes[True] > 15, outcomes
 
 
 def test_a_witness_costs_a_round_less_than_half_a_second():
@@ -166,15 +167,14 @@ def test_a_witness_costs_a_round_less_than_half_a_second():
         assert sum(bool(world.holds[voter]) for voter in range(2, 6)) >= 2
 
 
-@KINDS
-@pytest.mark.parametrize("trip_s", [1.0, 2.0])
+@pytest.mark.parametrize(("kind", "trip_s"), [("mean", 1.0), ("uniform", 2.0), ("gather", 2.0)])
 def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(
     kind, trip_s
 ):
     """A ballot takes two round trips or more, and a proposer does not wait that long for the one
     before it."""
     times = []
-    for seed in range(20):
+    for seed in range(8):
         world = offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=trip_s).run(
             until_s=300.0
         )
