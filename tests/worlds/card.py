@@ -142,6 +142,7 @@ DIVISIONS = {
     aten.div_.Tensor: aten.mul_.Tensor,
     aten.div.out: aten.mul.out,
 }
+PLAIN = frozenset({type(None), bool, int, float, torch.dtype})  # what no device changes
 # These make a tensor and then let an operator with `out=` give it its size.
 SIZED_LATE = (
     "abs",
@@ -265,6 +266,8 @@ def on_card(values: Tensor) -> Tensor:
 def mapped(change: Callable[[Any], Any], given: Any) -> Any:
     """Change each value of what an operator takes or returns: torch's own maps of trees take
     longer than the operators of small models."""
+    if type(given) in PLAIN:
+        return given
     if isinstance(given, list | tuple):
         return type(given)([mapped(change, x) for x in given])
     return change(given)
