@@ -3,6 +3,7 @@
 `pytest --write-golden` rewrites tests/golden; the change is reviewed as a diff.
 """
 
+import gc
 import json
 import logging
 import signal
@@ -57,6 +58,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(parts.Parts(config), "parts")
+
+
+def pytest_collection_finish(session):
+    """Spare the garbage collector what all tests share: modules and tests hold a million objects,
+    and some tests collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 def watched(item):

@@ -11,14 +11,13 @@ bit), torch.compile, more than one device, and operators with `out=` that change
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import (
     _DummyDeviceGuard,
     _DummyPrivateUse1Hook,
@@ -49,7 +48,10 @@ class Card:
     reciprocal: bool = False  # divides by a number as CUDA does: multiplies by 1 over it
     plugged: bool = False  # torch never forgets a device, but can be told that it is gone
     waits: int = 0  # values that Python asked for, one by one
-    _values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = field(default_factory=dict)
+    _values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int]] = field(
+        default_factory=dict
+    )
+    _plug_ins: int = 0  # what was left from before the last one takes no room
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def store(self, made: Tensor, values: torch.UntypedStorage) -> None:
@@ -66,12 +68,14 @@ class Card:
             self._forget(key_of(made))
             self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            self._values[key_of(made)] = (StorageWeakRef(made.untyped_storage()), values)
+            there = StorageWeakRef(made.untyped_storage())
+            self._values[key_of(made)] = (there, values, self._plug_ins)
 
     def _forget(self, key: int) -> None:
         """Free what an ended storage of this key held; a new one has the same."""
-        if key in self._values:
-            self.used_bytes -= self._values.pop(key)[1].nbytes()
+        _, values, since = self._values.pop(key, (None, None, 0))
+        if values is not None and since == self._plug_ins:
+            self.used_bytes -= values.nbytes()
 
     def find(self, tensor: Tensor) -> torch.UntypedStorage:
         """Return the values of a tensor's storage."""
@@ -80,20 +84,22 @@ class Card:
     def sweep(self) -> None:
         """Free what tensors that ended held."""
         with self._lock:  # a new storage may have the key of one that has just ended
-            ended = [key for key, (there, _) in self._values.items() if there.expired()]
-            for key in ended:
-                _, values = self._values.pop(key)
-                self.used_bytes -= values.nbytes()
+            for key in [key for key, (there, *_) in self._values.items() if there.expired()]:
+                self._forget(key)
 
     def leave_free(self, size: int) -> None:
         """Let this many bytes be free. What only garbage still holds ends first: the collector
         would free it at a moment that depends on the tests before this one."""
         gc.collect()
-        self.sweep()
+        self.reset_counters()
         self.capacity_bytes = self.used_bytes + size
 
     def plug_in(self) -> torch.device:
-        """Let torch find the card."""
+        """Let torch find the card, empty: what earlier tests left to the garbage collector is not
+        counted, since the moment of its end depends on them."""
+        self._plug_ins += 1
+        self.used_bytes = 0
+        self.reset_counters()
         self.plugged = True
         return torch.device(NAME)
 
@@ -136,6 +142,7 @@ DIVISIONS = {
     aten.div_.Tensor: aten.mul_.Tensor,
     aten.div.out: aten.mul.out,
 }
+PLAIN = frozenset({type(None), bool, int, float, torch.dtype})  # what no device changes
 # These make a tensor and then let an operator with `out=` give it its size.
 SIZED_LATE = (
     "abs",
@@ -233,7 +240,7 @@ def is_on_card(x: object) -> bool:
 
 def key_of(x: Tensor) -> int:
     """Return what names a tensor's storage for as long as that lives."""
-    return StorageWeakRef(x.untyped_storage()).cdata
+    return x.untyped_storage()._cdata
 
 
 def host(x: Tensor) -> Tensor:
@@ -256,21 +263,31 @@ def on_card(values: Tensor) -> Tensor:
     return made
 
 
+def mapped(change: Callable[[Any], Any], given: Any) -> Any:
+    """Change each value of what an operator takes or returns: torch's own maps of trees take
+    longer than the operators of small models."""
+    if type(given) in PLAIN:
+        return given
+    if isinstance(given, list | tuple):
+        return type(given)([mapped(change, x) for x in given])
+    return change(given)
+
+
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the CPU: its results are views of the card's tensors where they would be,
     and new tensors on the card otherwise."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def enter(x: object) -> object:
-        if is_on_card(x):
-            assert isinstance(x, Tensor)
-            seen.append((x, host(x)))
-            return seen[-1][1]
-        if isinstance(x, Tensor) and x.dim():
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {op} got one of shape"
-                f" {tuple(x.shape)} on the CPU and others on the card"
-            )
+        if isinstance(x, Tensor):
+            if is_on_card(x):
+                seen.append((x, host(x)))
+                return seen[-1][1]
+            if x.dim():
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but {op} got one of shape"
+                    f" {tuple(x.shape)} on the CPU and others on the card"
+                )
         if isinstance(x, torch.Generator):
             raise RuntimeError(f"Expected a generator of the card for {op}, got the CPU's")
         return CPU if isinstance(x, torch.device) else x
@@ -278,7 +295,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if op in WITHOUT_NUMBERS:
         args = tuple(torch.tensor(x) if isinstance(x, int) else x for x in args)
     given = args
-    args, kwargs = pytree.tree_map(enter, (args, kwargs))
+    args = mapped(enter, args)
+    kwargs = {name: mapped(enter, x) for name, x in kwargs.items()}
     if op is READ_ONE:
         CARD.waits += 1
         CARD.from_card_bytes += seen[0][0].element_size()
@@ -290,7 +308,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         results.copy_(root(args[0]))
     if shapes != [values.shape for _, values in seen]:
         raise NotImplementedError(f"the card has no kernel for {op}, which changes a size")
-    return pytree.tree_map(lambda x: _leave(x, seen) if isinstance(x, Tensor) else x, results)
+    return mapped(lambda x: _leave(x, seen) if isinstance(x, Tensor) else x, results)
 
 
 def _leave(result: Tensor, seen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -337,12 +355,13 @@ def _cast(name: str, wanted: torch.dtype | None) -> Any:
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         dtype = wanted or torch.get_autocast_dtype(NAME)
+
+        def lower(x: object) -> object:
+            return x.to(dtype) if is_on_card(x) and x.is_floating_point() else x
+
         with torch._C._ExcludeDispatchKeyGuard(key):
-            args, kwargs = pytree.tree_map(
-                lambda x: x.to(dtype) if is_on_card(x) and x.is_floating_point() else x,
-                (args, kwargs),
-            )
-            return op(*args, **kwargs)
+            args = mapped(lower, args)
+            return op(*args, **{name: mapped(lower, x) for name, x in kwargs.items()})
 
     return cast
 

@@ -161,7 +161,8 @@ class Audit:
         def watched(compute):
             def computing(*given):
                 life.used = dict(stage.model.named_parameters())
-                life.used = {name: copied(x) for name, x in life.used.items()}
+                if audit.pipeline.asynchronous is not None:  # else they are those of the round
+                    life.used = {name: copied(x) for name, x in life.used.items()}
                 return compute(*given)
 
             return computing
@@ -431,18 +432,20 @@ class Audit:
             assert stage == 0 or self.made_by[one.x] is forwards[source[stage]], (
                 "a pass whose input is of another way"
             )
-        marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
-        mark = (
-            key,
-            back.stage,
-            *marks,
-            *((one.x for one in (*forwards.values(), *backs.values())) if self.lossy else ()),
-        )
+        mark = self._mark(key, back.stage, forwards, backs)
         if mark not in self._expected:
             rounds = {one.round for one in (*forwards.values(), *backs.values())}
             self.mixed_versions += len(rounds) > 1
-            self._expected[mark] = self._graph(key, back.stage, forwards, backs)
+            for stage, found in self._graph(key, back.stage, forwards, backs).items():
+                self._expected.setdefault(self._mark(key, stage, forwards, backs), found)
         return self._expected[mark]
+
+    def _mark(self, key, wanted, forwards, backs):
+        """Name all that a stage's gradient on a microbatch depends on."""
+        order = self.order(key)
+        passes = *forwards.values(), *(backs[stage] for stage in order[order.index(wanted) :])
+        inputs = [one.x for one in passes] if self.lossy else []
+        return key, wanted, *(id(one.weights) for one in passes), *inputs
 
     def _whole_gradient(self, key, back):
         """Return the gradient by the unsplit model with the weights that the replica had."""
@@ -459,12 +462,16 @@ class Audit:
         return self._expected[mark]
 
     def _graph(self, key, wanted, forwards, backs):
-        tokens, targets = self.batch(key)
-        leaves = {
-            name: x.detach().double().requires_grad_() for name, x in backs[wanted].weights.items()
-        }
-        x = tokens
+        """Return the gradients of the wanted stage and of all behind it, by stage and name."""
+        x, targets = self.batch(key)
         order = self.order(key)
+        leaves = {
+            stage: {
+                name: weight.detach().double().requires_grad_()
+                for name, weight in backs[stage].weights.items()
+            }
+            for stage in order[order.index(wanted) :]
+        }
         for place, stage in enumerate(order):
             there = forwards[stage].weights if stage in forwards else None
             with torch.no_grad():
@@ -474,18 +481,19 @@ class Audit:
             if place < order.index(wanted):
                 x = value
                 continue
-            back = self.call_stage(stage, leaves if stage == wanted else backs[stage].weights, x)
+            back = self.call_stage(stage, leaves[stage], x)
             x = back if value is None else back + (value - back).detach()
         loss = torch.nn.functional.cross_entropy(
             x.flatten(0, 1), targets.flatten(), reduction="sum"
         )
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        every = [weight for given in leaves.values() for weight in given.values()]
+        found = iter(torch.autograd.grad(loss, every))
+        return {stage: dict(zip(given, found, strict=False)) for stage, given in leaves.items()}
 
     def call_stage(self, stage, weights, x):
         """A stage's result with these weights, in double precision."""
-        return functional_call(
-            self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,)
-        )
+        given = {name: w.double() for name, w in weights.items()}
+        return functional_call(self._stages[stage], given, (x,), tie_weights=False)
 
     def expected(self, stage, passes):
         """The sum over microbatches, given the backward pass of each, by name."""
@@ -498,7 +506,8 @@ class Audit:
 
     def check(self):
         """Check every sum that was taken, every mean that was applied, and every account."""
-        for life, staged, keys in self.taken:
+        # first stages first: their graphs give the gradients of the stages behind, too
+        for life, staged, keys in sorted(self.taken, key=lambda step: step[0].stage):
             assert staged.tokens == TOKENS * len(keys)
             if keys:
                 for name, x in self.expected(

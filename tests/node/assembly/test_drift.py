@@ -7,7 +7,7 @@ import torch
 
 from farflock.swarm.sim.virtual_time import run_virtual
 
-TOKENS, DAMAGED_AT = 4800, 9
+TOKENS, DAMAGED_AT = 3600, 9
 OPTIONS = {
     "demo": {"codec": "topk:32/4096", "check_rounds": 6},
     "flexdemo": {"rate": 0.25, "check_rounds": 6},

@@ -25,7 +25,8 @@ from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
 from farflock.swarm.sim.virtual_time import run_virtual
 
-TOKENS = 1280
+STEP = 2 * 32  # tokens
+TOKENS = 10 * STEP
 # A choice of coefficients, or their sign, makes much of a rounding, so DeMo sends all as they are.
 ALL = {"codec": "fp32", "sign": False}
 OPTIONS = {
@@ -171,7 +172,7 @@ STEP_COPIES = 2 * 2 * 32 * 8, 4  # inputs and targets, int64; the loss
 
 
 def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
-    node = alone(bench(text, "local", total=TOKENS), device=choose())
+    node = alone(bench(text, "local"), STEP, choose())
     assert copies_of_a_step(node) == STEP_COPIES
 
 
@@ -179,7 +180,7 @@ def test_a_step_copies_tokens_there_and_one_number_back(bench, text, card):
     "detour", [lambda x: x.cpu().to(x.device), lambda x: x + float(x.detach().sum()) * 0]
 )
 def test_a_detour_over_the_cpu_would_be_found(bench, text, card, detour):
-    node = alone(bench(text, "local", total=64), device=choose())
+    node = alone(bench(text, "local"), STEP, choose())
     layer = node.model.blocks()[0]
     compute = layer.forward
     layer.forward = lambda x, *angles: compute(detour(x), *angles)
@@ -187,7 +188,7 @@ def test_a_detour_over_the_cpu_would_be_found(bench, text, card, detour):
 
 
 def test_a_mixture_of_devices_would_be_found(bench, text, card):
-    node = alone(bench(text, "local", total=64), device=choose())
+    node = alone(bench(text, "local"), STEP, choose())
     layer = node.model.blocks()[0]
     compute = layer.forward
     layer.forward = lambda x, *angles: compute(x + torch.zeros(x.shape), *angles)
@@ -197,10 +198,9 @@ def test_a_mixture_of_devices_would_be_found(bench, text, card):
 
 def test_a_round_copies_the_weights_twice_and_never_all_at_once(bench, text, single, card):
     made = bench(text, total=TOKENS, period=5)
-    weights = 4 * sum(x.numel() for x in alone(made, device=single).model.parameters())
     CARD.reset_counters()
-    alone(made, device=single)
-    rounds = TOKENS // 64 // 5
+    weights = 4 * sum(x.numel() for x in alone(made, device=single).model.parameters())
+    rounds = TOKENS // STEP // 5
     assert CARD.from_card_bytes <= (2 * rounds + 2) * weights
     assert CARD.largest_from_card_bytes < weights / 2
 
@@ -215,7 +215,7 @@ def test_losses_and_text_are_those_of_the_cpu(bench, text, accelerator):
 
 
 def test_in_lower_precision_it_still_trains(bench, text, accelerator):
-    node = alone(bench(text, "local", total=4 * TOKENS), device=choose())
+    node = alone(bench(text, "local", total=8 * TOKENS), 2 * TOKENS, choose())
     assert node.loop.training_task.device.precision == "bf16"
     assert node.last_loss < 5.0  # of 5.5 without training
     assert all(x.dtype == torch.float32 for x in node.model.parameters())
@@ -225,9 +225,9 @@ def test_in_lower_precision_it_still_trains(bench, text, accelerator):
 def test_out_of_memory_in_step_7_loses_no_sample_and_counts_no_step_twice(
     bench, text, single, method, card
 ):
-    made = bench(text, method, total=10 * 64, **OPTIONS[method])
-    whole = alone(made, 10 * 64, single)
-    found = alone(made, 10 * 64, single, change=out_of_memory_in(7))
+    made = bench(text, method, total=TOKENS, **OPTIONS[method])
+    whole = alone(made, device=single)
+    found = alone(made, device=single, change=out_of_memory_in(7))
     assert found.loop.training_task.parts.at_once == 1
     assert found.loop.training_task.batches.begun == [*range(8), 7, 8, 9]
     assert (found.step, found.tokens) == (whole.step, whole.tokens) == (10, 640)
@@ -258,7 +258,7 @@ def test_a_run_in_parts_that_fit_a_small_card_ends_with_the_loss_of_whole_batche
 @pytest.mark.ci_more
 def test_two_peers_of_which_one_has_no_bf16_end_with_one_state(bench, text, card):
     CARD.has_bf16 = False
-    made = bench(text, peers=2, total=3 * TOKENS, period=5, codec="int8")
+    made = bench(text, peers=2, total=6 * TOKENS, period=5, codec="int8")
     nodes = together(made, choose(), None)
     assert nodes[0].loop.training_task.device.precision == "fp16"
     first, second = (state_of(node)["method"] for node in nodes)

@@ -18,7 +18,7 @@ METHODS = {
     "ddp": {"codec": "bf16"},
     "diloco": {"period": 7, "feedback": 0.9, "codec": "int4"},
     "noloco": {"period": 7},
-    "lean": {"codec": "ecsq:30", "return_codec": "ecsq:30"},
+    "lean": {"period": 7, "codec": "ecsq:30", "return_codec": "ecsq:30"},
 }
 EVERY_DAY = {("diloco", 1700), ("noloco", 1700), ("lean", 1700)}
 
@@ -73,7 +73,7 @@ def stopped(bench, folder, at):
     ],
 )
 def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
-    made = bench(text, method, **METHODS[method])
+    made = bench(text, method, total=2_240, **METHODS[method])
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)
     assert found.meta == expected.meta
     assert found.step == expected.step
@@ -170,7 +170,7 @@ def test_a_peer_that_rejoins_a_swarm_takes_only_its_cursor_and_moments(bench, te
 
     async def main():
         async with made.peer(0).running() as peer:
-            node = await begun(made, made.node(peer), 1700)
+            node = await begun(made, made.node(peer), 640)
             saved, moments = (
                 write(node, tmp_path),
                 node.loop.driver.replica.read([EMBED], "exp_avg"),
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(bench, text, tmp
 
     async def main():
         async with made.peer(0).running() as peer:
-            node = await begun(made, made.node(peer), 640)
+            node = await begun(made, made.node(peer), 128)
             parts, cursors = checkpoint_state(node)
             parts[part] = {
                 name: tensor

@@ -54,22 +54,36 @@ def cache_of(model):
     return KeyValueCache(model.config.layers, model.config.context)
 
 
+ON_DEVICES = ("llama, scaled positions", "mistral", "qwen2", "qwen3")
+
+
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def model(request):
     return lively(request.param)
 
 
 def test_every_architecture_is_tried():
-    assert {config.architecture for config in CONFIGS.values()} == set(get_args(Architecture))
+    for configs in (CONFIGS.values(), [CONFIGS[name] for name in ON_DEVICES]):
+        assert {config.architecture for config in configs} == set(get_args(Architecture))
+
+
+def test_a_token_at_a_time_gives_the_logits_of_all_at_once(model):
+    compare_tokens(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_a_token_at_a_time_gives_the_same_logits_on_a_device(name, accelerator):
+    compare_tokens(lively(CONFIGS[name]), accelerator)
 
 
 @torch.no_grad()
-def test_a_token_at_a_time_gives_the_logits_of_all_at_once(model, elsewhere):
+def compare_tokens(model, device):
+    """Compare a device's logits, one position at a time, with the CPU's of all at once."""
     ids = torch.arange(2 * CONTEXT).view(2, CONTEXT) * 7 % 40
     whole = model(ids)
-    there, cache = copy.deepcopy(model).to(elsewhere), cache_of(model)
+    there, cache = copy.deepcopy(model).to(device), cache_of(model)
     for at in range(CONTEXT):
-        logits = there.next_logits(ids[:, at : at + 1].to(elsewhere), cache)
+        logits = there.next_logits(ids[:, at : at + 1].to(device), cache)
         assert logits.shape == (2, 40)
         torch.testing.assert_close(logits.cpu(), whole[:, at], rtol=1e-5, atol=2e-5)
         assert cache.length == at + 1

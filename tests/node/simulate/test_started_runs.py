@@ -97,7 +97,7 @@ def test_the_first_loss_is_that_of_the_checkpoint(weights):
 def staged(tmp_path, parts, rate=STILL, config=SPLIT, limit_s=600.0):
     """Return the nodes of a run of two stages, its events, and whether it came to its end."""
     weights = WeightsFolder(write_model(tmp_path / "model", config), config)
-    plan = plan_of("ddp", rate, weights.hash, config, total=8_000)
+    plan = plan_of("ddp", rate, weights.hash, config, total=3_000)
     pipeline = PipelinePlan(even(config, 2), 2 * 2 * 32)
     world = PipelineWorld(parts, plan.schedule.total_tokens, limit_s=limit_s)
 

@@ -77,7 +77,9 @@ KINDS = ("demo", "diloco", "edit", "noloco", "sparseloco")
     "name",
     [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in METHODS],
 )
-def test_a_run_has_the_same_states_with_any_number_of_threads(monkeypatch, spreads, text, name):
+def test_a_run_has_the_same_states_with_one_thread_and_with_several(
+    monkeypatch, spreads, text, name
+):
     trial = METHODS[name].trial
     options = dict(trial.disasters[0].options) if trial.disasters else {}
     inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, TOKENS)
@@ -85,10 +87,10 @@ def test_a_run_has_the_same_states_with_any_number_of_threads(monkeypatch, sprea
     world = simulation.World(3, TOKENS, LinkModel(), view_s=3.0)
     make = simulation.replica_node
     found = []
-    for spread in spreads:
+    for spread in (spreads[0], spreads[-1]):
         spread_node = functools.partial(make, spread=spread)
         monkeypatch.setattr(simulation, "replica_node", spread_node)
         outcome = simulation.simulate(plan, world, text)
         found.append((outcome.state_hash, outcome.rounds, outcome.bytes))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert outcome.rounds or name == "local"

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 
@@ -44,9 +45,17 @@ def test_a_contribution_takes_at_most_the_bytes_that_are_said(name):
         assert size.values == sum(x.numel() for x in tensors.values())
 
 
+def test_the_streams_of_seventy_billion_parameters_are_carried():
+    require_carried(plan("desloc", LLAMA_70B))
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_the_streams_of_seventy_billion_parameters_are_carried_and_opened_without_values(name):
-    require_carried(plan(name, LLAMA_70B))
+def test_a_tenth_of_seventy_billion_parameters_takes_a_tenth_of_the_shards_and_no_values(
+    monkeypatch, name
+):
+    most = run_size.max_shards
+    monkeypatch.setattr(run_size, "max_shards", lambda kind: most(kind) // 10)
+    require_carried(plan(name, msgspec.structs.replace(LLAMA_70B, layers=LLAMA_70B.layers // 10)))
     # Nothing that a method keeps for later was made without values.
     assert torch.get_default_device() == torch.device("cpu")
     assert all(math.isfinite(size.steps) for size in stream_sizes(plan(name)))

@@ -25,7 +25,7 @@ from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
-BATCH, STEPS = 8, 16
+BATCH, STEPS = 4, 16
 STAGE = 0  # of two: its state is cut
 AFTER_ROUND = 3
 LATE = {  # of a pipeline that does not wait

@@ -16,7 +16,7 @@ from worlds.pipeline_audit import MODEL, TOKENS, Audit
 from farflock.node.pipeline.lifecycle.end_copies import KEEPERS, EndCopies, _Wanted, ends_beside
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP, end_tensors
 from farflock.node.run.split import even
-from farflock.node.simulate.pipeline import PipelineWorld, parts
+from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, parts
 from farflock.node.train.state_sync import CorruptSnapshot, encode_state
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -40,11 +40,11 @@ def kept(monkeypatch):
     return found
 
 
-def audited(stages, servers, every, during, batches=14, model=EQUAL, **options):
+def audited(stages, who, every, during, batches=14, model=EQUAL, **options):
     made = replace(pipeline_audit.plan(0, batches * BATCH * TOKENS, rate=0.05), model=model)
     cut = pipeline_audit.pipeline(stages, BATCH, end_copies=every, **options)
     world = PipelineWorld(
-        parts(stages, servers, 1),
+        who,
         batches * BATCH * TOKENS,
         view_s=2.0,
         away_s=(3.0, 8.0),
@@ -73,7 +73,7 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
         for number in (lost, lost + 3):
             sim.kill(number, 2.0 + number)
 
-    one = audited(3, 2, 1, die_out)
+    one = audited(3, parts(3, 2, 1), 1, die_out)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(lost, "copy")}, begun
     after = begun[0]["round"]
@@ -94,11 +94,13 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
 
 def test_a_few_servers_of_the_neighbour_keep_the_end_s_tensors_every_n_rounds(kept):
     async def end_soon(one, sim):
-        while min((len(one.named[stage]) for stage in range(3)), default=0) < 9:  # noqa: ASYNC110
+        while min((len(one.named[stage]) for stage in range(3)), default=0) < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         sim.end()
 
-    one = audited(3, 3, 3, end_soon, batches=10**6)
+    ends = PeerRole(0), PeerRole(2)
+    who = (*ends, *[PeerRole(1)] * (KEEPERS + 1), PeerRole(trains=True))
+    one = audited(3, who, 3, end_soon, batches=10**6, model=MODEL)
     assert {end for _, end, _, _ in kept} == {0, 2}
     assert len({peer for peer, _, _, _ in kept}) == KEEPERS, "all of them did"
     for peer, end, number, tensors in kept:
@@ -113,10 +115,9 @@ def test_without_copies_nothing_is_kept_and_a_lost_end_begins_with_initial_weigh
     async def die_out(one, sim):
         while not sim.settled or len(one.named[0]) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        for number in (0, 3):
-            sim.kill(number, 2.0 + number)
+        sim.kill(0, 2.0)
 
-    one = audited(3, 2, 0, die_out, batches=8)
+    one = audited(3, parts(3, 1, 1), 0, die_out, batches=8)
     assert kept == []
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {entry["from"] for entry in begun} == {"initial"}
@@ -131,7 +132,7 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
         for number in (1, 5):
             sim.kill(number, 2.0 + number)
 
-    one = audited(4, 2, 0, die_out, policy="swap", model=MODEL)
+    one = audited(4, parts(4, 2, 1), 0, die_out, policy="swap", model=MODEL)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "copy")}, begun
     assert "copy of stage 2, which was trained to stand in for it" in begun[0]["why"]
