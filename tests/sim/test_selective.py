@@ -210,7 +210,7 @@ def audit(
 
 
 def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
-    one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
+    one = audit(servers=2, trainers=2, replicas=1, steps=12).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
@@ -257,7 +257,7 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
             await until(lambda before=before: settled(one, sim, before + 2))
             sim.kill(victim, 6.0)
         await until(lambda: settled(one, sim, rounds_of(one)))
-        end = rounds_of(one) + 4
+        end = rounds_of(one) + 2
         await until(lambda: settled(one, sim, end))
         sim.end()
 
@@ -280,7 +280,7 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
         gone["round"] = rounds_of(one)
         for victim in (0, 3):
             sim.kill(victim, 4.0)
-        await until(lambda: settled(one, sim, gone["round"] + 5))
+        await until(lambda: settled(one, sim, gone["round"] + 4))
         sim.end()
 
     one.run(first_stage_dies).check_finished()
@@ -319,17 +319,17 @@ def late_at(one, number, has_it):
 
 async def go_on(one, sim):
     """Some rounds more, then the end."""
-    end = rounds_of(one) + 5
+    end = rounds_of(one) + 3
     await until(lambda: settled(one, sim, end))
     sim.end()
 
 
 def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     one = audit(servers=1, trainers=1, replicas=1)
-    seen = late_at(one, 1, lambda seen: len(seen) >= 20)
+    seen = late_at(one, 1, lambda seen: len(seen) >= 10)
 
     async def long_enough(sim):
-        await until(lambda: len(seen) >= 20)
+        await until(lambda: len(seen) >= 10)
         await go_on(one, sim)
 
     one.run(long_enough).check().check_finished()
@@ -339,11 +339,11 @@ def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
 
 def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
-    seen = late_at(one, 1, lambda seen: rounds_of(one) >= 12)
+    seen = late_at(one, 1, lambda seen: rounds_of(one) >= 9)
     served = []
 
     async def long_enough(sim):
-        for rounds in (6, 11):
+        for rounds in (6, 8):
             await until(lambda least=rounds: rounds_of(one) >= least)
             served.append([sim.nodes[number].work["forward"] for number in (1, 4)])
         await go_on(one, sim)
@@ -371,7 +371,7 @@ def test_a_replica_is_not_asked_and_refuses_any_request():
 
 
 def test_a_holder_that_serves_a_false_table_is_outvoted_by_its_makers():
-    one = audit(servers=2, trainers=1, replicas=1, steps=14)
+    one = audit(servers=2, trainers=1, replicas=1, steps=10)
     look, lied = one.watch, []
 
     def looking(number, node):
