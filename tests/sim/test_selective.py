@@ -24,8 +24,9 @@ from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 # A part of contrib: its simulations are not of the everyday suite.
-pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.ci_more]
+MORE, LONG = pytest.mark.ci_more, pytest.mark.long
 
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
@@ -209,6 +210,7 @@ def audit(
     )
 
 
+@MORE
 def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
     one = audit(servers=2, trainers=2, replicas=1, steps=12).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
@@ -219,11 +221,13 @@ def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
     )
 
 
+@MORE
 def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():
     one = audit(steps=12, method=SPARSELOCO).run().check().check_finished()
     assert max(version for _, _, version in one.spoken) > 3
 
 
+@LONG
 def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round_later():
     one = audit(steps=22, every=3).run().check().check_finished()
     expected = {rounds: 1 + rounds // 3 for rounds in range(9)}  # made after rounds 2, 5, 8
@@ -241,9 +245,7 @@ def settled(one, sim, rounds):
     return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
 
 
-LONG = pytest.mark.long
-
-
+@MORE
 @pytest.mark.parametrize(
     "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
 )
@@ -269,7 +271,8 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
     assert fallen == sorted(fallen), "a server that came back spoke a former version"
 
 
-@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("replicas", [0, 1])
 def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
     one = audit(servers=2, trainers=1, replicas=replicas)
     one.begun_anew = True
@@ -324,6 +327,7 @@ async def go_on(one, sim):
     sim.end()
 
 
+@LONG
 def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     one = audit(servers=1, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: len(seen) >= 10)
@@ -337,6 +341,7 @@ def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
+@MORE
 def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
     seen = late_at(one, 1, lambda seen: rounds_of(one) >= 9)
@@ -356,6 +361,7 @@ def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     assert one.sim.nodes[1].work["forward"] > late, "it is asked again once it has the version"
 
 
+@MORE
 def test_a_replica_is_not_asked_and_refuses_any_request():
     one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
     replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
@@ -370,6 +376,7 @@ def test_a_replica_is_not_asked_and_refuses_any_request():
     assert "not constrained to the codec's subspace" in answer.why
 
 
+@MORE
 def test_a_holder_that_serves_a_false_table_is_outvoted_by_its_makers():
     one = audit(servers=2, trainers=1, replicas=1, steps=10)
     look, lied = one.watch, []
