@@ -324,7 +324,7 @@ def pace(policy, measured_s, seed=0):
     return found
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
     # passes' worth of a microbatch at each stage
     forward = [
@@ -333,6 +333,6 @@ def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
         BACKWARD_COST,
     ]
     ideal = min(sum(speed / FORWARD_S / cost for speed in SPEEDS) for cost in forward)
-    swarm, fixed = pace("swarm", measured_s=50.0), pace("fixed", measured_s=15.0)
+    swarm, fixed = pace("swarm", measured_s=100.0), pace("fixed", measured_s=15.0)
     assert 0.95 * ideal <= swarm <= 1.01 * ideal
     assert swarm > fixed

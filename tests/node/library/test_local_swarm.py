@@ -205,11 +205,11 @@ def test_a_swarm_has_one_to_sixty_four_peers(peers):
 @pytest.mark.parametrize(
     "name",
     [
+        *(pytest.param(name, marks=pytest.mark.ci_more) for name in ("sparseloco", "lean")),
         *(
-            pytest.param(name, marks=pytest.mark.ci_more)
-            for name in ("sparseloco", "lean", "noloco", "ddp")
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("diloco", "streaming", "noloco", "ddp")
         ),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("diloco", "streaming")),
     ],
 )
 def test_torch_s_default_type_is_the_program_s_own_affair(name):
