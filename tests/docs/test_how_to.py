@@ -51,9 +51,9 @@ def copy_of_the_checkout(target):
     for name in LINKED:
         (target / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "farflock", target / "farflock", symlinks=True)
-    tests = ("conftest", "nursery", "parts", "purity")
-    for name in ("pyproject.toml", *(f"tests/{each}.py" for each in tests)):
-        shutil.copy(ROOT / name, target / name)
+    for name in ("conftest.py", "nursery.py", "parts.py", "purity.py", "seconds.toml"):
+        shutil.copy(ROOT / "tests" / name, target / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", target)
     return target
 
 

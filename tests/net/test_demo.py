@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from msgspec import structs
 
 from farflock.node.cli import main as cli
 from farflock.node.demo import demo, report
 from farflock.node.process.brake import BRAKE
+from farflock.node.run import manifest
 
 pytestmark = pytest.mark.net
 
@@ -39,7 +41,8 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
 
 @pytest.fixture
 def peers(monkeypatch, nursery):
-    """The processes of a demo's peers, as forks, and all waits short."""
+    """The processes of a demo's peers, as forks, with little to do, and short
+    waits."""
     started = []
 
     def popen(command, **options):
@@ -50,12 +53,23 @@ def peers(monkeypatch, nursery):
     monkeypatch.setattr(demo, "MIN_RUN_S", 5.0)
     monkeypatch.setattr(demo, "STOPPED_S", 2.0)
     monkeypatch.setattr(report, "HELD_OUT_SEQUENCES", 100)
+    monkeypatch.setattr(manifest, "demo_manifest", with_small_batches)
     return started
 
 
-# 40 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
+def with_small_batches(method: str, peers: int, steps: int, whole=manifest.demo_manifest):
+    """The demo's manifest with a quarter of its tokens."""
+    made = whole(method, peers, steps)
+    return structs.replace(
+        made,
+        run=structs.replace(made.run, total_tokens=made.run.total_tokens // 4),
+        train=structs.replace(made.train, batch=4, seq=32),
+    )
+
+
+# 60 steps per peer would be over before a newcomer has started, if the peers did not wait for it.
 @pytest.mark.ci_more
-@pytest.mark.parametrize("steps", [40, pytest.param(260, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [60, pytest.param(260, marks=pytest.mark.long)])
 def test_the_demo_trains_a_real_swarm_loses_a_peer_admits_one_and_leaves_nothing_behind(
     tmp_path: Path, capfd, peers, steps: int
 ):

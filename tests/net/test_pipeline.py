@@ -89,7 +89,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     assert abs(whole - best) < 0.05 * (untrained - best)
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_where_servers_have_hardly_any_room_no_node_waits_for_ever(run):
     """E11: servers that hold some of their room while they wait for others' stop each other."""
     manifest = described(4, 15, stages=2, places=1, queue=1, window=24)
@@ -105,7 +105,7 @@ def test_where_servers_have_hardly_any_room_no_node_waits_for_ever(run):
     assert all(node.status()["work"]["merged"] > 0 for node in run.nodes)
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_stage_up(run):
     """The run has no end of its own: on a busy machine it could come before the newcomer."""
     founder = run.found(described(6, FOREVER))

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -109,12 +108,8 @@ class Nodes:
 
     def end(self):
         for process in self.processes.values():
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LIMIT_S)
             process.kill()
-            process.wait()
+            process.wait(LIMIT_S)
 
 
 @pytest.fixture
@@ -152,17 +147,17 @@ def test_a_founder_that_is_alone_goes_on_from_its_checkpoint_bit_by_bit(nodes):
 
 @pytest.mark.ci_more
 def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without_it(nodes):
-    swarm = nodes(tokens=240_000, peers=3)
+    swarm = nodes(tokens=80_000, peers=3)
     for name in ("founder", "b", "c"):
-        swarm.brake(name, SLOW_STEP_S)
+        swarm.brake(name, 0.1)
     swarm.found("founder")
     invite = swarm.wait("founder", lambda status: status["invite"])["invite"]
     for name in ("b", "c"):
         swarm.start(name, "join", invite)
-    before = swarm.wait("founder", lambda status: status["step"] >= 100)
+    before = swarm.wait("founder", lambda status: status["step"] >= 40)
     swarm.processes["founder"].kill()
     swarm.processes["founder"].wait()
-    swarm.wait("b", lambda status: status["step"] >= 170)
+    swarm.wait("b", lambda status: status["step"] >= 60)
     saved = {path.name for path in (swarm.folder / "founder" / "checkpoints").glob("step-*")}
     assert saved, "there was no checkpoint to go on from"
     for name in ("b", "c"):
@@ -176,7 +171,7 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     assert swarm.kinds("founder")[0] == "joined"
     assert "resumed" not in swarm.kinds("founder")
     assert swarm.status("founder")["step"] > max(int(name.split("-")[1]) for name in saved)
-    assert swarm.status("founder")["tokens"] >= 240_000 > before["tokens"]
+    assert swarm.status("founder")["tokens"] >= 80_000 > before["tokens"]
     events = swarm.events("founder")
     again = events[[event["kind"] for event in events].index("joined") :]
     assert 3 in {event["peers"] for event in again if event["kind"] == "round"}

@@ -172,13 +172,7 @@ def test_many_seeds_of_a_mixed_swarm_with_churn():
     assert not failures, "\n".join(failures)
 
 
-POINTS = [
-    ("whole begins", 0.0),
-    ("whole computed", 0.0),
-    ("offered", 0.0),
-    ("offered", 0.1),
-    ("closed", 0.0),
-]
+POINTS = [("whole computed", 0.0), ("offered", 0.1), ("closed", 0.0)]
 
 
 @pytest.mark.ci_more
@@ -225,7 +219,7 @@ def test_a_replica_keeps_every_stage_without_servers_and_newcomers_adopt_its_sta
             lambda: sim.settled and len(one.named) == 3 and min(map(len, one.named.values())) >= 2
         )
         for number in (0, 1, 2):
-            sim.kill(number, 60.0 + number)
+            sim.kill(number, 30.0 + number)
             await until(lambda number=number: me(one, number) not in view_of(sim).peers)
         gone = {stage: max(rounds) for stage, rounds in one.named.items()}
         finished = sim.nodes[3].trainer.commits.finished

@@ -336,7 +336,7 @@ def pace(policy, measured_s, seed=0):
     return found
 
 
-@pytest.mark.ci_more
+@pytest.mark.long
 def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
     # passes' worth of a microbatch at each stage
     forward = [

@@ -181,10 +181,8 @@ def swarm_of_24(seed, steps):
     return one.run(bad_line).check().check_finished().check_memory()
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(0, marks=pytest.mark.ci_more), pytest.param(1, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_swarm_of_24_with_churn_hangs_never_and_loses_and_doubles_nothing(seed):
     one = swarm_of_24(seed, steps=5)
     assert one.tale.kills >= 1

@@ -9,9 +9,10 @@ import sys
 import pytest
 from worlds.waiting import completed
 
-from farflock.node.simulate.chaos import ENOUGH_SEEDS, empty_cells, run_seed, run_seeds
+from farflock.node.simulate.chaos import empty_cells, run_seed, run_seeds
 
 WORKERS = 2
+FEW = 60  # after 45, every fault has met every phase
 MANY = 2000
 TOLD_EVERY = 50
 
@@ -33,8 +34,8 @@ def disasters(first, count, tell=lambda done: None):
 
 @pytest.mark.net
 @pytest.mark.ci_more
-def test_a_hundred_seeds_violate_nothing_and_every_fault_meets_every_phase():
-    disasters(0, ENOUGH_SEEDS)
+def test_sixty_seeds_violate_nothing_and_every_fault_meets_every_phase():
+    disasters(0, FEW)
 
 
 @pytest.mark.long

@@ -24,8 +24,9 @@ from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 # A part of contrib: its simulations are not of the everyday suite.
-pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.ci_more]
+MORE, LONG = pytest.mark.ci_more, pytest.mark.long
 
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3
@@ -209,8 +210,9 @@ def audit(
     )
 
 
+@MORE
 def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
-    one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
+    one = audit(servers=2, trainers=2, replicas=1, steps=12).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
@@ -219,11 +221,13 @@ def test_pipelines_use_the_projected_average_and_replicas_the_average_itself():
     )
 
 
+@MORE
 def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():
     one = audit(steps=12, method=SPARSELOCO).run().check().check_finished()
     assert max(version for _, _, version in one.spoken) > 3
 
 
+@LONG
 def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round_later():
     one = audit(steps=22, every=3).run().check().check_finished()
     expected = {rounds: 1 + rounds // 3 for rounds in range(9)}  # made after rounds 2, 5, 8
@@ -241,9 +245,7 @@ def settled(one, sim, rounds):
     return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
 
 
-LONG = pytest.mark.long
-
-
+@MORE
 @pytest.mark.parametrize(
     "victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)]
 )
@@ -257,7 +259,7 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
             await until(lambda before=before: settled(one, sim, before + 2))
             sim.kill(victim, 6.0)
         await until(lambda: settled(one, sim, rounds_of(one)))
-        end = rounds_of(one) + 4
+        end = rounds_of(one) + 2
         await until(lambda: settled(one, sim, end))
         sim.end()
 
@@ -269,7 +271,8 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
     assert fallen == sorted(fallen), "a server that came back spoke a former version"
 
 
-@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("replicas", [0, 1])
 def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
     one = audit(servers=2, trainers=1, replicas=replicas)
     one.begun_anew = True
@@ -280,7 +283,7 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
         gone["round"] = rounds_of(one)
         for victim in (0, 3):
             sim.kill(victim, 4.0)
-        await until(lambda: settled(one, sim, gone["round"] + 5))
+        await until(lambda: settled(one, sim, gone["round"] + 4))
         sim.end()
 
     one.run(first_stage_dies).check_finished()
@@ -319,17 +322,18 @@ def late_at(one, number, has_it):
 
 async def go_on(one, sim):
     """Some rounds more, then the end."""
-    end = rounds_of(one) + 5
+    end = rounds_of(one) + 3
     await until(lambda: settled(one, sim, end))
     sim.end()
 
 
+@LONG
 def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     one = audit(servers=1, trainers=1, replicas=1)
-    seen = late_at(one, 1, lambda seen: len(seen) >= 20)
+    seen = late_at(one, 1, lambda seen: len(seen) >= 10)
 
     async def long_enough(sim):
-        await until(lambda: len(seen) >= 20)
+        await until(lambda: len(seen) >= 10)
         await go_on(one, sim)
 
     one.run(long_enough).check().check_finished()
@@ -337,13 +341,14 @@ def test_a_lone_server_without_a_version_refuses_by_name_until_it_has_it():
     assert max(one.sim.nodes[1].edges.codec.held) > 6
 
 
+@MORE
 def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     one = audit(servers=2, trainers=1, replicas=1)
-    seen = late_at(one, 1, lambda seen: rounds_of(one) >= 12)
+    seen = late_at(one, 1, lambda seen: rounds_of(one) >= 9)
     served = []
 
     async def long_enough(sim):
-        for rounds in (6, 11):
+        for rounds in (6, 8):
             await until(lambda least=rounds: rounds_of(one) >= least)
             served.append([sim.nodes[number].work["forward"] for number in (1, 4)])
         await go_on(one, sim)
@@ -356,6 +361,7 @@ def test_a_server_without_a_version_is_not_asked_while_another_has_it():
     assert one.sim.nodes[1].work["forward"] > late, "it is asked again once it has the version"
 
 
+@MORE
 def test_a_replica_is_not_asked_and_refuses_any_request():
     one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
     replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
@@ -370,8 +376,9 @@ def test_a_replica_is_not_asked_and_refuses_any_request():
     assert "not constrained to the codec's subspace" in answer.why
 
 
+@MORE
 def test_a_holder_that_serves_a_false_table_is_outvoted_by_its_makers():
-    one = audit(servers=2, trainers=1, replicas=1, steps=14)
+    one = audit(servers=2, trainers=1, replicas=1, steps=10)
     look, lied = one.watch, []
 
     def looking(number, node):

@@ -35,7 +35,7 @@ def trained(optimizer, model, rank, steps=range(STEPS)):
     [
         ("diloco", {"period": 4}, (0,), "device"),
         pytest.param("diloco", {"period": 4}, (0, 1), "host", marks=pytest.mark.ci_more),
-        pytest.param("ddp", {}, (0,), "host", marks=pytest.mark.ci_more),
+        pytest.param("ddp", {}, (0,), "host", marks=pytest.mark.long),
         pytest.param("ddp", {}, (0, 1), "device", marks=pytest.mark.ci_more),
     ],
 )

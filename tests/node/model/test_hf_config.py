@@ -340,6 +340,7 @@ def theirs(folder, fields):
     (folder / "config.json").write_text(json.dumps(fields))
     kept = transformers.AutoConfig.from_pretrained(folder)
     kind = transformers.AutoModelForCausalLM
+    torch.manual_seed(5)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = kind.from_config(kept, attn_implementation="eager", dtype=torch.float32).eval()

@@ -263,20 +263,21 @@ def test_a_step_in_fp16_waits_once(text, half, card):
 
 
 @pytest.mark.ci_more
-def test_a_model_that_fits_a_gigabyte_at_two_sequences_has_the_loss_of_eight(text, single, card):
+def test_a_model_that_fits_at_two_sequences_has_the_loss_of_eight(text, single, card):
     shape = {"dim": 64, "layers": 16, "heads": 4, "kv_heads": 4, "ffn_dim": 192}
-    model = build(ModelConfig(**shape, context=1024), 3)
+    model = build(ModelConfig(**shape, context=256), 3)
     plan = RunPlan(
-        *(3, model.config, InnerConfig(), Schedule(1e-3, 10**6), "local"), batch=8, seq=1024
+        *(3, model.config, InnerConfig(), Schedule(1e-3, 10**6), "local"), batch=8, seq=256
     )
-    batches = Batches(text, 3, "peer", 8, 1024)
+    batches = Batches(text, 3, "peer", 8, 256)
+    CARD.capacity_bytes = 2**27
     there, here = (
         task_of(plan, copy.deepcopy(model).to(device.place), batches, device, StepOptions())
         for device in (single, Device())
     )
     found = passes(there)
     assert there.parts.at_once == 2
-    assert CARD.peak_bytes <= CARD.capacity_bytes == 2**30
+    assert CARD.peak_bytes <= CARD.capacity_bytes
     loss = passes(here)
     assert found[0] == pytest.approx(loss[0], rel=1e-6)
     for name, x in found[1].items():
