@@ -435,11 +435,12 @@ def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(in_background)
     optimizer = in_background(model, period=1)
     life = life_of(optimizer)
     client, done = life.value.loop.client, asyncio.Event()
-    exchange = client.exchange
+    exchange, loops = client.exchange, []
 
     async def slowly(offer):
         if not done.is_set():
-            asyncio.get_running_loop().call_later(
+            loops.append(asyncio.get_running_loop())
+            loops[0].call_later(
                 0.3, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT
             )
             await done.wait()
@@ -449,7 +450,7 @@ def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(in_background)
     with pytest.raises(KeyboardInterrupt):
         train(optimizer, model, [0])
     assert optimizer.last_round is None
-    life._loop.call_soon_threadsafe(done.set)
+    loops[0].call_soon_threadsafe(done.set)
     train(optimizer, model, [1])
     assert optimizer.last_round.number == 1
 
