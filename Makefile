@@ -31,8 +31,10 @@ check: $(READY) imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# All long tests, part after part with a verdict each; or one, as in `make test-long PART=2`:
+# docs/testing.md.
 test-long: $(READY)
-	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
+	$(JUDGE) long$(addprefix -,$(PART))
 
 # How-tos, tutorials, examples, and the longest of the tests that every commit has to pass. `gate`
 # is `test` and `ci-more` with one verdict.

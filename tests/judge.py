@@ -1,12 +1,14 @@
 """Run parts of the tests as continuous integration does, give failures a second chance, and judge.
 
     python tests/judge.py pure real ci-more
+    python tests/judge.py long-2
 
 Each part is one run of pytest over a fixed list. After all parts each test that failed runs once
 more, alone. A test that fails twice is red. A real test that passes then is `unstable`: a machine
 was slow or a port was taken, which says nothing of the commit. A pure test that passes then is `not
 deterministic`; that is red with STRICT=1, so that its author mends it. More than MAX_FAILURES
-failures are red at once. Exit: 0 green, 1 red, 2 a part could not be run.
+failures are red at once. `long` is all parts of the long tests, each with a verdict of its own.
+Exit: 0 green, 1 red, 2 a part could not be run.
 """
 
 import collections
@@ -19,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from long_parts import LONG, MAX_LIMIT_S
 from parts import LATE
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +31,13 @@ PARTS = {
     "real": f"net and {EVERYDAY}",
     "ci-more": "ci_more and not long and not gpu",
 }
+PARTS_OF_LONG = {f"long-{number}": number for number in LONG}
+# The long tests search at random, and may be slower.
+LONG_OPTIONS = (
+    "--hypothesis-profile=long",
+    f"--timeout={MAX_LIMIT_S}",
+    f"-o=faulthandler_timeout={2 * MAX_LIMIT_S}",
+)
 # Fixed, so that the same tests follow each other wherever they run. It is the number of cores that
 # we plan for; real tests wait much, and more of them at once would only slow each other.
 WORKERS = 2
@@ -36,6 +46,7 @@ SECOND_CHANCE_S = 600.0
 LATE_AFTER_S = 50 * 60.0  # from the beginning of the gate; then what is left of ci-more is skipped
 SLOWEST = 50
 GREEN, RED, BROKEN = 0, 1, 2
+VERDICTS = {GREEN: "green", RED: "red"}
 ALL_PASSED, SOME_FAILED, NONE_CHOSEN = 0, 1, 5  # exit codes of pytest
 
 
@@ -73,6 +84,19 @@ def pytest(*words):
     ).returncode
 
 
+def options_of(name):
+    """Return the words that each run of pytest over tests of a part has."""
+    return LONG_OPTIONS if name in PARTS_OF_LONG else ()
+
+
+def choice_of(name):
+    """Return the words that tell pytest which tests are in a part."""
+    if name in PARTS:
+        return ["tests", f"-m={PARTS[name]}"]
+    part = LONG[PARTS_OF_LONG[name]]
+    return [*part.files, f"-m={part.marks}", f"--long={PARTS_OF_LONG[name]}"]
+
+
 def run_part(name, outcomes, began_s):
     """Run one part; return its minutes, or exit where it could not be run or failed too often."""
     part_began_s = time.monotonic()
@@ -80,10 +104,10 @@ def run_part(name, outcomes, began_s):
         report = Path(folder) / "report.jsonl"
         print(f"{name}:", flush=True)
         code = pytest(
-            "tests",
+            *choice_of(name),
+            *options_of(name),
             f"--numprocesses={WORKERS}",
             "--dist=each",
-            f"-m={PARTS[name]}",
             f"--report={report}",
             f"--late-after={began_s + LATE_AFTER_S}",
         )
@@ -140,16 +164,31 @@ def print_skipped(outcomes):
         print(f"ci-more: {len(outcomes.late)} tests were left out after {minutes:.0f} minutes")
 
 
+def run_long():
+    """Judge each part of the long tests by itself, one after the other; return the worst code."""
+    codes = {
+        name: subprocess.run([sys.executable, __file__, name], cwd=ROOT).returncode
+        for name in PARTS_OF_LONG
+    }
+    for name, code in codes.items():
+        print(f"{name} ({LONG[PARTS_OF_LONG[name]].what}): {VERDICTS.get(code, 'not run')}")
+    return max(codes.values())
+
+
 def main(names):
     """Run the named parts and return the exit code."""
-    if unknown := set(names) - PARTS.keys():
-        print(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if names == ["long"]:
+        return run_long()
+    if unknown := [name for name in names if name not in (*PARTS, *PARTS_OF_LONG)]:
+        there = ", ".join((*PARTS, *PARTS_OF_LONG))
+        print(f"no part is called {', '.join(unknown)}; there are {there}, and long for all long-")
         return BROKEN
     began_s = float(os.environ.get("GATE_BEGAN_S") or time.time())
-    outcomes, minutes = Outcomes(), {}
+    outcomes, minutes, options = Outcomes(), {}, {}
     for name in names:
         minutes[name] = run_part(name, outcomes, began_s)
-    passed = second_chances(outcomes.failed)
+        options = dict.fromkeys(outcomes.failed, options_of(name)) | options
+    passed = second_chances(outcomes.failed, run=lambda test: pytest(test, *options[test]))
     print_slowest(outcomes)
     print_skipped(outcomes)
     lines, is_green = verdict(outcomes.failed, passed, os.environ.get("STRICT") == "1")

@@ -3,6 +3,9 @@
 With `-n N --dist each`, worker K runs part K of N, which depends on the names of the files alone.
 Without workers, `--part K/N` chooses one. `--until TEST` ends a part with that test: so a failure
 can be repeated after exactly the tests that ran before it.
+
+With `--long NUMBER` only that part of the long tests runs, and its tests are dealt in turn: a file
+may hold half of them.
 """
 
 import json
@@ -10,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from long_parts import LONG, fault_of
 
 TESTS = Path(__file__).parent
 LATE = "the gate's time is up"
@@ -18,6 +22,7 @@ LATE = "the gate's time is up"
 def add_options(parser):
     group = parser.getgroup("parts")
     group.addoption("--part", metavar="K/N", help="run part K of N of the test files")
+    group.addoption("--long", metavar="NUMBER", type=int, help="run this part of the long tests")
     group.addoption("--until", metavar="TEST", help="of the part, leave out what follows TEST")
     group.addoption("--report", metavar="FILE", help="append each test's outcome, a JSON line each")
     group.addoption(
@@ -44,6 +49,7 @@ class Parts:
             self.number = int(config.workerinput["workerid"].removeprefix("gw")) + 1
         elif asked := config.getoption("--part"):
             self.number, self.count = map(int, asked.split("/"))
+        self.long = LONG.get(config.getoption("--long"))
         self.files = divided(self.count)
 
     @pytest.hookimpl(optionalhook=True)
@@ -53,12 +59,22 @@ class Parts:
 
     def pytest_ignore_collect(self, collection_path):
         """Leave out the files of other parts."""
-        if self.number is not None and collection_path in self.files:
+        if self.number is not None and self.long is None and collection_path in self.files:
             return self.files[collection_path] != self.number or None
         return None
 
+    def pytest_itemcollected(self, item):
+        """Refuse a long test that is in no part, or may take too long for one."""
+        if item.get_closest_marker("long"):
+            limits_s = [mark.args[0] for mark in item.iter_markers("timeout")]
+            if fault := fault_of(item.nodeid, limits_s):
+                raise pytest.UsageError(fault)
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
+        if self.long is not None:
+            chosen = [item for item in items if self.long.has(item.nodeid)]
+            items[:] = chosen if self.number is None else chosen[self.number - 1 :: self.count]
         if (last := self.config.getoption("--until")) is not None:
             names = [item.nodeid for item in items]
             del items[names.index(last) + 1 :]
@@ -72,12 +88,13 @@ class Parts:
     def pytest_runtest_makereport(self, item):
         report = yield
         if report.failed and self.number is not None:
-            marks = self.config.getoption("-m")
+            marks, long = self.config.getoption("-m"), self.config.getoption("--long")
             report.sections.append(
                 (
                     "to repeat it after the same tests",
                     f"pytest --part {self.number}/{self.count} -m '{marks}' "
-                    f"--until '{item.nodeid}'",
+                    + (f"--long {long} --hypothesis-profile long " if long else "")
+                    + f"--until '{item.nodeid}'",
                 )
             )
         return report

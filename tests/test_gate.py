@@ -146,3 +146,14 @@ def test_outcomes_are_read_from_the_reports_of_all_phases(tmp_path):
     assert outcomes.failed == {"a": True}
     assert outcomes.late == ["c"]
     assert (outcomes.passed, outcomes.seconds["a"]) == (1, 4.5)
+
+
+def test_a_part_of_the_long_tests_searches_at_random_and_may_be_slower():
+    (number, part), *_ = judge.LONG.items()
+    assert judge.choice_of(f"long-{number}") == [
+        *part.files,
+        f"-m={part.marks}",
+        f"--long={number}",
+    ]
+    assert "--hypothesis-profile=long" in judge.options_of(f"long-{number}")
+    assert judge.options_of("pure") == ()
