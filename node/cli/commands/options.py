@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
+    from farflock.node.sinks.choice import Address, LogOptions
 
 MAX_CODEC_THREADS = 256
 
@@ -44,6 +45,18 @@ def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int 
             f"{text[:_SHOWN]!r} is not a number of sequences; write it as in 4, or auto"
         )
     return int(text)
+
+
+def _logs(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    from farflock.node.sinks.choice import parse_logs
+
+    return () if text is None else parse_logs(text)
+
+
+def _metrics(ctx: click.Context, option: click.Parameter, text: str | None) -> "Address | None":
+    from farflock.node.sinks.choice import parse_address
+
+    return None if text is None else parse_address(text)
 
 
 def device_option(
@@ -181,6 +194,28 @@ _MACHINE = (
         is_flag=True,
         help="Accept no incoming connections (behind NAT or a firewall).",
     ),
+    click.option(
+        "--log",
+        "logs",
+        metavar="NAMES",
+        callback=_logs,
+        help="Where the node's measures go beside measures.csv in its folder: tensorboard, wandb,"
+        " or both as in tensorboard,wandb.",
+    ),
+    click.option(
+        "--log-every",
+        type=click.FloatRange(1, 3600),
+        default=10.0,
+        show_default=True,
+        help="Seconds between two measures.",
+    ),
+    click.option(
+        "--metrics",
+        metavar="[ADDRESS:]PORT",
+        callback=_metrics,
+        help="Let Prometheus fetch the measures at this address over HTTP, as in 127.0.0.1:9464;"
+        " without an address, from this machine alone.",
+    ),
 )
 
 
@@ -227,3 +262,10 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
             options["micro_batch"],
         ),
     )
+
+
+def logs_of(options: Mapping[str, Any]) -> "LogOptions":
+    """Return where these options let the node's measures go."""
+    from farflock.node.sinks.choice import LogOptions
+
+    return LogOptions(options["logs"], options["metrics"], options["log_every"])

@@ -5,9 +5,10 @@ import pytest
 from click.testing import CliRunner
 
 from farflock.node.assembly.checkpoints import KEPT
-from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
 from farflock.node.errors import Usage
 from farflock.node.model.device import Device
+from farflock.node.sinks.choice import Address, LogOptions
 
 
 def given(*arguments):
@@ -66,3 +67,32 @@ def test_how_much_is_computed_at_once_is_a_number_or_the_devices_choice(text, si
 def test_what_is_no_number_of_sequences_is_refused_in_words(text):
     said = given("--micro-batch", text)
     assert "is not a number of sequences; write it as in 4, or auto" in said
+
+
+def logged(*arguments):
+    """Where measures go with these options, or what is said against them."""
+    made = []
+
+    @click.command()
+    @machine_options
+    def command(**options):
+        made.append(logs_of(options))
+
+    answer = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    return made[0] if made else answer.output
+
+
+def test_measures_go_to_the_folder_alone_unless_more_is_asked_for():
+    assert logged() == LogOptions()
+    assert logged("--log", "tensorboard,wandb", "--log-every", "2", "--metrics", "9464") == (
+        LogOptions(("tensorboard", "wandb"), Address("127.0.0.1", 9464), 2.0)
+    )
+
+
+def test_measures_are_not_taken_more_often_than_the_status():
+    assert "0.5 is not in the range 1<=x<=3600" in logged("--log-every", "0.5")
+
+
+def test_an_unknown_place_for_measures_is_refused():
+    with pytest.raises(Usage, match="did you mean 'tensorboard'"):
+        logged("--log", "tensorbord")
