@@ -52,8 +52,10 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.state.checkpoint.CheckpointError": Failure,
     "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder gets `Usage` instead
+    "farflock.node.data.cursor.BadCursor": Failure,
     "farflock.node.data.documents.BadDocuments": Failure,
     "farflock.node.data.index.BadIndex": Failure,
+    "farflock.node.data.mixture.BadMixture": Failure,
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
     "farflock.node.model.hf_config.BadModelFolder": Failure,

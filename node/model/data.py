@@ -9,7 +9,6 @@ epochs, each time in another order, for fine-tuning and for codecs that remember
 """
 
 import functools
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farflock.node.data.random_order import philox_key, random_order, raw_outputs
 from farflock.node.tokens.tokenizer import TokenIds
 
 MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them again
@@ -78,10 +78,8 @@ class Batches:
             draws = _sample_draws(self.run_seed, self.peer, self.recurring)[chosen]
             return (draws % count).astype(np.int64)
         self._require_cursor(step, round)
-        philox = np.random.Philox(
-            key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round)
-        )
-        draws = np.asarray(philox.random_raw(self.batch_size), dtype=np.uint64)
+        key = philox_key(f"farflock-data-order-v1 {self.run_seed} {self.peer}")
+        draws = raw_outputs(key, (step, round), self.batch_size)
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
@@ -118,33 +116,20 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
     return _windows(held_out, starts, seq)
 
 
-def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:
-    digest = hashlib.sha256(f"farflock-{domain}-v1 {run_seed} {peer}".encode()).digest()
-    return np.frombuffer(digest[:16], dtype="<u8")
-
-
 @functools.lru_cache(maxsize=8)
 def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64]:
-    return _raw(run_seed, peer, recurring, _words(0, 0, 0, 0))
+    return raw_outputs(_samples_key(run_seed, peer), (0, 0), recurring)
 
 
 @functools.lru_cache(maxsize=8)
 def _epoch_order(
     run_seed: int, peer: str, recurring: int, round: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return a permutation of the samples; equal draws (very rare) keep their order."""
-    return np.argsort(
-        _raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable"
-    )
+    return random_order(_samples_key(run_seed, peer), (epoch, round + 1), recurring)
 
 
-def _raw(run_seed: int, peer: str, count: int, counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    philox = np.random.Philox(key=_philox_key(run_seed, peer, "recurring-samples"), counter=counter)
-    return np.asarray(philox.random_raw(count), dtype=np.uint64)
-
-
-def _words(*values: int) -> NDArray[np.uint64]:
-    return np.array(values, dtype=np.uint64)
+def _samples_key(run_seed: int, peer: str) -> NDArray[np.uint64]:
+    return philox_key(f"farflock-recurring-samples-v1 {run_seed} {peer}")
 
 
 def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
