@@ -31,9 +31,10 @@ from farflock.node.data.index import (
     token_type,
 )
 from farflock.node.data.merging import Merging, SeenFile, Writers
-from farflock.node.data.shard_writer import ShardWriter, label_of, sync_folder, write_synced
+from farflock.node.data.shard_writer import ShardWriter, label_of
 from farflock.node.data.sorting import STATE, Sorting, SortingState, read_state, save_state
 from farflock.node.data.sources import SourceFile
+from farflock.node.durable import sync_folder, write_durably
 from farflock.node.errors import Failure, Usage
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, chunk_names
 from farflock.node.tokens.tokenizer import Tokenizer
@@ -246,8 +247,8 @@ class Preparation:
             parts=(*parts, part),
         )
         origins = [*(_origins(before) if before else ()), self.fingerprint]
-        write_synced(done / _ORIGINS, msgspec.json.encode(origins))
-        write_synced(done / INDEX_NAME, index.encode())
+        write_durably(done / _ORIGINS, msgspec.json.encode(origins))
+        write_durably(done / INDEX_NAME, index.encode())
         for name in (*_FOLDERS, "."):
             sync_folder(done / name)
         if before is None:
@@ -272,7 +273,7 @@ class Preparation:
         if not isinstance(self.tokenizer, JsonTokenizer):
             return None
         raw = self.tokenizer.raw
-        write_synced(done / TOKENIZER_NAME, raw)
+        write_durably(done / TOKENIZER_NAME, raw)
         return TokenizerFile(hash=self.tokenizer.hash, bytes=len(raw), chunks=chunk_names(raw))
 
 

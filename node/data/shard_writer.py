@@ -15,6 +15,7 @@ from farflock.node.data.index import (
     MAX_TOKEN_FILE_BYTES,
     ShardList,
 )
+from farflock.node.durable import write_durably
 from farflock.swarm.chunk_store import digest_of
 
 
@@ -56,7 +57,7 @@ class ShardWriter:
             raw = bytes(self._entries[start : start + page_bytes])
             pages.append(digest_of(raw).hex())
             (self._folder / "pages").mkdir(exist_ok=True)
-            write_synced(self._folder / "pages" / pages[-1], raw)
+            write_durably(self._folder / "pages" / pages[-1], raw)
         return ShardList(
             shards=len(self._entries) // ENTRY.itemsize,
             tokens=self.tokens,
@@ -98,20 +99,3 @@ def token_file(label: str, number: int) -> str:
 def label_of(part: int, split: str) -> str:
     """Return what the names of a split's files begin with."""
     return f"{part:03}-{split}"
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ many parts of documents were read, and how long each bucket was.
 """
 
 import collections
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -19,8 +18,8 @@ from farflock.node.data.buckets import Buckets, BucketSize, bucket_bits
 from farflock.node.data.documents import BadDocuments, DocumentPart, read_documents
 from farflock.node.data.index import token_type
 from farflock.node.data.ordering import DocumentIds, document_hash
-from farflock.node.data.shard_writer import write_synced
 from farflock.node.data.sources import SourceFile
+from farflock.node.durable import write_durably
 from farflock.node.tokens.tokenizer import TokenIds, Tokenizer
 
 STATE = "state.json"
@@ -177,9 +176,7 @@ class Sorting:
 
 def save_state(folder: Path, state: SortingState) -> None:
     """Write the state in place of the one before."""
-    unfinished = folder / f"{STATE}.unfinished"
-    write_synced(unfinished, msgspec.json.encode(state))
-    os.replace(unfinished, folder / STATE)
+    write_durably(folder / STATE, msgspec.json.encode(state))
 
 
 def read_state(folder: Path) -> SortingState | None:

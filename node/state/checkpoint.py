@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from farflock.node.durable import sync_folder
 from farflock.node.state.cut import Cut, raw
 
 TensorGroups = Mapping[str, Mapping[str, Tensor] | Cut]
@@ -105,7 +106,7 @@ def save(
         partial.mkdir()
         _write_all(partial, step, cuts, meta, files or {})
         os.replace(partial, target)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise CheckpointError(_remedy(target, error)) from error
     finally:
@@ -232,7 +233,7 @@ def _write_all(
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
     _write(partial / _MANIFEST, [msgspec.json.encode(sealed)])
     _finished(partial / _MANIFEST)
-    _sync_folder(partial)
+    sync_folder(partial)
 
 
 def _finite_pieces(part: str, cut: Cut) -> Iterator[bytes | memoryview]:
@@ -313,15 +314,6 @@ def _digest(path: Path) -> str:
         while piece := content.read(_READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; an fsync of the files alone does not do this."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_manifest(folder: Path) -> _Manifest:

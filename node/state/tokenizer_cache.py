@@ -4,10 +4,9 @@ They are in `tokenizers/` in the folder of all of Farflock's files. A file whose
 its name says counts as absent.
 """
 
-import os
-import tempfile
 from pathlib import Path
 
+from farflock.node.durable import write_durably
 from farflock.node.state.paths import home
 from farflock.node.tokens.json_tokenizer import read_definition
 from farflock.node.tokens.tokenizer import BadTokenizer
@@ -19,17 +18,8 @@ def keep_tokenizer(raw: bytes) -> None:
     name = digest_of(raw).hex()
     if cached_tokenizer(name) is not None:
         return
-    folder = _path(name).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as partial:
-        try:
-            partial.write(raw)
-            partial.flush()
-            os.fsync(partial.fileno())
-            os.replace(partial.name, _path(name))
-        except OSError:
-            Path(partial.name).unlink(missing_ok=True)
-            raise
+    _path(name).parent.mkdir(parents=True, exist_ok=True)
+    write_durably(_path(name), raw)
 
 
 def cached_tokenizer(name: str) -> bytes | None:
