@@ -2,5 +2,6 @@
 
 May import node/tokens, node/durable.py, node/errors.py, and swarm's names of chunks.
 
-Start reading at prepare.py; what a folder holds is in index.py.
+Start reading at prepare.py; what a folder holds is in index.py, and what a peer reads of it in
+samples.py.
 """

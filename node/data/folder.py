@@ -1,6 +1,7 @@
 """A prepared folder as it lies on a disk: where each shard is, and its tokens, verified."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ class PreparedFolder:
     def shards(self, split: str) -> int:
         """Return the number of shards of `train` or `held-out`."""
         return len(self._shards[split])
+
+    def sizes(self, split: str) -> Sequence[int]:
+        """Return the tokens of each shard of a split."""
+        sizes: list[int] = self._shards[split]["tokens"].tolist()
+        return sizes
 
     def place(self, split: str, number: int) -> ShardPlace:
         """Return where a shard lies."""
