@@ -35,6 +35,8 @@ class Loop:
     report: Report = lambda kind, fields: None
     adopt: Callable[[str], Awaitable[None]] | None = None  # in place of `state_sync.adopt`
     pause: Callable[[], Awaitable[None]] | None = None  # awaited between steps
+    # awaited after each result of an exchange, with the step at which that was asked for
+    counted: Callable[[Result, int], Awaitable[None]] | None = None
     step: int = 0
     losses: Losses = field(default_factory=Losses)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -102,6 +104,8 @@ class Loop:
             while (action := self.driver.next(self.progress, last=last)) is not None:
                 if isinstance(action, Apply):
                     await self._apply(action)
+                    if self.counted is not None:
+                        await self.counted(action.result, self.step - action.result.steps_since)
                 elif last or await self.stop.ends(self.under_way[action.key], action.timeout_s):
                     return self._collect()
                 else:

@@ -30,7 +30,9 @@ COMPUTED = {  # filled in when the manifest is resolved
     ),
     "model.weights": "computed, or none",
     "model.licence": "the folder's, or none",
-    "data.sha256": "computed",
+    "data.corpus": "`shakespeare`, unless the data are prepared",
+    **dict.fromkeys(["data.root", "data.mix"], "computed, with `--data`"),
+    "data.sha256": "computed, for a corpus",
     **dict.fromkeys(
         [f"data.{name}" for name in ("tokenizer_bytes", "tokenizer_chunks", "vocabulary")],
         "computed, for a file",

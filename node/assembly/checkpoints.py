@@ -4,7 +4,7 @@ that a restart takes."""
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.swarm.compute import Compute, inline
 
+SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class CheckpointManager:
     keep_bytes: int | None = None
     compute: Compute = inline
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    cursor: Callable[[int], bytes] = lambda step: b""  # in the node's samples
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -113,6 +115,7 @@ class CheckpointManager:
             "tokens": driver.tokens,
             "manifest": self.manifest,
             "node": cursors,
+            SAMPLES: self.cursor(step).hex(),
         }
         return CheckpointCut(step, cuts, meta)
 

@@ -5,6 +5,7 @@ follower knows no swarm: it builds its shard when the leader says of which run, 
 it hears until it is sent home.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ import msgspec
 import torch
 
 from farflock.node.assembly.text import text_of
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.errors import Usage
-from farflock.node.model.data import Batches
+from farflock.node.model.data import Start, TrainingText, batches_of
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 from farflock.node.model.ranks import Order, Ranks
@@ -23,7 +25,6 @@ from farflock.node.model.step_options import logits_on
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.run.manifest import parse
 from farflock.node.run.terms import RunPlan
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.shared_task import SharedTask
 
 WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselves
@@ -31,8 +32,8 @@ WHOLE_MATRICES = ("muon",)  # inner optimizers that cannot step rows by themselv
 
 class Assignment(msgspec.Struct, frozen=True):
     """The run that the followers train in, the peer whose batches they share, the leader's choices
-    of how (node/model/step_options.py), and the folder of weights that a founder's run begins
-    with."""
+    of how (node/model/step_options.py), the folder of weights that a founder's run begins with,
+    and where this life of the peer begins in its samples."""
 
     manifest: bytes
     peer: str
@@ -40,6 +41,7 @@ class Assignment(msgspec.Struct, frozen=True):
     compiles: bool = False
     micro_batch: int = 0  # 0: all rows of a rank
     weights: str = ""
+    start: Start = Start()
 
 
 class SharedPart(NamedTuple):
@@ -50,7 +52,7 @@ class SharedPart(NamedTuple):
     training_task: SharedTask
 
 
-def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device) -> SharedPart:
+def lead(ranks: Ranks, assignment: Assignment, tokens: TrainingText, device: Device) -> SharedPart:
     """Let the followers build their shards, and return the leader's; raise `Usage` if the run's
     inner optimizer cannot step them."""
     plan = parse(assignment.manifest).plan()
@@ -65,7 +67,7 @@ def lead(ranks: Ranks, assignment: Assignment, tokens: TokenIds, device: Device)
 
 
 def shared_part(
-    plan: RunPlan, tokens: TokenIds, assignment: Assignment, ranks: Ranks, device: Device
+    plan: RunPlan, tokens: TrainingText, assignment: Assignment, ranks: Ranks, device: Device
 ) -> SharedPart:
     """Return this rank's shard of a fresh model, and its part in training that."""
     computing = Device(device.place, device.name, "bf16" if plan.autocast else device.precision)
@@ -76,9 +78,8 @@ def shared_part(
     for layer in model.blocks() if assignment.compiles else ():
         layer.compile(dynamic=False)
     replica = FsdpReplica(model, plan.inner_of(model), plan.clip_norm, ranks)
-    batches = Batches(
-        tokens, plan.run_seed, assignment.peer, plan.batch, plan.seq, recurring=plan.samples
-    )
+    stream = SampleStream(plan.run_seed, assignment.peer)
+    batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, assignment.start)
     task = SharedTask(
         model,
         replica,
@@ -91,14 +92,16 @@ def shared_part(
     return SharedPart(model, replica, task)
 
 
-def follow(ranks: Ranks, device: Device, threads: int) -> None:
-    """Do what the leader says until it sends this process home."""
+def follow(ranks: Ranks, device: Device, threads: int, folders: Sequence[Path] = ()) -> None:
+    """Do what the leader says until it sends this process home; `folders` have the run's prepared
+    data, if it trains on such."""
     torch.set_num_threads(threads)
     part: SharedPart | None = None
     while (order := ranks.hear()).act != "end":
         if order.act == "begin":
             part = None  # a second one: its leader found no swarm to join, and began a run
-            part = _assigned(msgspec.msgpack.decode(order.text, type=Assignment), ranks, device)
+            assignment = msgspec.msgpack.decode(order.text, type=Assignment)
+            part = _assigned(assignment, ranks, device, folders)
             continue
         assert part is not None, f"the leader says {order.act} before it has begun"
         if order.act == "train":
@@ -107,7 +110,9 @@ def follow(ranks: Ranks, device: Device, threads: int) -> None:
             assert part.replica.obey(order), f"the leader says {order.act}"
 
 
-def _assigned(assignment: Assignment, ranks: Ranks, device: Device) -> SharedPart:
+def _assigned(
+    assignment: Assignment, ranks: Ranks, device: Device, folders: Sequence[Path]
+) -> SharedPart:
     manifest = parse(assignment.manifest)
-    tokens = text_of(manifest.data).train()
+    tokens = text_of(manifest.data, folders).train()
     return shared_part(manifest.plan(), tokens, assignment, ranks, device)

@@ -6,12 +6,13 @@ passed in.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from farflock.node.assembly.resume import Newcomer
+from farflock.node.data.shard_order import SampleStream
 from farflock.node.loop import Loop
 from farflock.node.model.compiled import CompiledLayers
-from farflock.node.model.data import Batches
+from farflock.node.model.data import BatchStream, Start, TrainingText, batches_of
 from farflock.node.model.device import Device
 from farflock.node.model.llama import Llama
 from farflock.node.model.replica import PlainReplica, Storage, in_memory
@@ -19,7 +20,6 @@ from farflock.node.model.step_options import StepOptions, logits_on
 from farflock.node.model.weights_folder import WeightsFolder, initial
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from farflock.node.assembly.followers import SharedPart
 
 
+class SampledTask(Newcomer, Protocol):
+    """A training task on batches of its own."""
+
+    @property
+    def batches(self) -> BatchStream: ...
+
+
 @dataclass(slots=True)
 class ReplicaNode:
     """A node that is ready to start or to join a run.
@@ -47,7 +54,7 @@ class ReplicaNode:
     model: Llama
     state_sync: StateSync
     loop: Loop
-    training_task: Newcomer
+    training_task: SampledTask
     role: str = "replica"
     # set by `run` if the method is exact
     together: EndBarrier | None = field(default=None, init=False)
@@ -118,7 +125,7 @@ class ReplicaNode:
 
 
 def task_of(
-    plan: RunPlan, model: Llama, batches: Batches, device: Device, options: StepOptions
+    plan: RunPlan, model: Llama, batches: BatchStream, device: Device, options: StepOptions
 ) -> LanguageModelTask:
     """Return the task that trains a model on this device, with its replica and inner optimizer."""
     model.checkpointing = options.checkpoints
@@ -143,7 +150,7 @@ def task_of(
 def replica_node(
     plan: RunPlan,
     peer: Peer,
-    tokens: TokenIds,
+    tokens: TrainingText,
     *,
     compute: Compute,
     train: Train,
@@ -155,14 +162,16 @@ def replica_node(
     step_options: StepOptions | None = None,
     shared: "SharedPart | None" = None,
     weights: WeightsFolder | None = None,
+    start: Start = Start(),  # noqa: B008 - it cannot change
 ) -> ReplicaNode:
-    """Assemble a node over this peer; `tokens` is the run's training text, `storage` where the
+    """Assemble a node over this peer; `tokens` is the run's training text, in which it begins at
+    `start`, `storage` where the
     method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
     check payloads, `device` where the model trains (None: the CPU), `step_options` how, `shared`
     this process' part of it if several train it, and `weights` what a founder's model begins
     with (None: what the run's seed gives)."""
     part = shared or _whole_part(
-        plan, tokens, peer.me, device or Device(), step_options or StepOptions(), weights
+        plan, tokens, start, peer.me, device or Device(), step_options or StepOptions(), weights
     )
     model, replica, training_task = part
     replica.storage = storage
@@ -175,13 +184,15 @@ def replica_node(
 
 def _whole_part(
     plan: RunPlan,
-    tokens: TokenIds,
+    tokens: TrainingText,
+    start: Start,
     me: str,
     device: Device,
     options: StepOptions,
     weights: WeightsFolder | None,
 ) -> tuple[Llama, PlainReplica, LanguageModelTask]:
     model = initial(plan.model, plan.run_seed, weights).to(device.place)
-    batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
+    stream = SampleStream(plan.run_seed, me)
+    batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
     training_task = task_of(plan, model, batches, device, options)
     return model, training_task.replica, training_task

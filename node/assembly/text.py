@@ -1,10 +1,20 @@
 """A run's text as tokens: what its nodes train on, and what is held out of that."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from farflock.node.data.folder import PreparedFolder
+from farflock.node.data.samples import FolderShards, Text
+from farflock.node.errors import RefusedByRun
 from farflock.node.model.corpus import Corpus, load_corpus
+from farflock.node.model.data import Start, TrainingText
 from farflock.node.run.data_section import DataSection, tokenizer_of
 from farflock.node.tokens.tokenizer import TokenIds, Tokenizer, long_text_ids
+
+MAX_HELD_OUT_TOKENS = 1 << 24  # of prepared data, that are in memory at once
 
 
 class RunText(NamedTuple):
@@ -21,19 +31,68 @@ class RunText(NamedTuple):
         """Return the tokens that no peer trains on."""
         return long_text_ids(self.tokenizer, self.corpus.held_out)
 
-    def loaded(self) -> "NodeText":
-        """Return what a node trains on, tokenized."""
-        return NodeText(self.tokenizer, self.train())
+
+class PreparedText(NamedTuple):
+    """A run's prepared data, in folders, with the weight of each."""
+
+    folders: tuple[PreparedFolder, ...]
+    weights: tuple[float, ...]
+    tokenizer: Tokenizer
+
+    def train(self) -> Text:
+        """Return the shards to train on, which are read when they are needed."""
+        return Text(tuple(map(FolderShards, self.folders)), self.weights)
+
+    def held_out(self) -> TokenIds:
+        """Return tokens that no peer trains on: the first ones of each folder."""
+        some = MAX_HELD_OUT_TOKENS // len(self.folders)
+        return np.concatenate([_held_out(content, some) for content in self.folders])
 
 
 class NodeText(NamedTuple):
-    """The tokens that a node trains on, and their tokenizer."""
+    """The tokens that a node trains on, their tokenizer, and where this life begins in them."""
 
     tokenizer: Tokenizer
-    tokens: TokenIds
+    tokens: TrainingText
+    start: Start = Start()
 
 
-def text_of(data: DataSection) -> RunText:
-    """Return the text of a run; raise `BadCorpus` or `RefusedByRun` if a part of it is not on this
-    machine."""
-    return RunText(load_corpus(data.corpus, data.sha256 or None), tokenizer_of(data))
+def text_of(data: DataSection, folders: Sequence[Path] = ()) -> RunText | PreparedText:
+    """Return the text of a run, whose prepared data are in these folders; raise `BadCorpus`,
+    `BadIndex` or `RefusedByRun` if a part of it is not on this machine."""
+    if data.corpus is not None:
+        return RunText(load_corpus(data.corpus, data.sha256), tokenizer_of(data))
+    found = prepared_folders(data, folders)
+    weights = tuple(data.weights.values())
+    return PreparedText(found, weights, tokenizer_of(data))
+
+
+def prepared_folders(data: DataSection, folders: Sequence[Path]) -> tuple[PreparedFolder, ...]:
+    """Return those of the folders that have a run's prepared data, in the manifest's order; raise
+    `RefusedByRun` if one is missing, or is not what the manifest says."""
+    found = {each.root: each for each in map(PreparedFolder, folders)}
+    for root in data.weights:
+        if root not in found:
+            raise RefusedByRun(
+                "the run trains on prepared data that are not on this machine",
+                f"no folder here has the root {root[:16]}…",
+                "copy that folder from the run's founder, and name it with --data",
+            )
+        if found[root].index.vocabulary != data.tokens:
+            raise RefusedByRun(
+                "the run's data are not what its manifest says",
+                f"{found[root].folder} has {found[root].index.vocabulary} tokens instead of"
+                f" {data.tokens}",
+                "tell the run's founder",
+            )
+    return tuple(found[root] for root in data.weights)
+
+
+def _held_out(content: PreparedFolder, tokens: int) -> TokenIds:
+    found, left = [np.zeros(0, dtype=content.index.token_type)], tokens
+    for number, size in enumerate(content.sizes("held-out")):
+        if left <= 0:
+            break
+        found.append(content.read("held-out", number)[:left])
+        left -= size
+    return np.concatenate(found)

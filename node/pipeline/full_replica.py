@@ -69,7 +69,8 @@ class FullTrainer:
         """Train until `enough()` is true or `stopping` is set."""
         self.source.skip(self._stage_directory.tokens())
         while not (self.stopping or enough()):
-            self.commits.hear(self._now())
+            if self.commits.hear(self._now()):
+                self.source.settle(self.commits.begun_s)
             if self.may_begin():
                 await self._train(self.source.next())
             else:

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from farflock.node.model.data import Batches
+from farflock.node.data.shard_order import SampleStream
+from farflock.node.model.data import Start, TrainingText, batches_of
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
@@ -33,7 +34,6 @@ from farflock.node.run.composition import steps_of
 from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
@@ -53,7 +53,8 @@ class PipelineNode:
     """One life of one node.
 
     `stage` is the stage that it serves: `NOTHING` for none, `EVERY` for a full replica. It
-    trains if it is given `tokens`, the run's text. `saved` holds its last checkpoints, by stage."""
+    trains if it is given `tokens`, the run's text, in which it begins at `start`. `saved` holds its
+    last checkpoints, by stage."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class PipelineNode:
         peer: Peer,
         means: NodeServices,
         stage: int,
-        tokens: TokenIds | None = None,
+        tokens: TrainingText | None = None,
         saved: Mapping[int, Checkpoint] | None = None,
+        start: Start = Start(),  # noqa: B008 - it cannot change
     ) -> None:
         self.peer, self.plan, self.pipeline, self.means = peer, plan, pipeline, means
         self._stage, self.saved = stage, saved or {}
@@ -95,7 +97,7 @@ class PipelineNode:
         self.stage_directory = StageDirectory(
             peer, self._streams, whole=pipeline.constrain == "all"
         )
-        self.trainer = self._training(tokens) if tokens is not None else None
+        self.trainer = self._training(tokens, start) if tokens is not None else None
 
     # start
 
@@ -321,16 +323,15 @@ class PipelineNode:
         servers = {serving.index: serving.server for serving in self.servings}
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
-    def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
+    def _training(self, tokens: TrainingText, start: Start) -> Trainer | FullTrainer:
         """Return a trainer that asks the servers of stages, or a full replica's own."""
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self.edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
-        batches = Batches(
-            tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples
-        )
         lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
+        stream = SampleStream(plan.run_seed, peer.me, lane)
+        self.batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
-        source = MicrobatchSource(batches, edges, policy, lane, first, gone)
+        source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report
         if self._stage == EVERY:
             parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
@@ -340,7 +341,10 @@ class PipelineNode:
         terms = replace(terms, window=min(terms.window, late))
         batch = max(steps_of(plan.options) * pipeline.batch_tokens // edges.tokens, 1)
         # a batch that is being agreed on, and what is in flight beside it
-        allowance, inputs = Allowance(batch, batch + max(batch, late)), stage_inputs(edges, batches)
+        allowance, inputs = (
+            Allowance(batch, batch + max(batch, late)),
+            stage_inputs(edges, self.batches),
+        )
         return Trainer(peer, self.stage_directory, policy, source, terms, report, inputs, allowance)
 
     def _exchange_client(self, index: int) -> ExchangeClient:

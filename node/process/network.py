@@ -60,6 +60,7 @@ class MachineOptions:
     step_options: StepOptions = field(default_factory=StepOptions)  # how it does
     ranks: Ranks | None = None  # the processes of this peer, if there are several
     model: Path | None = None  # the folder that a founder's run starts from
+    data: tuple[Path, ...] = ()  # folders of prepared data
 
 
 def identity_of(folder: RunFolder) -> Identity:

@@ -44,6 +44,7 @@ from farflock.node.process.pipeline_role import founders, joiners, last_of_part,
 from farflock.node.process.replica_role import replica_of
 from farflock.node.process.room import fitted, with_room
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
+from farflock.node.process.sample_keeper import founders_start, joiners_start
 from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.process.torchrun import unless_lost
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
@@ -327,7 +328,8 @@ async def _found(
 ) -> Path:
     weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
-    text = await load_text(manifest.data)
+    start = founders_start(machine.folder.path, manifest, run, saved)
+    text = await load_text(manifest.data, machine.data, start)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
@@ -411,10 +413,11 @@ async def _join(
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = with_room(machine, manifest, RefusedByRun)
         holders = known_members(links, records, invite.run)
-        await fetch_text(links, invite.run, manifest.data, holders)
+        await fetch_text(links, invite.run, manifest.data, holders, machine.data)
         machine = await fitted(machine, manifest, RefusedByRun)
-        text = await load_text(manifest.data)
         pipeline = manifest.pipeline_plan()
+        start = joiners_start(machine.folder.path, manifest, invite.run, saved)
+        text = await load_text(manifest.data, machine.data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():

@@ -19,6 +19,7 @@ from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.process.brake import brake_of
 from farflock.node.process.network import MachineOptions
+from farflock.node.process.sample_keeper import SampleKeeper
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import (
@@ -33,6 +34,7 @@ from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
+from farflock.node.state.sample_position import SamplePosition
 from farflock.node.train.state_sync import Spool
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
@@ -147,7 +149,9 @@ def part_of(
         device=machine.device,
         weights=weights,
     )
-    node = PipelineNode(plan, pipeline, peer, means, stage, text.tokens if trains else None, known)
+    node = PipelineNode(
+        plan, pipeline, peer, means, stage, text.tokens if trains else None, known, text.start
+    )
     terms, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
         role = role_of(serving.index)
@@ -166,6 +170,10 @@ def part_of(
             )
         )
         serving.loop.pause = keepers[-1].pause
+    if node.trainer is not None:
+        position, files = SamplePosition(machine.folder.path, run), Worker("samples")
+        samples = SampleKeeper(position, node.batches, files)
+        node.trainer.source.counted = lambda batch: peer.context.spawn(samples.counted(batch))
     brake = brake_of(lambda: node.stopping)
     if brake is not None and isinstance(node.trainer, Trainer):
         node.trainer.may_begin = partial(

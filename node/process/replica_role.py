@@ -8,10 +8,12 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.brake import with_brake
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.room import storage_of
+from farflock.node.process.sample_keeper import SampleKeeper, keep_samples
 from farflock.node.process.torchrun import leading
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.outer_files import OuterFiles
+from farflock.node.state.sample_position import SamplePosition
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
 from farflock.swarm.compute import Worker
@@ -31,7 +33,7 @@ def replica_of(
     """Return the node and its checkpoint manager. `files` is the thread that writes snapshots, and
     `weights` are what a founder's model begins with, if the run's seed does not give it."""
     copies = OuterFiles(machine.folder.snapshots).allocate
-    shared = leading(machine, manifest, peer.me, text.tokens, weights)
+    shared = leading(machine, manifest, peer.me, text, weights)
     if shared is not None:
         shared.replica.spool = copies
     node = replica_node(
@@ -48,7 +50,11 @@ def replica_of(
         step_options=machine.step_options,
         shared=shared,
         weights=weights,
+        start=text.start,
     )
+    accumulate, batches = manifest.train.accumulate, node.training_task.batches
+    position = SamplePosition(machine.folder.path, run)
+    keep_samples(node, SampleKeeper(position, batches, Worker("samples")), accumulate)
     keeper = CheckpointManager(
         node,
         machine.folder,
@@ -58,6 +64,7 @@ def replica_of(
         keep=machine.keep,
         keep_bytes=machine.keep_bytes,
         tokenizer=text.tokenizer,
+        cursor=lambda step: batches.cursor(step * accumulate),
     )
     node.loop.pause = with_brake(keeper.pause, lambda: node.stopping)
     return node, keeper

@@ -5,9 +5,10 @@ what it fetches, and what it lends to others.
 from collections.abc import Sequence
 from pathlib import Path
 
-from farflock.node.assembly.text import NodeText, text_of
+from farflock.node.assembly.text import NodeText, prepared_folders, text_of
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED
+from farflock.node.model.data import Start
 from farflock.node.run.data_section import DataSection
 from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
@@ -20,20 +21,30 @@ from farflock.swarm.peer.bootstrap import fetch_chunk
 CHUNK_TIMEOUT_S = 120.0  # for each chunk of a tokenizer's file
 
 
-def require_corpus(data: DataSection) -> None:
-    """Refuse a run whose corpus is not on this machine."""
+def require_corpus(data: DataSection, folders: Sequence[Path] = ()) -> None:
+    """Refuse a run whose corpus, or whose prepared data, are not on this machine."""
     name, digest = data.corpus, data.sha256
+    if name is None:
+        prepared_folders(data, folders)
+        return
     if name == SHIPPED or Path(name).is_file():
         return
-    why = f"it has SHA-256 {digest[:16]}…, and there is no file {Path(name).absolute()}"
+    why = f"it has SHA-256 {str(digest)[:16]}…, and there is no file {Path(name).absolute()}"
     remedy = "get that file from the run's founder, and put it there"
     raise RefusedByRun(f"the run trains on {name!r}, which is not on this machine", why, remedy)
 
 
-async def fetch_text(links: Links, run: str, data: DataSection, members: Sequence[PeerId]) -> None:
+async def fetch_text(
+    links: Links,
+    run: str,
+    data: DataSection,
+    members: Sequence[PeerId],
+    folders: Sequence[Path] = (),
+) -> None:
     """Get what this machine lacks of a run's text, before the run's members count this node: its
-    tokenizer. The corpus has to be here; raise `RefusedByRun` if it is not."""
-    require_corpus(data)
+    tokenizer. The corpus, or the prepared data, have to be here; raise `RefusedByRun` if they are
+    not."""
+    require_corpus(data, folders)
     await fetch_tokenizer(links, run, data, members)
 
 
@@ -63,11 +74,18 @@ async def fetch_tokenizer(
     keep_tokenizer(bytes(raw))
 
 
-async def load_text(data: DataSection) -> NodeText:
+async def load_text(
+    data: DataSection, folders: Sequence[Path] = (), start: Start | None = None
+) -> NodeText:
     """Return the run's text as tokens, which a thread reads: it may be long."""
+
+    def loaded() -> NodeText:
+        text = text_of(data, folders)
+        return NodeText(text.tokenizer, text.train(), start or Start())
+
     reader = Worker("text")
     try:
-        return await reader(lambda: text_of(data).loaded())
+        return await reader(loaded)
     finally:
         reader.close()
 

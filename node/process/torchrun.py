@@ -8,14 +8,16 @@ the leader is gone.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Failure, Usage
 from farflock.node.model.device import Device
 from farflock.node.model.ranks import (
@@ -29,7 +31,6 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import ASKING
 from farflock.node.run.manifest import Manifest
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.tasks import cancel
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def leading(
     machine: MachineOptions,
     manifest: Manifest,
     me: str,
-    tokens: TokenIds,
+    text: NodeText,
     weights: WeightsFolder | None,
 ) -> "SharedPart | None":
     """Return the leader's part of a model that several processes train as one peer, once the
@@ -121,18 +122,19 @@ def leading(
         compiles=options.compile == "on",
         micro_batch=options.micro_batch or 0,
         weights="" if weights is None else str(weights.folder.absolute()),
+        start=text.start,
     )
-    return lead(machine.ranks, assignment, tokens, machine.device)
+    return lead(machine.ranks, assignment, text.tokens, machine.device)
 
 
-def follow_leader(ranks: Ranks, device: Device, threads: int) -> None:
+def follow_leader(ranks: Ranks, device: Device, threads: int, folders: Sequence[Path] = ()) -> None:
     """Follow the leader until it sends this process home; raise `Failure` if it is gone."""
     from farflock.node.assembly import followers  # late: it loads FSDP
 
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)  # the leader decides
     try:
-        followers.follow(ranks, device, threads)
+        followers.follow(ranks, device, threads, folders)
     except Exception as error:
         ranks.note_end(f"{type(error).__name__}: {error}")
         # only the error of a collective may have another process as its cause

@@ -17,7 +17,12 @@ import msgspec
 
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.model.data import MAX_RECURRING
-from farflock.node.run.data_section import DataSection, fill_data, require_tokenizer
+from farflock.node.run.data_section import (
+    DataSection,
+    fill_data,
+    require_text,
+    require_tokenizer,
+)
 from farflock.node.run.fit import require_inner, require_layers, require_members
 from farflock.node.run.model_section import (
     FROM,
@@ -178,6 +183,7 @@ class Manifest(Section, frozen=True, kw_only=True):
         """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
         require_codecs(self.exchange)
+        require_text(self.data)
         require_tokenizer(self.data, self.model.vocab_size)
         if self.train.seq > self.model.context:
             why = (
@@ -202,9 +208,10 @@ class Manifest(Section, frozen=True, kw_only=True):
         return self
 
 
-def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
-    """Read and resolve a founder's file with `a.b=c` overrides; raise `Usage` or `RefusedByRun`."""
-    return resolve(_written(path), assignments)
+def load(path: Path, assignments: Sequence[str] = (), prepared: Sequence[Path] = ()) -> Manifest:
+    """Read and resolve a founder's file with `a.b=c` overrides and folders of prepared data; raise
+    `Usage`, `BadIndex` or `RefusedByRun`."""
+    return resolve(_written(path), assignments, prepared)
 
 
 def model_folder(path: Path | None, assignments: Sequence[str] = ()) -> Path | None:
@@ -239,16 +246,18 @@ def parse(text: str | bytes) -> Manifest:
         ) from None
 
 
-def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
+def resolve(
+    table: dict[str, Any], assignments: Sequence[str] = (), prepared: Sequence[Path] = ()
+) -> Manifest:
     """Resolve a founder's tables into a complete manifest; this may read the corpus, the tokenizer,
-    or the weights of a folder, to hash them."""
+    or the weights of a folder, to hash them. `prepared` are folders of prepared data."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
     _require_tables(table)
     spell_counts(table)
     folder = take_sizes(table)
-    fill_data(table)
+    fill_data(table, prepared)
     train = table.get("train", {})
     fill_model(table, train.get("seq", SEQ) if isinstance(train, dict) else None)
     if "pipeline" in table:
@@ -303,7 +312,7 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
     )
 
 
-def simulated_default(assignments: Sequence[str]) -> Manifest:
+def simulated_default(assignments: Sequence[str], prepared: Sequence[Path] = ()) -> Manifest:
     """Return the default manifest of `farflock sim`: a tiny model, short rounds, the assigned
     method."""
     assigned: dict[str, Any] = {}
@@ -322,6 +331,7 @@ def simulated_default(assignments: Sequence[str]) -> Manifest:
             "exchange": {"view_s": 5.0, **exchange},
         },
         assignments,
+        prepared,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from farflock.node.model.data import TrainingText
 from farflock.node.model.device import Device
 from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
@@ -19,7 +20,6 @@ from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.lifecycle.reservations import choose_stage
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.run.terms import PipelinePlan, RunPlan
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -88,7 +88,7 @@ class PipelineSimulation:
         plan: RunPlan,
         pipeline: PipelinePlan,
         world: PipelineWorld,
-        tokens: TokenIds,
+        tokens: TrainingText,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
         weights: WeightsFolder | None = None,
     ) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_state
+from farflock.node.data.samples import Text
+from farflock.node.model.data import TrainingText
 from farflock.node.model.device import Device
 from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
@@ -29,7 +31,6 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.tokens.tokenizer import TokenIds
 from farflock.node.train.ending import drain
 from farflock.node.train.task import Loss
 from farflock.optimizers.catalog import method
@@ -90,7 +91,7 @@ class Simulation:
         self,
         plan: RunPlan,
         world: World,
-        tokens: TokenIds,
+        tokens: TrainingText,
         progress: Callable[[float], None],
         story: SegmentState,
         saved: Mapping[int, Checkpoint],
@@ -283,10 +284,17 @@ def outcome(world: World, story: SegmentState, states: dict[str, State]) -> Simu
     )
 
 
+def _data_hash(tokens: TrainingText) -> str:
+    if isinstance(tokens, Text):
+        names = [source.name for source in tokens.sources]
+        return hashlib.sha256(repr((names, tokens.weights)).encode()).hexdigest()
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
+
+
 def simulate(
     plan: RunPlan,
     world: World,
-    tokens: TokenIds,
+    tokens: TrainingText,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
     device: Device | None = None,
@@ -299,7 +307,7 @@ def simulate(
     for bit that of an uninterrupted run. Raise `Usage` if the folder holds another run."""
     shelf: SegmentStore | None = None
     if folder:
-        data_hash = hashlib.sha256(tokens.tobytes()).hexdigest()
+        data_hash = _data_hash(tokens)
         where = f"/{device.name}" if device is not None and device.place.type != "cpu" else ""
         shelf = SegmentStore(folder, f"{plan}/{world}/{data_hash}{where}")
     story, saved = shelf.newest() if shelf else (SegmentState(), {})

@@ -52,6 +52,7 @@ class Bench:
         device=None,
         step_options=None,
         outer="host",
+        **more,
     ):
         async def compute(work):
             return work()
@@ -71,6 +72,7 @@ class Bench:
             device=device,
             step_options=step_options,
             storage=OnDevice(device.place).allocate if outer == "device" else in_memory,
+            **more,
         )
 
 

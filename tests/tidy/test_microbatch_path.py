@@ -117,7 +117,9 @@ async def one_microbatch():
         world.peer(str(stage), server)
     swarm, text = (
         Swarm(world),
-        SimpleNamespace(batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2),
+        SimpleNamespace(
+            batch=lambda number: (torch.zeros(1, TOKENS).long(),) * 2, first=lambda trained: trained
+        ),
     )
     directory, policy = (
         StageDirectory(swarm, streams),

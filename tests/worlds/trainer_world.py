@@ -83,6 +83,10 @@ class World:
         assert life == LIFE
         return self.reads.get(peer)
 
+    def first(self, trained):
+        """The batch of a new life, where the run is."""
+        return trained
+
     def batch(self, number):
         return torch.full((1, TOKENS), number % 16), torch.full((1, TOKENS), (number + 1) % 16)
 

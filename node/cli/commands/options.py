@@ -60,6 +60,13 @@ def device_option(
     )
 
 
+data_option = click.option(
+    "--data",
+    multiple=True,
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the run's prepared data, which is read in place; name several for a mix.",
+)
 STEP_OPTIONS = (
     click.option(
         "--checkpointing",
@@ -126,6 +133,7 @@ _MACHINE = (
         default=0,
         help="Port for peer discovery, the DHT (default: any free one).",
     ),
+    data_option,
     click.option(
         "--checkpoint-every",
         type=click.FloatRange(1, 86400),
@@ -219,6 +227,7 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
         keep_bytes=options["keep_bytes"],
         role=options["role"],
         outer=options["outer"],
+        data=options["data"],
         device=device,
         step_options=StepOptions(
             options["checkpointing"],

@@ -44,6 +44,7 @@ def command(
     uplink: float,
     peers: int | None,
     step_s: float,
+    data: tuple[Path, ...],
     as_json: bool,
     **machine: object,
 ) -> int:
@@ -59,11 +60,12 @@ def command(
       farflock run plays.toml --dry-run --uplink 50mbit --peers 8
       farflock run plays.toml --host 192.0.2.7
       farflock run plays.toml --set run.total_tokens=2M --threads 4
+      farflock run books.toml --data prepared
     """
     from farflock.node.run.manifest import load, model_folder
 
     out = Output(as_json)
-    described, folder = load(manifest, assignments), model_folder(manifest, assignments)
+    described, folder = load(manifest, assignments, data), model_folder(manifest, assignments)
     if dry_run:
         from farflock.node.model.weights_folder import WeightsFolder
 
@@ -95,7 +97,7 @@ def command(
     return train(
         out,
         "farflock run",
-        replace(machine_of(machine), model=folder),
+        replace(machine_of({**machine, "data": data}), model=folder),
         lambda placed, started: found(placed, described, started),
         greet,
     )

@@ -5,12 +5,13 @@ import dataclasses
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from farflock.node.cli.commands.options import device_option
+from farflock.node.cli.commands.options import data_option, device_option
 from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ EVALUATED = 128  # held-out sequences
     show_default=True,
     help="With --chaos: the first seed.",
 )
+@data_option
 @click.option("--method", "name", help="With --chaos: only this method (default: all in turn).")
 @click.option(
     "--workers",
@@ -151,6 +153,7 @@ def command(
     chaos: bool,
     seeds: int,
     first_seed: int,
+    data: tuple[Path, ...],
     name: str | None,
     workers: int | None,
     device: str,
@@ -178,7 +181,10 @@ def command(
     from farflock.node.run.manifest import load, simulated_default
     from farflock.optimizers.catalog import method
 
-    described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    if manifest:
+        described = load(manifest, assignments, data)
+    else:
+        described = simulated_default(assignments, data)
     place, link = choose(device), _link(rate, latency, loss)
     if described.pipeline is not None:
         from farflock.node.cli.commands import sim_pipeline
@@ -186,7 +192,7 @@ def command(
         staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
             weights = _weights(described, manifest, assignments)
-            sim_pipeline.simulate(out, described, staged, place, weights)
+            sim_pipeline.simulate(out, described, staged, place, weights, data)
         return
     _require_no_replicas(replicas)
     plan = described.plan()
@@ -194,7 +200,7 @@ def command(
     world = _world(described, peers, link, step_s, churn, (stale, lost), leg_tokens)
     if not _dry(out, described, world, dry_run):
         weights = _weights(described, manifest, assignments)
-        _simulate(out, described, world, folder, place, weights)
+        _simulate(out, described, world, folder, place, weights, data)
 
 
 def _require_folder(folder: Path | None, leg_tokens: int | None) -> None:
@@ -287,6 +293,7 @@ def _simulate(
     folder: Path | None,
     device: "Device",
     weights: "WeightsFolder | None",
+    data: Sequence[Path],
 ) -> None:
     """Run the simulation and measure the result on the held-out text."""
     import torch
@@ -296,7 +303,7 @@ def _simulate(
     from farflock.node.simulate.simulation import held_out, simulate
 
     torch.set_num_threads(1)
-    plan, text = described.plan(), text_of(described.data)
+    plan, text = described.plan(), text_of(described.data, data)
     with out.progress("simulating") as progress:
         result = simulate(plan, world, text.train(), progress, folder, device, weights)
     x, y = evaluation(text.held_out(), plan.seq, EVALUATED)

@@ -4,6 +4,7 @@ The peers are full replicas, if any are asked for, then servers of all stages in
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from farflock.node.model.device import Device
     from farflock.node.model.weights_folder import WeightsFolder
     from farflock.node.pipeline.lifecycle.assembly import StageNode
@@ -79,6 +82,7 @@ def simulate(
     world: "PipelineWorld",
     device: "Device",
     weights: "WeightsFolder | None",
+    data: "Sequence[Path]",
 ) -> None:
     """Run the simulation, with all stages on one device, and measure the result on the held-out
     text. Only the founder has the `weights` that the run starts from, if any."""
@@ -89,7 +93,7 @@ def simulate(
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)
-    pipeline, text = described.pipeline_plan(), text_of(described.data)
+    pipeline, text = described.pipeline_plan(), text_of(described.data, data)
     assert pipeline is not None, "the manifest has no [pipeline]"
     parts = tuple(replace(part, device=device) for part in world.parts)
     placed = replace(world, parts=parts)

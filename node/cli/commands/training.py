@@ -47,7 +47,7 @@ def train(
         return _train(out, title, lambda started: work(machine, started), greet)
     with torchrun.gathered(place, machine.device) as ranks:
         if not ranks.leads:
-            torchrun.follow_leader(ranks, machine.device, machine.threads)
+            torchrun.follow_leader(ranks, machine.device, machine.threads, machine.data)
             return 0
         leading = replace(machine, ranks=ranks)
         return _train(out, title, lambda started: work(leading, started), greet)

@@ -8,13 +8,13 @@ remembers samples (node/pipeline/contrib/sample_inputs.py).
 Shapes: B sequences, L positions."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from farflock.node.model.data import Batches
+from farflock.node.model.data import BatchStream
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
 from farflock.node.pipeline.trainer.blame import PayloadOrigins
@@ -235,7 +235,7 @@ class MicrobatchSource:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: BatchStream,
         edges: Edges,
         policy: PathPolicy,
         lane: int = 0,
@@ -244,12 +244,22 @@ class MicrobatchSource:
     ) -> None:
         self._batches, self._policy = batches, policy
         self.edges, self.lane, self._gone = edges, lane, gone
-        self._first = self._next = first
+        self._first = self._next = self._uncounted = first
+        # told, once rounds have counted some, the batch from which on another life begins
+        self.counted: Callable[[int], object] = lambda batch: None
 
     def skip(self, tokens: int) -> None:
-        """Move to the position of a run that has trained `tokens` tokens; call this before the
-        first draw."""
-        self._first = self._next = self._first + tokens // self.edges.tokens
+        """Move to this trainer's first batch in a run that has trained `tokens` tokens; call this
+        before the first draw."""
+        first = self._batches.first(tokens // self.edges.tokens)
+        self._first = self._next = self._uncounted = self._first + first
+
+    def settle(self, kept: Collection[int]) -> None:
+        """Note that rounds have counted all microbatches drawn so far but those that are kept."""
+        lowest = min(kept, default=self._next)
+        if lowest > self._uncounted:
+            self._uncounted = lowest
+            self.counted(lowest % NUMBERS)
 
     @property
     def begun(self) -> int:

@@ -120,7 +120,9 @@ class Trainer:
 
     def _look_around(self) -> None:
         """Forget finished microbatches, redo lost passes, repeat unanswered confirmations."""
-        for number in self.commits.hear(_now()):
+        if finished := self.commits.hear(_now()):
+            self.source.settle(self.commits.begun_s)
+        for number in finished:
             self.client.drop(self._flights.pop(number))
         for begun_s in self.commits.late_begun_s:
             self._allowance.late(begun_s, _now())

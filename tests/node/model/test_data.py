@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.model.data import BadData, Batches, evaluation
+from farflock.node.data.samples import SampleReader, Text
+from farflock.node.data.shard_order import SampleStream
+from farflock.node.model.data import BadData, Batches, SampleBatches, Start, batches_of, evaluation
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 counters = st.integers(0, 2**63 - 1)
@@ -183,3 +185,72 @@ def test_evaluation_windows_do_not_overlap_and_spread_over_the_text(count, seq, 
     assert torch.equal(x, evaluation(tokens, seq, wanted)[0])
     gaps = [*(x[1:, 0] - x[:-1, 0]).tolist(), count - int(x[-1, 0])]
     assert max(gaps) <= min(gaps) + 2 * seq
+
+
+class Shards:
+    """Two sources in one text: 30 shards of 40 tokens each."""
+
+    end_of_text, sizes = 0, (40,) * 30
+
+    def __init__(self, name):
+        self.name = name
+
+    def read(self, number):
+        return (np.arange(40) + 100 * number + 5000 * (self.name == "b")).astype(np.uint16)
+
+
+TEXT = Text((Shards("a"), Shards("b")), (3.0, 1.0))
+ALICE = SampleStream(1, "alice")
+
+
+def sampled(start=Start(), **more):  # noqa: B008
+    return SampleBatches(TEXT, ALICE, 4, 8, start=start, **more)
+
+
+def test_prepared_data_give_the_samples_in_turn():
+    rows = SampleReader(TEXT, ALICE, 9).read(0, 40).astype(np.int64)
+    one = sampled()
+    for step in range(10):
+        x, y = one.batch(step)
+        assert x.dtype == y.dtype == torch.int64
+        assert x.tolist() == rows[4 * step : 4 * step + 4, :-1].tolist()
+        assert y.tolist() == rows[4 * step : 4 * step + 4, 1:].tolist()
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8))
+def test_a_sampled_batch_depends_on_its_number_alone(steps):
+    one = sampled()
+    for step in steps:
+        for x, y in zip(one.batch(step), sampled().batch(step), strict=True):
+            assert torch.equal(x, y)
+
+
+@given(st.integers(0, 60), st.integers(0, 1000), st.sampled_from([0, 7]))
+def test_another_life_goes_on_with_the_batch_whose_cursor_it_got(step, begin, recurring):
+    first = sampled(recurring=recurring)
+    other = sampled(Start(first.cursor(step), begin), recurring=recurring)
+    for more in range(3):
+        assert torch.equal(other.batch(begin + more)[0], first.batch(step + more)[0])
+        assert other.cursor(begin + more) == first.cursor(step + more)
+    assert other.first(trained=99) == begin
+
+
+def test_recurring_samples_are_the_first_ones_each_once_an_epoch():
+    one, plain = sampled(recurring=6), SampleReader(TEXT, ALICE, 9).read(0, 6)
+    for epoch in range(2):
+        numbers = sum((one.samples(step) for step in range(3 * epoch, 3 * epoch + 3)), ())
+        assert sorted(numbers) == sorted([*range(6)] * 2)
+    for step in range(4):
+        assert one.batch(step)[0].tolist() == plain[list(one.samples(step)), :-1].tolist()
+
+
+def test_a_place_before_the_first_sample_is_refused():
+    with pytest.raises(BadData, match="out of range"):
+        sampled(Start(b"", 5)).batch(4)
+
+
+def test_tokens_in_memory_and_prepared_data_both_become_batches():
+    assert isinstance(batches_of(TEXT, ALICE, 4, 8), SampleBatches)
+    made = batches_of(TOKENS, ALICE, 4, 8)
+    assert made == batches()
+    assert (made.cursor(5), made.first(7)) == (b"", 7)

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from worlds.prepared import prepared
 
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run import data_section
@@ -113,3 +114,76 @@ def test_a_tokenizer_that_is_not_here_or_has_other_tokens_is_refused(tok):
     (home() / "tokenizers" / f"{HASH}.json").write_bytes(RAW[:-1])
     with pytest.raises(RefusedByRun, match="no file here has the BLAKE3 hash"):
         tokenizer_of(data)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, tok):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    (tmp_path / "texts").mkdir()
+    for number in range(9):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number} " * 20)
+    return tmp_path / "texts"
+
+
+def filled(folders, **data):
+    return resolve({"model": {"preset": "tiny"}, "data": data}, prepared=folders)
+
+
+def test_prepared_data_are_named_by_their_root_and_nothing_else(folder, tmp_path):
+    content = prepared(folder, tmp_path / "out").content
+    manifest = filled([content.folder])
+    data = manifest.data
+    assert (data.root, data.corpus, data.sha256) == (content.root, None, None)
+    assert data.weights == {content.root: 1.0}
+    assert parse(manifest.canonical()) == manifest
+    assert str(tmp_path) not in manifest.canonical().decode()
+
+
+def test_prepared_data_bring_their_tokenizer_and_the_model_its_size(folder, tmp_path):
+    tokenizer = JsonTokenizer(RAW)
+    content = prepared(folder, tmp_path / "out", tokenizer=tokenizer).content
+    manifest = filled([content.folder])
+    assert (manifest.data.tokenizer, manifest.data.tokenizer_bytes) == (HASH, len(RAW))
+    assert manifest.model.vocab_size == manifest.data.vocabulary == 280
+    assert tokenizer_of(manifest.data).raw == RAW
+
+
+def test_several_folders_are_drawn_from_by_their_tokens_or_by_the_mix(folder, tmp_path):
+    some = prepared(folder / "1.txt", tmp_path / "some", held_out=0.0).content
+    more = prepared(folder, tmp_path / "more", held_out=0.0).content
+    places = [some.folder, more.folder]
+    tokens = [each.index.totals("train").tokens for each in (some, more)]
+    assert list(filled(places).data.weights.items()) == [
+        (some.root, tokens[0]),
+        (more.root, tokens[1]),
+    ]
+    given = {more.root: 0.25, some.root: 0.75}
+    manifest = filled(places, mix=given)
+    assert manifest.data.weights == given
+    assert parse(manifest.canonical()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"root": "0" * 64, "corpus": "shakespeare"}, "it names corpus and root; name one of"),
+        ({"root": "0" * 64, "mix": {"1" * 64: 1.0}}, "it names root and mix"),
+        ({"root": "prepared"}, "data.root"),
+        ({"root": "0" * 64, "sha256": "0" * 64}, "it goes with a corpus"),
+        ({"mix": {}}, "data.mix"),
+        ({"mix": {"1" * 64: 0}}, "data.mix"),
+        ({"mix": {"1" * 64: 1e12, "2" * 64: 1e-3}}, "less than a millionth"),
+        ({"mix": {f"{n:064}": 1.0 for n in range(15)}}, "data.mix"),
+    ],
+    ids=range(8),
+)
+def test_impossible_data_are_refused_before_anything_starts(data, sentence):
+    with pytest.raises(Usage, match=sentence):
+        resolve({"model": {"preset": "tiny"}, "data": data})
+
+
+def test_folders_of_two_tokenizers_do_not_go_together(folder, tmp_path):
+    one = prepared(folder, tmp_path / "one").content
+    other = prepared(folder, tmp_path / "two", tokenizer=JsonTokenizer(RAW)).content
+    with pytest.raises(Usage, match="has another tokenizer than"):
+        filled([one.folder, other.folder])

@@ -38,6 +38,21 @@ def test_the_hash_changes_with_an_override_and_is_the_same_for_the_resolved_file
     assert facts(again) == first
 
 
+def test_prepared_data_are_named_by_their_root_and_not_by_their_folder(farflock, manifest, folder):
+    code, out, _ = farflock("run", manifest, "--data", folder, "--dry-run", "--json")
+    assert code == 0
+    text = json.loads(out)["manifest"]
+    (root,) = {json.loads(farflock("data", "show", folder, "--json")[1].splitlines()[-1])["root"]}
+    assert tomllib.loads(text)["data"]["root"] == root
+    assert str(folder) not in text
+
+
+def test_a_folder_that_is_no_prepared_data_is_one_sentence(farflock, manifest, tmp_path):
+    code, _, err = farflock("run", manifest, "--data", tmp_path, "--dry-run")
+    assert code == 1
+    assert "name a folder that `farflock data prepare` made" in err
+
+
 def test_for_people_the_dry_run_is_toml_the_hash_and_what_the_run_needs(farflock, manifest):
     _, out, err = farflock("run", manifest, "--dry-run")
     text, _, below = out.rpartition("\nhash ")

@@ -26,6 +26,13 @@ def test_the_same_seed_ends_in_the_same_state_and_another_in_another(farflock):
     assert first["state_hash"] != other["state_hash"]
 
 
+def test_prepared_data_are_trained_on_and_evaluated(farflock, folder):
+    first, second = (facts(farflock, *SHORT, "--data", folder) for _ in range(2))
+    assert first == second
+    assert first["state_hash"] != facts(farflock, *SHORT)["state_hash"]
+    assert 0 < first["held_out_loss"] < 6
+
+
 def test_it_reports_what_was_promised(farflock):
     found = facts(farflock, *SHORT)
     assert {"state_hash", "rounds", "losses", "bytes"} <= found.keys()

@@ -27,6 +27,9 @@ class Text:
     def __init__(self):
         self.drawn, self.seen = [], []
 
+    def first(self, trained):
+        return trained
+
     def batch(self, number):
         self.drawn.append(number)
         return torch.full((1, TOKENS), number), torch.full((1, TOKENS), number + 1)
@@ -51,6 +54,21 @@ def test_numbers_are_those_of_the_life_and_batches_go_on_where_the_run_is():
     assert [flight.epoch for flight in flights] == [1, 1, 2]
     assert source.begun == 3
     assert {microbatch.lane for microbatch in text.seen} == {LANE}
+
+
+def test_what_rounds_have_counted_is_told_up_to_the_lowest_number_that_is_kept():
+    source, told = source_of(Text(), first=first_number(3)), []
+    source.counted = told.append
+    source.skip(7 * TOKENS)
+    numbers = [source.draw(0).number for _ in range(5)]
+    source.settle(numbers)
+    assert told == [], "none counts"
+    source.settle(numbers[:1] + numbers[2:])
+    assert told == [], "one before it does not"
+    source.settle(numbers[2:])
+    source.settle(numbers[2:4])
+    source.settle([])
+    assert told == [9, 12]
 
 
 def test_lives_far_apart_have_the_same_numbers_and_no_nearer_ones():

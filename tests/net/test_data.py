@@ -1,0 +1,74 @@
+"""Real processes train on prepared data that each has in a folder of its own."""
+
+import shutil
+
+import pytest
+from worlds.node_processes import FOREVER, SEQ, SEQUENCES
+from worlds.prepared import prepared
+from worlds.waiting import until_real
+
+from farflock.node.data.cursor import BadCursor, read_cursor
+from farflock.node.data.folder import PreparedFolder
+from farflock.node.data.samples import FolderShards, SampleReader, Text
+from farflock.node.data.shard_order import SampleStream
+from farflock.node.run.manifest import resolve
+from farflock.node.state.sample_position import SamplePosition
+
+pytestmark = pytest.mark.net
+
+MANIFEST = {
+    "run": {"name": "prepared", "seed": 1, "total_tokens": FOREVER * SEQUENCES * SEQ},
+    "model": {"preset": "tiny"},
+    "train": {"batch": SEQUENCES, "seq": SEQ},
+    "method": {"name": "diloco", "options": {"period": 4}},
+    "exchange": {"view_s": 1.0, "start_peers": 2, "deadline_s": 10.0},
+}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The founder's folder of prepared data, and a volunteer's copy of it."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(200):
+        (texts / f"{number}.txt").write_text(f"text {number} of many, " * 20)
+    content = prepared(texts, tmp_path / "prepared").content
+    shutil.copytree(content.folder, tmp_path / "copy")
+    return content.folder, tmp_path / "copy"
+
+
+def drawn(node, run, peer, folder):
+    """How many samples of a node rounds have counted, by its file."""
+    text = Text((FolderShards(PreparedFolder(folder)),), (1.0,))
+    name = SampleReader(text, SampleStream(1, peer), SEQ + 1).fingerprint
+    try:
+        return read_cursor(SamplePosition(node.folder, run).read(), name, 1).drawn
+    except BadCursor:
+        return 0  # there is none yet
+
+
+def test_a_killed_volunteer_goes_on_after_its_last_round_and_one_without_the_data_is_refused(
+    run, folders
+):
+    run.brake(0.02)
+    manifest = resolve(MANIFEST, prepared=folders[:1])
+    (run.folder / "run.toml").write_bytes(manifest.canonical())
+    founder = run.start("founder", "run", run.folder / "run.toml", "--data", folders[0])
+    run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    mine = run.join("mine", "--data", folders[1])
+    status = mine.comes_in()
+    who = status["run"], status["peer"], folders[1]
+    until_real(lambda: drawn(mine, *who) >= 16, "two rounds", mine.told)
+    mine.kill()
+    before = drawn(mine, *who)
+    assert before % SEQUENCES == 0, "whole steps"
+
+    again = run.join("mine", "--data", folders[1])
+    again.comes_in()
+    until_real(lambda: drawn(again, *who) > before, "another round", again.told)
+    again.leaves()
+
+    code, said = run.join("other").ends()
+    assert code == 3
+    assert "the run trains on prepared data that are not on this machine" in said["error"]
+    founder.leaves()
