@@ -39,6 +39,7 @@ class _Facts(msgspec.Struct, frozen=True):
     last_round: RoundReport | None = None
     tokens: int = 0
     adopted_moments: bool = False
+    seed: int = 0
     error: str = ""
 
 
@@ -151,6 +152,7 @@ class LeadingOptimizer(SwarmOptimizer):
             self.last_round,
             self.tokens,
             not alone and self.method in SHARED_MOMENTS,
+            self.seed,
         )
 
 
@@ -234,6 +236,11 @@ class FollowingOptimizer(SwarmOptimizer):
     def peer(self) -> str:
         """The id of the peer that these processes are."""
         return self._facts.peer
+
+    @property
+    def seed(self) -> int:
+        """The seed of all randomness of the run."""
+        return self._facts.seed
 
     @property
     def members(self) -> tuple[str, ...]:

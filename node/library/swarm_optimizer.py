@@ -217,6 +217,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._here.peer.me
 
     @property
+    def seed(self) -> int:
+        """The seed of all randomness of the run."""
+        return self._here.terms.run.seed
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The peers of the newest view, this one included."""
         return self._here.peer.context.views.newest.peers
