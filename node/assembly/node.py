@@ -165,11 +165,10 @@ def replica_node(
     start: Start = Start(),  # noqa: B008 - it cannot change
 ) -> ReplicaNode:
     """Assemble a node over this peer; `tokens` is the run's training text, in which it begins at
-    `start`, `storage` where the
-    method's state is kept, `spool` where snapshots are, `spread` the threads that encode and
-    check payloads, `device` where the model trains (None: the CPU), `step_options` how, `shared`
-    this process' part of it if several train it, and `weights` what a founder's model begins
-    with (None: what the run's seed gives)."""
+    `start`, `storage` where the method's state is kept, `spool` where snapshots are, `spread` the
+    threads that encode and check payloads, `device` where the model trains (None: the CPU),
+    `step_options` how, `shared` this process' part of it if several train it, and `weights` what a
+    founder's model begins with (None: what the run's seed gives)."""
     part = shared or _whole_part(
         plan, tokens, start, peer.me, device or Device(), step_options or StepOptions(), weights
     )
