@@ -64,7 +64,6 @@ def await_end(pids):
     until_real(lambda: not any(map(alive, pids)), f"the end of the processes {pids}")
 
 
-@pytest.mark.ci_more
 def test_two_processes_of_the_example_train_one_model(nursery):
     with example(nursery) as founder:
         invite = line_of(founder, "the invite").split()[-1]

@@ -235,7 +235,7 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     ("signals", "code"),
     [
         pytest.param([signal.SIGTERM], 143, marks=pytest.mark.long),
-        pytest.param([signal.SIGINT] * 2, 130, marks=pytest.mark.ci_more),
+        ([signal.SIGINT] * 2, 130),
         pytest.param([signal.SIGKILL], -signal.SIGKILL, marks=pytest.mark.long),
     ],
 )

@@ -34,7 +34,6 @@ def all_counted_once(*nodes):
         assert work["microbatches"] > 0
 
 
-@pytest.mark.ci_more
 def test_a_replica_keeps_the_stage_of_its_pipeline_whose_only_server_is_killed(
     run,
 ):

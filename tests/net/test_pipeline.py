@@ -148,7 +148,7 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.ci_more),
+        signal.SIGTERM,
         pytest.param(signal.SIGINT, marks=pytest.mark.long),
     ],
 )

@@ -178,7 +178,6 @@ def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without
     assert len({swarm.model(name) for name in swarm.processes}) == 1
 
 
-@pytest.mark.ci_more
 def test_a_founder_that_was_killed_before_its_first_checkpoint_does_not_start_the_run_again(nodes):
     swarm = nodes(tokens=10**9, peers=3)  # without an end
     swarm.checkpoint_s = 600

@@ -57,18 +57,15 @@ def test_two_processes_train_as_one_does(pair):
     assert pair("all_is_well") == ["", ""]
 
 
-@pytest.mark.ci_more
 def test_they_do_so_with_ddp_and_in_bf16(pair):
     assert pair("so_it_is_on_other_terms") == ["", ""]
 
 
-@pytest.mark.ci_more
 def test_they_do_so_a_sequence_at_a_time_with_layers_computed_again_and_losses_in_chunks(pair):
     case = "layers_are_computed_again_and_losses_in_chunks_a_sequence_at_a_time"
     assert pair(case) == ["", ""]
 
 
-@pytest.mark.ci_more
 def test_they_begin_with_the_weights_of_a_folder(pair):
     assert pair("each_rank_reads_its_rows_of_a_folder") == ["", ""]
 

@@ -122,7 +122,6 @@ def test_one_peer_alone_is_a_swarm_too():
     assert [entry.status for entry in rounds] == ["alone"] * 4
 
 
-@pytest.mark.ci_more
 def test_a_line_has_the_speed_that_it_is_given():
     slow = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e6, latency_s=0.05)
 

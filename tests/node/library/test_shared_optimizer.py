@@ -87,7 +87,6 @@ def test_two_processes_train_as_one_does(start, left, one, wrapper):
     assert not follower["swarm"]
 
 
-@pytest.mark.ci_more
 def test_two_processes_join_the_run_of_one_and_agree_with_it_to_the_bit(start, left, program):
     workers = []
 

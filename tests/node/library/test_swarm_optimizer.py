@@ -263,7 +263,6 @@ def test_a_joiner_takes_over_the_founder_s_weights_whatever_its_own():
 
 
 @pytest.mark.net
-@pytest.mark.ci_more
 def test_a_step_does_not_wait_for_a_rank_that_thinks_and_that_rank_catches_up():
     go_on = threading.Event()
 
