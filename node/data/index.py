@@ -33,6 +33,8 @@ MAX_PAGE_SHARDS = 1 << 16
 MAX_PAGES = 1 << 14  # of one part: about 4 PiB of tokens
 MAX_PARTS = 1024
 SPLITS = ("train", "held-out")
+PATHS_NAME, PLACES_NAME = "in-place.json", "places"  # of shards in others' files (in_place.py)
+PLACE = np.dtype([("file", "<u4"), ("offset", "<u8")])
 ENTRY = np.dtype([("digest", "V32"), ("tokens", "<u4"), ("documents", "<u4")])
 
 _Hash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes, in hex

@@ -23,6 +23,7 @@ from farflock.node.data.folder import PreparedFolder
 from farflock.node.data.index import (
     INDEX_NAME,
     MAX_PARTS,
+    PATHS_NAME,
     SPLITS,
     TOKENIZER_NAME,
     DataIndex,
@@ -34,6 +35,7 @@ from farflock.node.data.merging import Merging, SeenFile, Writers
 from farflock.node.data.shard_writer import ShardWriter, label_of
 from farflock.node.data.sorting import STATE, Sorting, SortingState, read_state, save_state
 from farflock.node.data.sources import SourceFile
+from farflock.node.data.tables import require_reader
 from farflock.node.durable import sync_folder, write_durably
 from farflock.node.errors import Failure, Usage
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, chunk_names
@@ -95,6 +97,8 @@ class Preparation:
             )
         self.end_of_text = end
         _require_options(options)
+        if rows := next((file.path for file in files if file.kind == "rows"), None):
+            require_reader(rows)
 
     def run(
         self, *, cores: int, clock: Callable[[], float], progress: Callable[[float], None], say: Say
@@ -162,6 +166,9 @@ class Preparation:
                 "it holds other prepared data",
                 "choose another name, or add to them with --add",
             )
+        if (self.target / PATHS_NAME).exists():
+            why = "its shards lie in files that others have made"
+            raise Failure(str(self.target), why, "prepare the texts into a folder of their own")
         self._require_alike(before.index)
         return before
 

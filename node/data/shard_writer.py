@@ -34,7 +34,6 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         self._files = self._file_bytes = 0
         self._entries = bytearray()
-        self.tokens = self.documents = 0
 
     def add(self, tokens: bytes) -> None:
         """Write a document, its end not among the tokens."""
@@ -51,19 +50,7 @@ class ShardWriter:
         """Write the last shard and the pages; return what was written."""
         self._close_shard()
         self._close_file()
-        pages = list[str]()
-        page_bytes = MAX_PAGE_SHARDS * ENTRY.itemsize
-        for start in range(0, len(self._entries), page_bytes):
-            raw = bytes(self._entries[start : start + page_bytes])
-            pages.append(digest_of(raw).hex())
-            (self._folder / "pages").mkdir(exist_ok=True)
-            write_durably(self._folder / "pages" / pages[-1], raw)
-        return ShardList(
-            shards=len(self._entries) // ENTRY.itemsize,
-            tokens=self.tokens,
-            documents=self.documents,
-            pages=tuple(pages),
-        )
+        return write_pages(self._folder, bytes(self._entries))
 
     def _close_shard(self) -> None:
         if not self._shard:
@@ -76,11 +63,7 @@ class ShardWriter:
             self._files += 1
         self._file.write(self._shard)
         self._file_bytes += len(self._shard)
-        tokens = len(self._shard) // self._width
-        entry = np.array([(digest_of(self._shard), tokens, self._documents)], dtype=ENTRY)
-        self._entries += entry.tobytes()
-        self.tokens += tokens
-        self.documents += self._documents
+        self._entries += entry_of(self._shard, self._width, self._documents)
         self._shard, self._documents = bytearray(), 0
 
     def _close_file(self) -> None:
@@ -89,6 +72,28 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def entry_of(shard: bytes | bytearray, width: int, documents: int) -> bytes:
+    """Return a shard's entry in a page; its tokens are of `width` bytes."""
+    entry = np.array([(digest_of(shard), len(shard) // width, documents)], dtype=ENTRY)
+    return entry.tobytes()
+
+
+def write_pages(folder: Path, entries: bytes) -> ShardList:
+    """Write the pages of a split's entries, and return what is in them."""
+    listed, pages = np.frombuffer(entries, dtype=ENTRY), list[str]()
+    for start in range(0, len(listed), MAX_PAGE_SHARDS):
+        raw = listed[start : start + MAX_PAGE_SHARDS].tobytes()
+        pages.append(digest_of(raw).hex())
+        (folder / "pages").mkdir(exist_ok=True)
+        write_durably(folder / "pages" / pages[-1], raw)
+    return ShardList(
+        shards=len(listed),
+        tokens=int(listed["tokens"].sum(dtype=np.int64)),
+        documents=int(listed["documents"].sum(dtype=np.int64)),
+        pages=tuple(pages),
+    )
 
 
 def token_file(label: str, number: int) -> str:

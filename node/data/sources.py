@@ -12,15 +12,20 @@ import msgspec
 
 from farflock.node.errors import Usage
 
-TEXT_ENDINGS = (".txt", ".md")  # of files that are read in a folder, as lines of JSON are
+TEXT_ENDINGS = (
+    ".txt",
+    ".md",
+)  # of files that are read in a folder, as lines of JSON and tables are
 LINES_ENDINGS = (".jsonl", ".ndjson")
+ROWS_ENDINGS = (".parquet", ".arrow")
+_ENDINGS = (*TEXT_ENDINGS, *LINES_ENDINGS, *ROWS_ENDINGS)
 
-FileKind = Literal["text", "lines"]
+FileKind = Literal["text", "lines", "rows"]
 
 
 class SourceFile(msgspec.Struct, frozen=True):
-    """A file as it was found: its absolute path, and whether it is one text or a JSON object a
-    line."""
+    """A file as it was found: its absolute path, and whether it is one text, a JSON object a line,
+    or a table."""
 
     path: str
     kind: FileKind
@@ -42,7 +47,7 @@ def find_files(named: Sequence[str]) -> FoundFiles:
     for argument in named:
         files = [file for path in _places(argument) for file in _at(path, ignored)]
         if not files:
-            endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS))
+            endings = ", ".join(_ENDINGS)
             raise Usage(argument, "there is no text in it", f"name files, or a folder of {endings}")
         found |= {os.path.realpath(file.path): file for file in files}
     return FoundFiles(tuple(found.values()), dict(sorted(ignored.items())))
@@ -76,7 +81,7 @@ def _below(folder: Path, ignored: Counter[str]) -> Iterator[SourceFile]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             ending = Path(name).suffix.lower()
-            if ending not in (*TEXT_ENDINGS, *LINES_ENDINGS):
+            if ending not in _ENDINGS:
                 ignored[ending or "no ending"] += 1
             elif (path := Path(place, name)).is_file():  # and no link to nowhere, or a pipe
                 yield _file(path)
@@ -93,5 +98,10 @@ def _file(path: Path) -> SourceFile:
         raise Usage(str(path), str(error.strerror), "check the path of the source") from None
     if not stat.S_ISREG(found.st_mode):
         raise Usage(str(path), "it is neither a file nor a folder", "name one of them")
-    kind: FileKind = "lines" if path.suffix.lower() in LINES_ENDINGS else "text"
-    return SourceFile(str(path), kind, found.st_size, found.st_mtime_ns)
+    return SourceFile(str(path), _kind(path.suffix.lower()), found.st_size, found.st_mtime_ns)
+
+
+def _kind(ending: str) -> FileKind:
+    if ending in LINES_ENDINGS:
+        return "lines"
+    return "rows" if ending in ROWS_ENDINGS else "text"

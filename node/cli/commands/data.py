@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from farflock.node.cli.output import Output
-from farflock.node.errors import Terminated
+from farflock.node.errors import Terminated, Usage
 
 if TYPE_CHECKING:
     from farflock.node.data.folder import PreparedFolder
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from farflock.node.data.sources import FoundFiles
     from farflock.node.tokens.tokenizer import Tokenizer
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _RESUMES = "what was done so far is in {}; the same command goes on from there"
 
 
@@ -44,7 +45,7 @@ def command() -> None:
     "--field",
     default="text",
     show_default=True,
-    help="The field of JSON lines with the text; a.b for nested ones.",
+    help="The field of JSON lines, or the column, with the text; a.b for nested ones.",
 )
 @click.option(
     "--held-out",
@@ -73,7 +74,8 @@ def prepare_command(
 
     SOURCE is a file, a folder of .txt, .md and .jsonl files, or a pattern in quotes. A file is one
     document, and so is each line of JSON; text beyond 1 MiB is cut into several. Equal documents
-    are dropped, and those that cannot be read are skipped; both are counted.
+    are dropped, and those that cannot be read are skipped; both are counted. With the extra `data`,
+    folders may have .parquet, and the .arrow files that `Dataset.save_to_disk` writes.
 
     The same texts give the same root on any machine. The command can be interrupted: the same
     command goes on where it stopped. With --add the shards that are there stay, and the root
@@ -117,6 +119,64 @@ def prepare_command(
         out.line(f"skipped: {fault}")
     counted = {"skipped": made.skipped, "duplicates": made.duplicates}
     _show(out, made.content, counted)
+
+
+@command.command("index")
+@click.argument("files", metavar="TOKENS...", nargs=-1, required=True, type=_FILE)
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    metavar="FOLDER",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The folder to make.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    required=True,
+    help="The tokenizer.json that the tokens are of, or a folder with one.",
+)
+@click.option("--end-of-text", metavar="TOKEN", help="The token that ends a document.")
+@click.option(
+    "--held-out",
+    metavar="TOKENS",
+    multiple=True,
+    type=_FILE,
+    help="A file that is not trained on, as val.bin.  [default: 0.005 of the shards]",
+)
+@click.option("--json", "as_json", is_flag=True, help="End standard output with one line of JSON.")
+def index_command(
+    files: tuple[Path, ...],
+    target: Path,
+    tokenizer: str,
+    end_of_text: str | None,
+    held_out: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Use files of TOKENS where they are: nanoGPT's .bin, datatrove's .ds, llm.c's .bin.
+
+    They are read once, and not copied. They have 16 bits for each token if the tokenizer has up to
+    65,536, or else 32, and the end of text between documents. These keep their order within the
+    files: if they are not shuffled, prepare the texts instead.
+
+    \b
+    Examples:
+      farflock data index train.bin --held-out val.bin --tokenizer gpt2/ -o owt
+    """
+    from farflock.node.data.folder import PreparedFolder
+    from farflock.node.data.in_place import InPlace
+    from farflock.node.tokens.json_tokenizer import JsonTokenizer, read_tokenizer
+
+    out = Output(as_json)
+    read = read_tokenizer(tokenizer, end_of_text)
+    if not isinstance(read, JsonTokenizer):
+        raise Usage("--tokenizer", "bytes need no index", "prepare the texts instead")
+    with out.progress("indexing") as progress:
+        left = InPlace(files, held_out, read).make(target, progress)
+    counted = {"documents_too_long": left.documents, "tokens_after_the_last_end": left.tokens}
+    _show(out, PreparedFolder(target), counted)
 
 
 @command.command("show")

@@ -1,6 +1,7 @@
 """`farflock data` prepares texts, says what it read and left, and shows what a folder has."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from farflock.node.data import prepare
@@ -79,6 +80,29 @@ def test_an_interrupted_command_says_that_it_can_go_on(farflock, texts, tmp_path
     code, out, _ = farflock(*words)
     assert code == 0
     assert f"going on with {tmp_path}/out.partial" in out
+
+
+def test_files_of_tokens_are_used_where_they_are(farflock, tmp_path):
+    raw = train_tokenizer(["some words to learn, and more words " * 9], 280)
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    end = JsonTokenizer(raw).end_of_text
+    for name, tokens in (("train", [5, 6, end] * 20 + [7]), ("val", [5, end])):
+        (tmp_path / f"{name}.bin").write_bytes(np.array(tokens, dtype="<u2").tobytes())
+    words = ["data", "index", tmp_path / "train.bin", "-o", tmp_path / "out"]
+    code, _, err = farflock(*words, "--tokenizer", "bytes")
+    assert code == 2
+    assert "bytes need no index; prepare the texts instead" in err
+    more = ["--tokenizer", tmp_path, "--held-out", tmp_path / "val.bin", "--json"]
+    code, out, _ = farflock(*words, *more)
+    assert code == 0
+    found = facts(out)
+    assert (found["documents"], found["tokens"], found["held_out_tokens"]) == (20, 60, 2)
+    assert found["tokens_after_the_last_end"] == 1
+    code, out, _ = farflock("data", "show", tmp_path / "out", "--verify", "--json")
+    assert facts(out)["root"] == found["root"]
+    code, _, err = farflock("data", "prepare", tmp_path / "val.bin", "--add", *words[3:])
+    assert code == 1
+    assert "its shards lie in files that others have made; prepare the texts into a fol" in err
 
 
 def test_show_tells_what_a_folder_has_and_verifies_it(farflock, texts, tmp_path):
