@@ -18,6 +18,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands.make,
     "events.md": records.make_events,
     "status.md": records.make_status,
+    "measures.md": records.make_measures,
 }
 
 

@@ -11,6 +11,7 @@ from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
 from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.sinks.measures import MEANINGS
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
@@ -25,10 +26,15 @@ the node writes.
 | `events.jsonl`, `events.1.jsonl` | one event a line, the older file first |
 | `receipts.jsonl`, `receipts.1.jsonl` | one applied round a line |
 | `run.db` | the numbers of inner steps (SQLite) |
+| `measures.csv`, `measures.1.csv` | [measures](measures.md) of every few seconds, a row each |
 | `status.json` | what the node does now: see [status](status.md) |
 
 Each line is a JSON object with `time_s`, the wall clock in seconds since 1970. [Read the
 receipts](../how-to/read-receipts.md) shows how to use them.
+"""
+MEASURES = """
+What a node measures, wherever that is shown: in `measures.csv` and `farflock log`
+([watch a run](../how-to/watch-a-run.md)). What is not known yet is empty.
 """
 STATUS = """
 A node writes `status.json` into its folder at most once a second, when something in it has
@@ -72,6 +78,12 @@ def make_status() -> str:
     text = msgspec.json.format(msgspec.json.encode(example), indent=2).decode()
     sections["An example"] = f"```json\n{text}\n```"
     return page("status.json", STATUS, sections)
+
+
+def make_measures() -> str:
+    """Return the page of measures."""
+    rows = [(code(name), said) for name, said in MEANINGS.items()]
+    return page("Measures", MEASURES, {"Names": table(("name", "meaning"), rows)})
 
 
 def kinds() -> dict[str, set[str]]:

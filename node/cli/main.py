@@ -34,6 +34,10 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "farflock.node.cli.commands.status:command",
         "Show what a node is doing, or look at a run.",
     ),
+    "log": (
+        "farflock.node.cli.commands.log:command",
+        "Print what the node has measured.",
+    ),
     "generate": ("farflock.node.cli.commands.generate:command", "Sample text from a checkpoint."),
     "export": (
         "farflock.node.cli.commands.export:command",
@@ -59,7 +63,7 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
 }
 GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
-    "Start and watch a run": ("run", "status"),
+    "Start and watch a run": ("run", "status", "log"),
     "Prepare a run": ("tokenizer", "data"),
     "Use the model": ("generate", "export"),
     "Study": ("sim", "reproduce", "bench"),

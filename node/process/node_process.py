@@ -29,6 +29,7 @@ from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.pipeline.passes.stage import used_by_stages
+from farflock.node.process.busy import TimedWorker
 from farflock.node.process.freed import trimmed
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
@@ -81,6 +82,8 @@ INVITE_ROUND_S = 3600  # an invite's end is rounded up, so that a status changes
 STATUS_EVERY_S = 1.0
 PACE_SAMPLES = 10  # seconds over which the pace is measured
 
+Sample = tuple[float, int, float]
+
 log = logging.getLogger(__name__)
 
 
@@ -98,6 +101,7 @@ class NodeProcess:
     history: History
     journal: RunRecorder
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
+    worker: TimedWorker  # that trains, or serves stages
     doors: tuple[str, ...] = ()  # addresses used to join
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     show: Callable[[Status], None] = lambda status: None  # called once a second
@@ -178,21 +182,22 @@ class StatusWriter:
     def __init__(self, node: NodeProcess) -> None:
         self._node = node
         self._path = node.machine.folder.path / "status.json"
-        # (loop time in s, trained tokens)
-        self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)
+        # (loop time in s, trained tokens, seconds of computing)
+        self._pace: collections.deque[Sample] = collections.deque(maxlen=PACE_SAMPLES)
         self._fails = False
         self._written: Status | None = None
 
     async def run(self, show: Callable[[Status], None]) -> None:
         """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
         while True:
-            self._pace.append((asyncio.get_running_loop().time(), self._node.member.trained_tokens))
+            now_s, node = asyncio.get_running_loop().time(), self._node
+            self._pace.append((now_s, node.member.trained_tokens, node.worker.busy_s))
             show(self.write())
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
         """Write one status now, if it has changed; a full disk must not end the node."""
-        status = status_of(self._node, doing, self._tokens_per_s())
+        status = status_of(self._node, doing, *self._rates())
         if status == self._written:
             return status
         try:
@@ -204,15 +209,20 @@ class StatusWriter:
             self._fails = True
         return status
 
-    def _tokens_per_s(self) -> float | None:
+    def _rates(self) -> tuple[float | None, float | None]:
+        """Return the tokens per second and the share of computing over the last seconds."""
         if len(self._pace) < 2:
-            return None
-        (began_s, first), (ended_s, last) = self._pace[0], self._pace[-1]
-        return (last - first) / (ended_s - began_s)
+            return None, None
+        (began_s, *before), (ended_s, *now) = self._pace[0], self._pace[-1]
+        tokens, busy_s = (late - early for early, late in zip(before, now, strict=True))
+        return tokens / (ended_s - began_s), min(busy_s / (ended_s - began_s), 1.0)
 
 
 def status_of(
-    node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None
+    node: NodeProcess,
+    doing: str | None = None,
+    tokens_per_s: float | None = None,
+    busy_share: float | None = None,
 ) -> Status:
     """Return the node's current status; `doing` overrides what the node says it is doing."""
     part, links = node.member, node.links
@@ -248,6 +258,7 @@ def status_of(
         role=part.role,
         work=part.work,
         exchanges=exchanges_of(part),
+        busy_share=busy_share,
     )
 
 
@@ -576,13 +587,15 @@ def _node(
     torch.set_num_threads(machine.threads)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
-    files = Worker("files")
+    files, worker = Worker("files"), TimedWorker("train")
     report = trimmed(journal.report, files, peer.context.spawn)
     part: ReplicaNode | PipelineNode
     if manifest.pipeline is not None:
-        part, keepers = part_of(machine, manifest, run, peer, text, report, stage, trains, weights)
+        known = stage, trains, worker, weights
+        part, keepers = part_of(machine, manifest, run, peer, text, report, *known)
     else:
-        part, keeper = replica_of(machine, manifest, run, peer, text, report, files, weights)
+        means = files, weights, worker
+        part, keeper = replica_of(machine, manifest, run, peer, text, report, *means)
         keepers = [keeper]
     return NodeProcess(
         machine,
@@ -595,5 +608,6 @@ def _node(
         history,
         journal,
         keepers,
+        worker,
         tokenizer=text.tokenizer,
     )

@@ -36,7 +36,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.paths import RunFolder
 from farflock.node.state.sample_position import SamplePosition
 from farflock.node.train.state_sync import Spool
-from farflock.swarm.compute import Worker
+from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
 
@@ -124,14 +124,15 @@ def part_of(
     report: Report,
     stage: int,
     trains: bool,
+    worker: Compute,
     weights: WeightsFolder | None = None,
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
     """Return the node, and one checkpoint manager per stage, because any peer may later resume a
-    single stage. All computation shares one thread: no pass may see weights in the middle of a
-    step."""
+    single stage. All computation shares one thread, `worker`: no pass may see weights in the middle
+    of a step."""
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
-    plan, worker = manifest.plan(), Worker("stage")
+    plan = manifest.plan()
     free, needs = _room(machine, plan, pipeline, stage)
     saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}

@@ -16,7 +16,7 @@ from farflock.node.state.outer_files import OuterFiles
 from farflock.node.state.sample_position import SamplePosition
 from farflock.node.train.state_sync import Spool
 from farflock.optimizers.parts.spread import spread_over
-from farflock.swarm.compute import Worker
+from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.peer.peer import Peer
 
 
@@ -29,9 +29,11 @@ def replica_of(
     report: Report,
     files: Worker,
     weights: WeightsFolder | None,
+    train: Compute,
 ) -> tuple[ReplicaNode, CheckpointManager]:
-    """Return the node and its checkpoint manager. `files` is the thread that writes snapshots, and
-    `weights` are what a founder's model begins with, if the run's seed does not give it."""
+    """Return the node and its checkpoint manager. `files` is the thread that writes snapshots,
+    `train` the one that trains, and `weights` are what a founder's model begins with, if the run's
+    seed does not give it."""
     copies = OuterFiles(machine.folder.snapshots).allocate
     shared = leading(machine, manifest, peer.me, text, weights)
     if shared is not None:
@@ -41,7 +43,7 @@ def replica_of(
         peer,
         text.tokens,
         compute=Worker("state"),  # training waits for it, not for what others need reduced
-        train=Worker("train"),
+        train=train,
         report=report,
         storage=storage_of(machine),
         spool=Spool(files, copies),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import msgspec
 import psutil
 
+from farflock.node.sinks.measures import OUTCOMES, Measures
+
 
 class PartnerStatus(msgspec.Struct, frozen=True):
     """Another member, as this node sees it."""
@@ -72,6 +74,24 @@ class Status(msgspec.Struct, frozen=True):
     role: str = "replica"
     work: dict[str, int] = {}
     exchanges: str = ""
+    busy_share: float | None = None
+
+
+def measures_of(status: Status, time_s: float) -> Measures:
+    """Return what a node's status measured at this time."""
+    rounds = {f"rounds_{how}": status.rounds.get(how, 0) for how in OUTCOMES}
+    return Measures(
+        time_s=time_s,
+        step=status.step,
+        loss=status.loss,
+        tokens=status.tokens,
+        tokens_per_s=status.tokens_per_s,
+        sent_bytes=status.sent_bytes,
+        received_bytes=status.received_bytes,
+        busy_share=status.busy_share,
+        peers=len(status.members),
+        **rounds,
+    )
 
 
 def read_status(path: "os.PathLike[str]") -> Status:

@@ -5,10 +5,8 @@ run leaves them readable: sqlite in WAL mode with NORMAL durability, one write p
 bounded: line files are rotated, and means over `ROLL` steps replace old numbers.
 """
 
-import errno
 import logging
 import math
-import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +14,9 @@ from typing import Any
 
 import msgspec
 
-DATABASE = "run.db"
-EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
-RECEIPTS, OLDER_RECEIPTS = "receipts.jsonl", "receipts.1.jsonl"
-LINES_FILE_BYTES = 16 << 20  # then a file replaces its older one, so both stay below twice this
+from farflock.node.state.line_file import LineFile
+
+DATABASE, EVENTS, RECEIPTS = "run.db", "events.jsonl", "receipts.jsonl"
 LINE_BYTES = 64 << 10
 COMMIT_ROWS = 100
 COMMIT_S = 1.0
@@ -84,7 +81,7 @@ class History:
             database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc")
             _prepare(folder, database)
             for name in (EVENTS, RECEIPTS):
-                _end_last_line(folder / name)
+                LineFile(folder / name).mend()
         except (OSError, sqlite3.Error) as error:
             raise _unusable(folder, error) from error
         return cls(folder, database, clock)
@@ -110,25 +107,20 @@ class History:
     def event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Append at most 64 kB of JSON as a line to events.jsonl; raise `ValueError` if it is
         longer."""
-        self._write_line(
-            f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields}
-        )
+        self._write_line(f"an event of kind {kind!r}", EVENTS, {"kind": kind, **fields})
 
     def receipt(self, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Append an applied round to receipts.jsonl, with the same bounds as events."""
-        self._write_line("a receipt", RECEIPTS, OLDER_RECEIPTS, fields)
+        self._write_line("a receipt", RECEIPTS, fields)
 
-    def _write_line(self, what: str, name: str, older: str, fields: dict[str, Any]) -> None:
+    def _write_line(self, what: str, name: str, fields: dict[str, Any]) -> None:
         line = msgspec.json.encode({"time_s": self._clock(), **fields}) + b"\n"
         if len(line) > LINE_BYTES:
             raise ValueError(
                 f"{what} has {len(line)} bytes, above {LINE_BYTES}; shorten its fields"
             )
-        path = self._folder / name
         try:
-            if path.exists() and path.stat().st_size + len(line) > LINES_FILE_BYTES:
-                os.replace(path, self._folder / older)
-            _append(path, line)
+            LineFile(self._folder / name).append(line)
         except OSError as error:
             raise _unusable(self._folder, error) from error
 
@@ -198,21 +190,17 @@ class History:
 
     def events(self, last: int = 20) -> list[dict[str, Any]]:
         """Return the latest events, oldest first, without lines that a crash cut short."""
-        return self._lines(OLDER_EVENTS, EVENTS, last)
+        return self._lines(EVENTS, last)
 
     def receipts(self, last: int = 20) -> list[dict[str, Any]]:
         """Return the latest applied rounds, oldest first, in the same form as events."""
-        return self._lines(OLDER_RECEIPTS, RECEIPTS, last)
+        return self._lines(RECEIPTS, last)
 
-    def _lines(self, older: str, newer: str, last: int) -> list[dict[str, Any]]:
-        lines: list[bytes] = []
-        for name in (older, newer):
-            try:
-                lines += (self._folder / name).read_bytes().splitlines()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise _unusable(self._folder, error) from error
+    def _lines(self, name: str, last: int) -> list[dict[str, Any]]:
+        try:
+            lines = LineFile(self._folder / name).lines()
+        except OSError as error:
+            raise _unusable(self._folder, error) from error
         found = [event for line in lines[-2 * last - 2 :] if (event := _event(line)) is not None]
         return found[-last:] if last > 0 else []
 
@@ -257,28 +245,6 @@ def _require_version(folder: Path, database: sqlite3.Connection) -> None:
             f"{folder / DATABASE} has version {version}, but this version of Farflock reads "
             f"{_SCHEMA_VERSION}; use the newer version"
         )
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line in one write, or nothing: a full disk must not leave half a line."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size_bytes = os.fstat(descriptor).st_size
-        if os.write(descriptor, line) < len(line):
-            os.ftruncate(descriptor, size_bytes)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(descriptor)
-
-
-def _end_last_line(path: Path) -> None:
-    """End a line that a crash cut short, so that the next event stands alone."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

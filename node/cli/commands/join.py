@@ -12,7 +12,7 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def command(
             out,
             "farflock join",
             machine_of(machine),
+            logs_of(machine),
             lambda placed, started: join(
                 placed,
                 invited,

@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
+    from farflock.node.sinks.choice import LogOptions
 
 MAX_CODEC_THREADS = 256
 
@@ -189,6 +190,13 @@ _MACHINE = (
         is_flag=True,
         help="Accept no incoming connections (behind NAT or a firewall).",
     ),
+    click.option(
+        "--log-every",
+        type=click.FloatRange(1, 3600),
+        default=10.0,
+        show_default=True,
+        help="Seconds between two measures.",
+    ),
 )
 
 
@@ -236,3 +244,10 @@ def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
             options["micro_batch"],
         ),
     )
+
+
+def logs_of(options: Mapping[str, Any]) -> "LogOptions":
+    """Return where these options let the node's measures go."""
+    from farflock.node.sinks.choice import LogOptions
+
+    return LogOptions(options["log_every"])

@@ -13,7 +13,7 @@ from farflock.node.cli.commands.dry_run import (
     size_options,
     size_text,
 )
-from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def command(
         out,
         "farflock run",
         replace(machine_of({**machine, "data": data}), model=folder),
+        logs_of(machine),
         lambda placed, started: found(placed, described, started),
         greet,
     )

@@ -105,6 +105,7 @@ def _ms(rtt_ms: float | None) -> str:
 def _text(status: Status, lives: bool) -> str:
     step = "no step yet" if status.loss is None else f"step {status.step:,}, loss {status.loss:.3f}"
     pace = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
+    busy = "" if status.busy_share is None else f", computing {status.busy_share:.0%} of the time"
     rounds = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
     lines = [
         f"process {status.pid} {status.doing}"
@@ -112,7 +113,7 @@ def _text(status: Status, lives: bool) -> str:
         else "the node is not running; this is its last status",
         f"run {status.run}: {status.tokens / status.total_tokens:.1%}"
         f" of {status.total_tokens:,} tokens",
-        f"{step}{pace}",
+        f"{step}{pace}{busy}",
         f"rounds applied: {rounds}; the last is number {status.last_round}"
         if rounds
         else "no round applied yet",

@@ -1,6 +1,7 @@
 """The common part of `run` and `join`: the live view, Ctrl-C, and the closing message."""
 
 import os
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from farflock.node.cli.output import Output, conclude
 from farflock.node.process import torchrun
 from farflock.node.process.network import MachineOptions
 from farflock.node.process.signals import GracefulStop, run_until_asked
-from farflock.node.process.status import Status
+from farflock.node.process.status import Status, measures_of
+from farflock.node.sinks.choice import LogOptions, feeds
+from farflock.node.sinks.feed import Origin
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
@@ -34,6 +37,7 @@ def train(
     out: Output,
     title: str,
     machine: MachineOptions,
+    logs: LogOptions,
     work: TrainingCommand[NodeT],
     greet: Callable[[NodeT], None],
 ) -> int:
@@ -44,28 +48,35 @@ def train(
     """
     place = torchrun.place_of(os.environ)
     if place is None:
-        return _train(out, title, lambda started: work(machine, started), greet)
+        return _train(out, title, machine, logs, work, greet)
     with torchrun.gathered(place, machine.device) as ranks:
         if not ranks.leads:
             torchrun.follow_leader(ranks, machine.device, machine.threads, machine.data)
             return 0
-        leading = replace(machine, ranks=ranks)
-        return _train(out, title, lambda started: work(leading, started), greet)
+        return _train(out, title, replace(machine, ranks=ranks), logs, work, greet)
 
 
 def _train(
     out: Output,
     title: str,
-    work: Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]],
+    machine: MachineOptions,
+    logs: LogOptions,
+    work: TrainingCommand[NodeT],
     greet: Callable[[NodeT], None],
 ) -> int:
     ending = GracefulStop()
-    with watching(title) as show:
+    with feeds(logs) as measured, watching(title) as show:
 
         def watched(node: NodeT) -> None:
             greet(node)
             ending.gently = node.stop
-            node.show_to(lambda status: show(status, node.view_s))
 
-        saved = run_until_asked(ending, lambda: work(watched))
+            def seen(status: Status) -> None:
+                show(status, node.view_s)
+                origin = Origin(machine.folder.path, status.run, status.peer)
+                measured.write(origin, measures_of(status, time.time()))
+
+            node.show_to(seen)
+
+        saved = run_until_asked(ending, lambda: work(machine, watched))
     return conclude(out, saved, ending.asked, trained=ending.gently is not None)

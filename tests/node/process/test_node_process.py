@@ -21,5 +21,5 @@ def test_each_role_of_a_pipeline_says_what_it_computes_on(card, stages, expected
     servings = tuple(SimpleNamespace(index=index) for index in stages)
     part = SimpleNamespace(servings=servings, serving=next(iter(servings), None))
     machine = SimpleNamespace(device=Device(card, "Double Card", "fp32"))
-    node = NodeProcess(machine, *(None,) * 3, part, *(None,) * 5)
+    node = NodeProcess(machine, *(None,) * 3, part, *(None,) * 6)
     assert re.fullmatch(expected, node.says_device())

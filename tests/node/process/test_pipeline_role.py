@@ -33,6 +33,7 @@ from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder
 from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.swarm.compute import Worker
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -208,7 +209,7 @@ def made(
             machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0, device=device or Device())
             node, keepers = part_of(
                 *(machine, manifest, RUN, peer, NodeText(ByteTokenizer(), text)),
-                *(lambda kind, fields: None, stage, trains),
+                *(lambda kind, fields: None, stage, trains, Worker("stage")),
             )
             found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found

@@ -72,6 +72,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
             run=SimpleNamespace(total_tokens=1000), exchange=SimpleNamespace(view_s=30.0)
         ),
         journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
+        worker=SimpleNamespace(busy_s=0.0),
         awaited=lambda: awaited,
     )
 
@@ -105,14 +106,16 @@ def test_it_says_what_the_node_does(tmp_path, fields, doing):
     assert StatusWriter(node).write().doing == "is leaving"
 
 
-def test_the_pace_is_that_of_the_last_seconds(tmp_path):
+def test_pace_and_busy_share_are_those_of_the_last_seconds(tmp_path):
     node, shown = node_in(tmp_path), []
 
     async def main():
         writing = asyncio.create_task(StatusWriter(node).run(shown.append))
         for second in range(3 * PACE_SAMPLES):
             await asyncio.sleep(1.0)
-            node.member.trained_tokens += 64 * (5 if second < 2 * PACE_SAMPLES else 10)
+            late = second >= 2 * PACE_SAMPLES
+            node.member.trained_tokens += 64 * (10 if late else 5)
+            node.worker.busy_s += 0.75 if late else 0.25
         writing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await writing
@@ -122,6 +125,10 @@ def test_the_pace_is_that_of_the_last_seconds(tmp_path):
     assert paces[0] is None
     assert paces[2 * PACE_SAMPLES - 1] == pytest.approx(5 * 64)
     assert paces[-1] == pytest.approx(10 * 64, rel=0.1)
+    shares = [status.busy_share for status in shown]
+    assert shares[0] is None
+    assert shares[2 * PACE_SAMPLES - 1] == pytest.approx(0.25)
+    assert shares[-1] == pytest.approx(0.75, rel=0.1)
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.waiting import ended, until_real
 
-from farflock.node.state import history
+from farflock.node.state import history, line_file
 from farflock.node.state.history import History, HistoryUnusable
 
 WRITER = """
@@ -159,7 +159,7 @@ def test_events_carry_time_kind_and_fields(tmp_path, clock):
 
 
 def test_events_rotate_at_their_size_and_keep_the_latest(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(history, "LINES_FILE_BYTES", 1000)
+    monkeypatch.setattr(line_file, "FILE_BYTES", 1000)
     with History.open(tmp_path, clock) as run:
         for number in range(200):
             run.event("tick", number=number)

@@ -5,9 +5,10 @@ import pytest
 from click.testing import CliRunner
 
 from farflock.node.assembly.checkpoints import KEPT
-from farflock.node.cli.commands.options import machine_of, machine_options
+from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
 from farflock.node.errors import Usage
 from farflock.node.model.device import Device
+from farflock.node.sinks.choice import LogOptions
 
 
 def given(*arguments):
@@ -66,3 +67,25 @@ def test_how_much_is_computed_at_once_is_a_number_or_the_devices_choice(text, si
 def test_what_is_no_number_of_sequences_is_refused_in_words(text):
     said = given("--micro-batch", text)
     assert "is not a number of sequences; write it as in 4, or auto" in said
+
+
+def logged(*arguments):
+    """How measures are taken with these options, or what is said against them."""
+    made = []
+
+    @click.command()
+    @machine_options
+    def command(**options):
+        made.append(logs_of(options))
+
+    answer = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    return made[0] if made else answer.output
+
+
+def test_measures_are_taken_every_few_seconds():
+    assert logged() == LogOptions()
+    assert logged("--log-every", "2") == LogOptions(2.0)
+
+
+def test_measures_are_not_taken_more_often_than_the_status():
+    assert "0.5 is not in the range 1<=x<=3600" in logged("--log-every", "0.5")

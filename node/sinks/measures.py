@@ -1,0 +1,42 @@
+"""The measures of a node: one set of names and units, whatever shows them."""
+
+import msgspec
+
+MEANINGS = {  # in the order in which they are shown
+    "time_s": "The wall clock in seconds since 1970.",
+    "step": "The node's own inner steps.",
+    "loss": "The loss of the last batch in nats per token.",
+    "tokens": "The run's tokens, as far as this node knows.",
+    "tokens_per_s": "The node's own speed in tokens per second, over the last seconds.",
+    "sent_bytes": "Bytes sent over the links since the node started, all protocol included.",
+    "received_bytes": "Bytes received over the links since the node started.",
+    "busy_share": "Share of the last seconds in which the thread that trains has computed, 0 to 1.",
+    "peers": "Members of the run, this node included once it is one.",
+    "rounds_ok": "Rounds applied since the node started to which every member contributed.",
+    "rounds_partial": "Rounds applied since then to which some members contributed.",
+    "rounds_alone": "Rounds since then for which no partner was found.",
+    "rounds_failed": "Rounds since then in which nothing was agreed.",
+}
+
+
+class Measures(msgspec.Struct, frozen=True):
+    """Measures of a node at one moment; `MEANINGS` has the units. None is what is not known yet,
+    and is shown nowhere."""
+
+    time_s: float
+    step: int
+    loss: float | None
+    tokens: int
+    tokens_per_s: float | None
+    sent_bytes: int
+    received_bytes: int
+    busy_share: float | None
+    peers: int
+    rounds_ok: int
+    rounds_partial: int
+    rounds_alone: int
+    rounds_failed: int
+
+
+OUTCOMES = ("ok", "partial", "alone", "failed")  # of a round: optimizers.method.Result.status
+NAMES = Measures.__struct_fields__

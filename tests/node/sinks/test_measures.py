@@ -1,0 +1,44 @@
+"""Every place shows the same measures under the same names."""
+
+from typing import get_args, get_type_hints
+
+import pytest
+
+from farflock.node.process.status import Status, measures_of
+from farflock.node.sinks.measures import MEANINGS, NAMES, OUTCOMES
+from farflock.optimizers.method import Result
+
+
+def status(**known):
+    values = {
+        "pid": 1, "run": "ab", "peer": "me", "invite": "", "step": 120, "tokens": 61_440,
+        "total_tokens": 10**6, "loss": 2.5, "view": 4, "members": ("me", "other"),
+        "is_member": True, "partners": (), "waits": (), "sent_bytes": 940, "received_bytes": 939,
+        "unsure_rounds": 0, "dropped": {},
+    }  # fmt: skip
+    return Status(**{**values, **known})
+
+
+def test_each_measure_has_a_meaning_and_nothing_else_has_one():
+    assert tuple(MEANINGS) == NAMES
+
+
+def test_rounds_are_counted_by_every_outcome_that_there_is():
+    assert get_args(get_type_hints(Result)["status"]) == OUTCOMES
+    assert {f"rounds_{outcome}" for outcome in OUTCOMES} < set(NAMES)
+
+
+def test_a_status_is_measured():
+    found = measures_of(
+        status(rounds={"ok": 3, "failed": 1}, tokens_per_s=512.0, busy_share=0.5), 5.0
+    )
+    assert (found.time_s, found.step, found.loss, found.tokens) == (5.0, 120, 2.5, 61_440)
+    assert (found.sent_bytes, found.received_bytes, found.peers) == (940, 939, 2)
+    assert (found.tokens_per_s, found.busy_share) == (512.0, 0.5)
+    assert (found.rounds_ok, found.rounds_partial) == (3, 0)
+    assert (found.rounds_alone, found.rounds_failed) == (0, 1)
+
+
+@pytest.mark.parametrize("name", sorted(MEANINGS))
+def test_a_meaning_is_a_sentence(name):
+    assert MEANINGS[name].endswith(".")
