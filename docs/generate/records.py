@@ -11,7 +11,7 @@ from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
 from farflock.node.process.status import PartnerStatus, Status, Waiting
-from farflock.node.sinks.measures import MEANINGS
+from farflock.node.sinks.measures import MEANINGS, prometheus_name
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
@@ -33,8 +33,9 @@ Each line is a JSON object with `time_s`, the wall clock in seconds since 1970. 
 receipts](../how-to/read-receipts.md) shows how to use them.
 """
 MEASURES = """
-What a node measures, wherever that is shown: in `measures.csv` and `farflock log`
-([watch a run](../how-to/watch-a-run.md)). What is not known yet is empty.
+What a node measures, wherever that is shown: in `measures.csv` and `farflock log`, and in
+Prometheus ([watch a run](../how-to/watch-a-run.md)). What is not known yet is left out, and in CSV
+it is empty.
 """
 STATUS = """
 A node writes `status.json` into its folder at most once a second, when something in it has
@@ -82,8 +83,8 @@ def make_status() -> str:
 
 def make_measures() -> str:
     """Return the page of measures."""
-    rows = [(code(name), said) for name, said in MEANINGS.items()]
-    return page("Measures", MEASURES, {"Names": table(("name", "meaning"), rows)})
+    rows = [(code(name), said, code(prometheus_name(name))) for name, said in MEANINGS.items()]
+    return page("Measures", MEASURES, {"Names": table(("name", "meaning", "in Prometheus"), rows)})
 
 
 def kinds() -> dict[str, set[str]]:

@@ -38,5 +38,18 @@ class Measures(msgspec.Struct, frozen=True):
     rounds_failed: int
 
 
+PREFIX = "farflock_"  # in Prometheus, where all programs share their names
 OUTCOMES = ("ok", "partial", "alone", "failed")  # of a round: optimizers.method.Result.status
 NAMES = Measures.__struct_fields__
+COUNTERS = tuple(name for name in NAMES if name.endswith("_bytes") or name.startswith("rounds_"))
+
+
+def prometheus_name(name: str) -> str:
+    """Return a measure's name in Prometheus, whose counters end with `_total`."""
+    return f"{PREFIX}{name}_total" if name in COUNTERS else f"{PREFIX}{name}"
+
+
+def numbers(measures: Measures) -> dict[str, float]:
+    """Return what is known by name, without the time and the step at which it was so."""
+    known = {name: getattr(measures, name) for name in NAMES if name not in ("time_s", "step")}
+    return {name: value for name, value in known.items() if value is not None}

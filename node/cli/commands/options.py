@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from farflock.node.process.network import MachineOptions
-    from farflock.node.sinks.choice import LogOptions
+    from farflock.node.sinks.choice import Endpoint, LogOptions
 
 MAX_CODEC_THREADS = 256
 
@@ -45,6 +45,12 @@ def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int 
             f"{text[:_SHOWN]!r} is not a number of sequences; write it as in 4, or auto"
         )
     return int(text)
+
+
+def _metrics(ctx: click.Context, option: click.Parameter, text: str | None) -> "Endpoint | None":
+    from farflock.node.sinks.choice import parse_address
+
+    return None if text is None else parse_address(text)
 
 
 def device_option(
@@ -197,6 +203,13 @@ _MACHINE = (
         show_default=True,
         help="Seconds between two measures.",
     ),
+    click.option(
+        "--metrics",
+        metavar="[ADDRESS:]PORT",
+        callback=_metrics,
+        help="Let Prometheus fetch the measures at this address over HTTP, as in 127.0.0.1:9464;"
+        " without an address, from this machine alone.",
+    ),
 )
 
 
@@ -250,4 +263,4 @@ def logs_of(options: Mapping[str, Any]) -> "LogOptions":
     """Return where these options let the node's measures go."""
     from farflock.node.sinks.choice import LogOptions
 
-    return LogOptions(options["log_every"])
+    return LogOptions(options["metrics"], options["log_every"])

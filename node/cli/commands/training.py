@@ -65,7 +65,7 @@ def _train(
     greet: Callable[[NodeT], None],
 ) -> int:
     ending = GracefulStop()
-    with feeds(logs) as measured, watching(title) as show:
+    with feeds(logs, out.line) as measured, watching(title) as show:
 
         def watched(node: NodeT) -> None:
             greet(node)

@@ -3,9 +3,10 @@
 from typing import get_args, get_type_hints
 
 import pytest
+from worlds.measured import measured
 
 from farflock.node.process.status import Status, measures_of
-from farflock.node.sinks.measures import MEANINGS, NAMES, OUTCOMES
+from farflock.node.sinks.measures import COUNTERS, MEANINGS, NAMES, OUTCOMES, numbers
 from farflock.optimizers.method import Result
 
 
@@ -25,7 +26,7 @@ def test_each_measure_has_a_meaning_and_nothing_else_has_one():
 
 def test_rounds_are_counted_by_every_outcome_that_there_is():
     assert get_args(get_type_hints(Result)["status"]) == OUTCOMES
-    assert {f"rounds_{outcome}" for outcome in OUTCOMES} < set(NAMES)
+    assert {f"rounds_{outcome}" for outcome in OUTCOMES} < set(COUNTERS)
 
 
 def test_a_status_is_measured():
@@ -37,6 +38,13 @@ def test_a_status_is_measured():
     assert (found.tokens_per_s, found.busy_share) == (512.0, 0.5)
     assert (found.rounds_ok, found.rounds_partial) == (3, 0)
     assert (found.rounds_alone, found.rounds_failed) == (0, 1)
+
+
+def test_what_is_not_known_is_not_shown():
+    assert set(numbers(measured())) == set(NAMES) - {"time_s", "step"}
+    known = numbers(measured(loss=None, tokens_per_s=None, peers=0))
+    assert set(NAMES) - set(known) == {"time_s", "step", "loss", "tokens_per_s"}
+    assert known["peers"] == 0
 
 
 @pytest.mark.parametrize("name", sorted(MEANINGS))

@@ -8,7 +8,7 @@ from farflock.node.assembly.checkpoints import KEPT
 from farflock.node.cli.commands.options import logs_of, machine_of, machine_options
 from farflock.node.errors import Usage
 from farflock.node.model.device import Device
-from farflock.node.sinks.choice import LogOptions
+from farflock.node.sinks.choice import Endpoint, LogOptions
 
 
 def given(*arguments):
@@ -70,7 +70,7 @@ def test_what_is_no_number_of_sequences_is_refused_in_words(text):
 
 
 def logged(*arguments):
-    """How measures are taken with these options, or what is said against them."""
+    """Where measures go with these options, or what is said against them."""
     made = []
 
     @click.command()
@@ -82,9 +82,11 @@ def logged(*arguments):
     return made[0] if made else answer.output
 
 
-def test_measures_are_taken_every_few_seconds():
+def test_measures_go_to_the_folder_alone_unless_more_is_asked_for():
     assert logged() == LogOptions()
-    assert logged("--log-every", "2") == LogOptions(2.0)
+    assert logged("--log-every", "2", "--metrics", "9464") == (
+        LogOptions(Endpoint("127.0.0.1", 9464), 2.0)
+    )
 
 
 def test_measures_are_not_taken_more_often_than_the_status():

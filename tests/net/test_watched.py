@@ -1,0 +1,77 @@
+"""Real nodes are watched: the same measures are in CSV and at Prometheus."""
+
+import re
+import urllib.request
+
+import pytest
+from worlds.node_processes import STEP, described
+from worlds.waiting import until_real
+
+from farflock.node.run.manifest import resolve
+from farflock.node.sinks.csv_file import read_measures
+from farflock.node.sinks.measures import numbers, prometheus_name
+
+pytestmark = pytest.mark.net
+
+STEP_S = 0.05  # no machine may end a run before it was watched
+WATCHED = ("--metrics", "0", "--log-every", "1")
+WHOLE = resolve(
+    {
+        "run": {"name": "watched", "total_tokens": 100_000 * 4 * 32},
+        "model": {"preset": "tiny"},
+        "train": {"batch": 4, "seq": 32},
+        "method": {"name": "diloco", "options": {"period": 5}},
+        "exchange": {"view_s": 2.0, "deadline_s": 6.0, "start_peers": 2},
+    }
+)
+
+
+def served(node):
+    """What Prometheus sees of a node, by name, once the node has trained; its loss is there too."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def fetched():
+        found = re.findall(r"http://\S+/metrics", node.log)
+        if not found:
+            return None
+        with urllib.request.urlopen(found[-1], timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            samples = {each.name: each.value for family in families for each in family.samples}
+        return samples if prometheus_name("loss") in samples else None
+
+    return until_real(fetched, "measures at Prometheus", node.told)
+
+
+def agree(node, samples):
+    """Check that a node that has ended says the same everywhere."""
+    rows = read_measures(node.folder)
+    (then,) = [row for row in rows if row.time_s == samples[prometheus_name("time_s")]]
+    expected = {"time_s": then.time_s, "step": then.step, **numbers(then)}
+    assert samples == {prometheus_name(name): value for name, value in expected.items()}
+    return rows
+
+
+def test_whole_replicas_say_the_same_everywhere(run):
+    run.brake(STEP_S)
+    (run.folder / "run.toml").write_bytes(WHOLE.canonical())
+    founder = run.start("founder", "run", run.folder / "run.toml", *WATCHED)
+    run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    joiner = run.join("joiner", *WATCHED)
+    joiner.reaches(lambda status: status["rounds"].get("ok", 0) > 1)
+    first, other = served(founder), served(joiner)
+    assert first[prometheus_name("peers")] == other[prometheus_name("peers")] == 2
+    founder.leaves()
+    joiner.leaves()
+    assert agree(founder, first)[-1].rounds_ok > 0
+    agree(joiner, other)
+
+
+@pytest.mark.ci_more
+def test_a_pipeline_s_node_says_the_same_everywhere(run):
+    run.brake(STEP_S)
+    (run.folder / "run.toml").write_bytes(described(1, 10**5).canonical())
+    node = run.start("node", "run", run.folder / "run.toml", "--role", "replica", *WATCHED)
+    node.reaches(lambda status: status["tokens"] > 2 * STEP)
+    samples = served(node)
+    node.leaves()
+    assert agree(node, samples)[-1].tokens > 2 * STEP
