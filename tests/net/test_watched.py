@@ -1,4 +1,4 @@
-"""Real nodes are watched: the same measures are in CSV and at Prometheus."""
+"""Real nodes are watched: the same measures are in CSV, in TensorBoard's files, at Prometheus."""
 
 import re
 import urllib.request
@@ -13,8 +13,10 @@ from farflock.node.sinks.measures import numbers, prometheus_name
 
 pytestmark = pytest.mark.net
 
+pytest.importorskip("tensorboard", reason="pip install -c constraints.txt -e '.[tensorboard]'")
+
 STEP_S = 0.05  # no machine may end a run before it was watched
-WATCHED = ("--metrics", "0", "--log-every", "1")
+WATCHED = ("--metrics", "0", "--log", "tensorboard", "--log-every", "1")
 WHOLE = resolve(
     {
         "run": {"name": "watched", "total_tokens": 100_000 * 4 * 32},
@@ -42,12 +44,26 @@ def served(node):
     return until_real(fetched, "measures at Prometheus", node.told)
 
 
+def drawn(node):
+    """The newest scalars of a node for TensorBoard, and their step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (node.folder / "tensorboard").iterdir()
+    seen = EventAccumulator(str(folder))
+    seen.Reload()
+    newest = {tag: seen.Scalars(tag)[-1] for tag in seen.Tags()["scalars"]}
+    return {tag: each.value for tag, each in newest.items()}, newest["tokens"].step
+
+
 def agree(node, samples):
     """Check that a node that has ended says the same everywhere."""
     rows = read_measures(node.folder)
     (then,) = [row for row in rows if row.time_s == samples[prometheus_name("time_s")]]
     expected = {"time_s": then.time_s, "step": then.step, **numbers(then)}
     assert samples == {prometheus_name(name): value for name, value in expected.items()}
+    values, step = drawn(node)
+    assert step == rows[-1].step
+    assert values == {name: pytest.approx(value) for name, value in numbers(rows[-1]).items()}
     return rows
 
 

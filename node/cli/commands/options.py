@@ -47,6 +47,12 @@ def _micro_batch(ctx: click.Context, option: click.Parameter, text: str) -> int 
     return int(text)
 
 
+def _logs(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    from farflock.node.sinks.choice import parse_logs
+
+    return () if text is None else parse_logs(text)
+
+
 def _metrics(ctx: click.Context, option: click.Parameter, text: str | None) -> "Endpoint | None":
     from farflock.node.sinks.choice import parse_address
 
@@ -197,6 +203,14 @@ _MACHINE = (
         help="Accept no incoming connections (behind NAT or a firewall).",
     ),
     click.option(
+        "--log",
+        "logs",
+        metavar="NAMES",
+        callback=_logs,
+        help="Where the node's measures go beside measures.csv in its folder: tensorboard, wandb,"
+        " or both as in tensorboard,wandb.",
+    ),
+    click.option(
         "--log-every",
         type=click.FloatRange(1, 3600),
         default=10.0,
@@ -263,4 +277,4 @@ def logs_of(options: Mapping[str, Any]) -> "LogOptions":
     """Return where these options let the node's measures go."""
     from farflock.node.sinks.choice import LogOptions
 
-    return LogOptions(options["metrics"], options["log_every"])
+    return LogOptions(options["logs"], options["metrics"], options["log_every"])

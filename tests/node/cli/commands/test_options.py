@@ -84,10 +84,15 @@ def logged(*arguments):
 
 def test_measures_go_to_the_folder_alone_unless_more_is_asked_for():
     assert logged() == LogOptions()
-    assert logged("--log-every", "2", "--metrics", "9464") == (
-        LogOptions(Endpoint("127.0.0.1", 9464), 2.0)
+    assert logged("--log", "tensorboard,wandb", "--log-every", "2", "--metrics", "9464") == (
+        LogOptions(("tensorboard", "wandb"), Endpoint("127.0.0.1", 9464), 2.0)
     )
 
 
 def test_measures_are_not_taken_more_often_than_the_status():
     assert "0.5 is not in the range 1<=x<=3600" in logged("--log-every", "0.5")
+
+
+def test_an_unknown_place_for_measures_is_refused():
+    with pytest.raises(Usage, match="did you mean 'tensorboard'"):
+        logged("--log", "tensorbord")
