@@ -62,6 +62,10 @@ class Links(Protocol):
         """Return the measured round trip in seconds; None before the first measurement."""
         ...
 
+    def total_bytes(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far, over all peers."""
+        ...
+
     def learn(self, record: bytes) -> bool:
         """Take in a peer's signed record (swarm/record.py); False if it is bad or not newer."""
         ...

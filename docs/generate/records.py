@@ -34,8 +34,8 @@ receipts](../how-to/read-receipts.md) shows how to use them.
 """
 MEASURES = """
 What a node measures, wherever that is shown: in `measures.csv` and `farflock log`, in TensorBoard,
-Weights & Biases and Prometheus ([watch a run](../how-to/watch-a-run.md)). What is not known yet is
-left out, and in CSV it is empty.
+Weights & Biases and Prometheus ([watch a run](../how-to/watch-a-run.md)), and as numbers of
+`SwarmOptimizer.measures()`. What is not known yet is left out, and in CSV it is empty.
 """
 STATUS = """
 A node writes `status.json` into its folder at most once a second, when something in it has

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farflock.node.errors import Failure, Usage
+from farflock.node.library.loop_measures import RoundReport
 from farflock.node.library.swarm_optimizer import (
     MEMBERS_TIMEOUT_S,
     InnerSpec,
-    RoundReport,
     SwarmOptimizer,
     inner_optimizer,
 )
@@ -208,6 +208,10 @@ class FollowingOptimizer(SwarmOptimizer):
     def eval_params(self) -> dict[str, torch.Tensor]:
         """Take part in rank 0's call, and return nothing."""
         self._follow()
+        return {}
+
+    def measures(self) -> dict[str, float]:
+        """Return nothing: rank 0 measures."""
         return {}
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:

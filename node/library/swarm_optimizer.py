@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farflock.node.errors import Usage
+from farflock.node.library.loop_measures import LoopMeasures, RoundReport
 from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.model.device import Device, lacks_for_outer
 from farflock.node.model.ranks import LEADER
@@ -34,21 +35,14 @@ from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.portable_inner import make_portable
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from farflock.node.model.replica_fsdp import FsdpReplica
 
 InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
-
-
-class RoundReport(NamedTuple):
-    """A round and its status: `ok`, `partial`, `alone` or `failed`; `peers` includes this one."""
-
-    stream: str
-    number: int
-    status: str
-    peers: int
 
 
 class Remembered(msgspec.Struct, frozen=True):
@@ -122,7 +116,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
         self._training_task = ExternalStep(tokens_per_step)
-        self._news = _News()
+        self._news = LoopMeasures()
         join_request = JoinRequest(wished, self._replica, self._training_task, self._news.report)
         if invite is None or isinstance(invite, str):
             from farflock.node.library.door import NetworkEntryPoint  # late: it loads hivemind
@@ -150,13 +144,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         for it.
         """
         life, loop = self._life, self._here.loop
-        progress = life.call(loop.begin_step, through=True)
+        with self._news.waiting():
+            progress = life.call(loop.begin_step, through=True)
         self._training_task.closure = closure
         try:
             loss = loop.train_one(progress)
         finally:
             self._training_task.closure = None
-        life.call(partial(loop.end_step, loss), through=True)
+        with self._news.waiting():
+            life.call(partial(loop.end_step, loss), through=True)
+        self._news.stepped(self.tokens_per_step)
         keeps = loop.driver.method.keeps_gradients and loop.driver.pending
         self._held = self._replica.read(self._replica.names, "grad") if keeps else {}
         return self._training_task.returned
@@ -250,6 +247,24 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Return the method's outer parameters if it has any, otherwise the model's: in float32
         on the CPU, and with the same bits on every peer after a round of an exact method."""
         return self._life.call(self._eval_params)
+
+    def measures(self) -> dict[str, float]:
+        """Return what this peer has measured so far, for loggers of your own; nothing once it is
+        closed. docs/reference/measures.md says names and units."""
+        if not self._end.alive:
+            return {}
+
+        async def here() -> tuple[int, tuple[int, int], int]:
+            traffic = self._here.peer.context.links.total_bytes()
+            return self._here.loop.driver.tokens, traffic, len(self.members)
+
+        return self._news.numbers(*self._life.call(here))
+
+    def log_to(self, trainer: "Trainer") -> None:
+        """Let a Hugging Face `Trainer` log these measures beside its own, in all its loggers."""
+        from farflock.node.library.trainer_callback import add_to  # late: it loads transformers
+
+        add_to(trainer, self.measures)
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
         """Wait until the run has `count` members; raise `TimeoutError` after `timeout_s`."""
@@ -353,21 +368,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         driver.load_state(open_ones)
         loop.step = facts.step
         loop.state_sync.load_state(place, swarm.get("owed", {}))
-
-
-class _News:
-    """The loop's last reports. They are kept apart from the optimizer, so that the loop does not
-    keep it alive."""
-
-    def __init__(self) -> None:
-        self.last_round: RoundReport | None = None
-
-    def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take one event of the loop."""
-        if kind == "round":
-            self.last_round = RoundReport(
-                fields["stream"], fields["round"], fields["status"], fields["peers"]
-            )
 
 
 def _class_here(cls: type[Any]) -> type[Any]:

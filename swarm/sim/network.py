@@ -249,6 +249,10 @@ class SimLinks:
         """Accept any record: every peer is known here."""
         return True
 
+    def total_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the frames sent and received."""
+        return self.sent_bytes, self.received_bytes
+
     async def close(self) -> None:
         """Do nothing: there is nothing to close."""
 

@@ -115,6 +115,16 @@ async def test_frames_of_every_size_arrive_whole_with_their_senders_name(world):
 
 
 @on_all_links
+async def test_all_bytes_are_counted_on_both_ends(world):
+    a, b = await acquainted(world, 1, 2)
+    (sent, _), (_, received) = a.total_bytes(), b.total_bytes()
+    assert a.send(b.me, FRAME)
+    assert await got(b) == (a.me, FRAME)
+    assert a.total_bytes()[0] >= sent + len(FRAME)
+    assert b.total_bytes()[1] >= received + len(FRAME)
+
+
+@on_all_links
 async def test_a_frame_is_as_it_was_when_it_was_sent(world):
     a, b = await acquainted(world, 1, 2)
     frame = bytearray(b"as sent")
