@@ -31,8 +31,9 @@ check: $(READY) imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# All long tests, or one part of them, as in `make test-long PART=2`.
 test-long: $(READY)
-	$(PYTEST) --hypothesis-profile long -o faulthandler_timeout=0
+	$(JUDGE) long$(addprefix -,$(PART))
 
 # How-tos, tutorials, examples, and the longest of the tests that every commit has to pass. `gate`
 # is `test` and `ci-more` with one verdict.

@@ -1,15 +1,18 @@
 """Run parts of the tests as continuous integration does, give failures a second chance, and judge.
 
     python tests/judge.py [--record] pure real ci-more
+    python tests/judge.py long-2
 
 Each part is one run of pytest over a fixed list. After all parts each test that failed runs once
 more, alone. A test that fails twice is red. A real test that passes then is `unstable`: a machine
 was slow or a port was taken, which says nothing of the commit. A pure test that passes then is `not
 deterministic`; that is red with STRICT=1, so that its author mends it. More than MAX_FAILURES
-failures are red at once. Exit: 0 green, 1 red, 2 a part could not be run.
+failures are red at once. `long` stands for all parts of the long tests. Exit: 0 green, 1 red, 2 a
+part could not be run.
 
-With --record the seconds of each file are written to tests/seconds.toml, by which files are divided
-among workers. On an idle machine that is worth a commit once a division has become uneven.
+With --record the seconds of each file, or function of long tests, are written to
+tests/seconds.toml, by which a part is divided among workers. On an idle machine that is worth a
+commit once a division has become uneven.
 """
 
 import collections
@@ -21,21 +24,30 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from long_parts import LONG, MAX_LIMIT_S
 from parts import LATE, record
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "build" / "reports"  # the last outcome of each test, by part
 EVERYDAY = "not ci_more and not long and not gpu"
-PARTS = {
+GATE = {
     "pure": f"not net and {EVERYDAY}",
     "real": f"net and {EVERYDAY}",
     "ci-more": "ci_more and not long and not gpu",
 }
+PARTS = GATE | {name: part.marks for name, part in LONG.items()}
 # Fixed, so that the same tests follow each other wherever they run. Two is the number of cores that
 # we plan for; what is in ci-more waits half of its time.
-WORKERS = {"pure": 2, "real": 2, "ci-more": 3}
+WORKERS = dict.fromkeys(PARTS, 2) | {"ci-more": 3}
+# Beside a part of the long tests: random examples, and more time.
+LONG_OPTIONS = (
+    "--hypothesis-profile=long",
+    f"--timeout={MAX_LIMIT_S}",
+    f"--override-ini=faulthandler_timeout={2 * MAX_LIMIT_S}",
+)
 MAX_FAILURES = 20
 SECOND_CHANCE_S = 600.0
 CLEAN_UP_S = 10.0  # for a second chance whose time is over
@@ -97,7 +109,7 @@ def pytest(*words, limit_s=None):
     return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
 
 
-def run_part(name, outcomes, began_s):
+def run_part(name, outcomes, began_s, options=()):
     """Run one part; return its minutes, or exit where it could not be run or failed too often."""
     part_began_s = time.monotonic()
     report = REPORTS / f"{name}.jsonl"
@@ -112,6 +124,7 @@ def run_part(name, outcomes, began_s):
         f"-m={PARTS[name]}",
         f"--report={report}",
         f"--late-after={began_s + LATE_AFTER_S}",
+        *options,
     )
     outcomes.read(report)
     if code not in (ALL_PASSED, SOME_FAILED, NONE_CHOSEN):
@@ -173,18 +186,22 @@ def print_skipped(outcomes):
 def main(words):
     """Run the named parts and return the exit code."""
     names = [word for word in words if word != "--record"]
+    names = list(LONG) if names == ["long"] else names
     if unknown := set(names) - PARTS.keys():
         print(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         return BROKEN
+    options, second_chance_s = (), SECOND_CHANCE_S
+    if LONG.keys() & names:
+        options, second_chance_s = LONG_OPTIONS, MAX_LIMIT_S
     began_s = float(os.environ.get("GATE_BEGAN_S") or time.time())
     outcomes, minutes = Outcomes(), {}
     for name in names:
         before = set(outcomes.seconds)
-        minutes[name] = run_part(name, outcomes, began_s)
+        minutes[name] = run_part(name, outcomes, began_s, options)
         if "--record" in words:
             new = outcomes.seconds.keys() - before
             record(name, {test: outcomes.seconds[test] for test in new})
-    passed = second_chances(outcomes.failed)
+    passed = second_chances(outcomes.failed, second_chance_s, partial(pytest, *options))
     print_slowest(outcomes)
     print_skipped(outcomes)
     lines, is_green = verdict(outcomes.failed, passed, os.environ.get("STRICT") == "1")

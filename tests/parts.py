@@ -2,8 +2,9 @@
 
 With `-n N --dist each`, worker K runs part K of N. Without workers, `--part K/N` chooses one. The
 files are divided by the committed seconds of `--division`, a table of seconds.toml, so that the
-parts end together. `--until TEST` ends a part with that test: so a failure can be repeated after
-exactly the tests that ran before it.
+parts end together. Where the division is a part of the long tests, only that part runs, and single
+tests are divided: one file may hold all of them. `--until TEST` ends a part with that test: so a
+failure can be repeated after exactly the tests that ran before it.
 """
 
 import collections
@@ -13,10 +14,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from long_parts import LONG, fault_of
 
 TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.toml"
-MIN_S = 1.0  # a file that takes less stands in no table
+MIN_S = 1.0  # what takes less stands in no table
 LATE = "the gate's time is up"
 
 
@@ -34,34 +36,42 @@ def add_options(parser):
     )
 
 
-def divided(count, seconds, tests=TESTS):
-    """Return {file: number of its part}.
+def divided(count, names, seconds):
+    """Return {key: number of its part}.
 
-    `seconds` is what files take, by their paths in `tests`. Longest first, each file goes to the
-    part that has the least so far.
+    `names` says under which name `seconds` knows a key, {key: name}; keys of one name share its
+    seconds. Longest first, each key goes to the part that has the least so far.
     """
+    sizes = collections.Counter(names.values())
     weights = {
-        path: seconds.get(path.relative_to(tests).as_posix(), MIN_S / 2)
-        for path in tests.rglob("test_*.py")
+        key: seconds[name] / sizes[name] if name in seconds else MIN_S / 2
+        for key, name in names.items()
     }
     chosen, sums = {}, dict.fromkeys(range(1, count + 1), 0.0)
-    for path, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0])):
-        chosen[path] = min(sums, key=sums.get)
-        sums[chosen[path]] += weight
+    for key, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0])):
+        chosen[key] = min(sums, key=sums.get)
+        sums[chosen[key]] += weight
     return chosen
 
 
+def files(tests=TESTS):
+    """Return {path of a file of tests: its name in seconds.toml}."""
+    return {path: path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+
+
 def recorded(division):
-    """Return the seconds of a table, {path: seconds}; nothing where none has that name."""
+    """Return the seconds of a table, {name: seconds}; nothing where none has that name."""
     return tomllib.loads(SECONDS.read_text()).get(division, {})
 
 
 def record(division, seconds):
-    """Write a table, each file in one line, from {test: seconds}; keep the other tables."""
+    """Write a table, each file (of long tests: each function) in one line, from {test: seconds};
+    keep the other tables."""
+    name_of = function_of if division in LONG else file_of
     tables = tomllib.loads(SECONDS.read_text())
     tables[division] = collections.Counter()
     for test, took_s in seconds.items():
-        tables[division][file_of(test)] += took_s
+        tables[division][name_of(test)] += took_s
     SECONDS.write_text("\n".join(map(table, sorted(tables.items()))))
 
 
@@ -70,12 +80,17 @@ def file_of(test):
     return test.partition("::")[0].removeprefix("tests/")
 
 
+def function_of(test):
+    """Return the path in tests/ of a test's file, and the name of its function."""
+    return test.partition("[")[0].removeprefix("tests/")
+
+
 def table(named):
-    """Return a table of seconds.toml, of the files worth a line."""
+    """Return a table of seconds.toml, of what is worth a line."""
     division, seconds = named
     lines = [
-        f'"{path}" = {round(took_s)}\n'
-        for path, took_s in sorted(seconds.items())
+        f'"{name}" = {round(took_s)}\n'
+        for name, took_s in sorted(seconds.items())
         if took_s >= MIN_S
     ]
     return f"[{division}]\n" + "".join(lines)
@@ -93,7 +108,8 @@ class Parts:
         elif asked := config.getoption("--part"):
             self.number, self.count = map(int, asked.split("/"))
         self.division = config.getoption("--division")
-        self.files = divided(self.count, recorded(self.division))
+        self.long = LONG.get(self.division)
+        self.files = {} if self.long else divided(self.count, files(), recorded(self.division))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -102,12 +118,26 @@ class Parts:
 
     def pytest_ignore_collect(self, collection_path):
         """Leave out the files of other parts."""
+        if self.long is not None:
+            path = collection_path.relative_to(TESTS.parent).as_posix()
+            return not self.long.may_have(path) or None
         if self.number is not None and collection_path in self.files:
             return self.files[collection_path] != self.number or None
         return None
 
+    def pytest_itemcollected(self, item):
+        """Refuse a long test that is in no part, or may take too long for one."""
+        if item.get_closest_marker("long"):
+            limits_s = [mark.args[0] for mark in item.iter_markers("timeout")]
+            if (fault := fault_of(item.nodeid, limits_s)) is not None:
+                raise pytest.UsageError(fault)
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
+        if self.long is not None:
+            names = {i.nodeid: function_of(i.nodeid) for i in items if self.long.has(i.nodeid)}
+            chosen = divided(self.count, names, recorded(self.division))
+            items[:] = [item for item in items if chosen.get(item.nodeid) == (self.number or 1)]
         if (last := self.config.getoption("--until")) is not None:
             names = [item.nodeid for item in items]
             del items[names.index(last) + 1 :]
@@ -122,11 +152,12 @@ class Parts:
         report = yield
         if report.failed and self.number is not None:
             marks = self.config.getoption("-m")
+            profile = "--hypothesis-profile long " if self.long else ""
             report.sections.append(
                 (
                     "to repeat it after the same tests",
                     f"pytest --part {self.number}/{self.count} --division {self.division} "
-                    f"-m '{marks}' --until '{item.nodeid}'",
+                    f"{profile}-m '{marks}' --until '{item.nodeid}'",
                 )
             )
         return report

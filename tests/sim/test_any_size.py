@@ -147,7 +147,6 @@ async def trained(network, steps, *arguments):
     return first, second
 
 
-@pytest.mark.timeout(900)  # a machine may be busy; how long it takes is measured elsewhere
 @pytest.mark.parametrize(
     "name",
     [

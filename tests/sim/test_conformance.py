@@ -17,7 +17,7 @@ from farflock.optimizers.catalog import METHODS
 
 SIZES = (1, 2, 4, 7)
 SEEDS = 3
-LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+LONG = pytest.mark.long
 
 
 def require_clean(arm, size, misfortunes, seed=0):

@@ -7,6 +7,7 @@ import collections
 import pytest
 import torch
 from worlds.pipeline_audit import Audit, pipeline, plan
+from worlds.seeds import blocks, each
 from worlds.waiting import until
 
 from farflock.node.model.llama import build
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
-MANY = 50
 
 
 def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
@@ -161,15 +161,9 @@ def test_when_replicas_and_servers_die_nothing_is_lost_or_doubled_and_stages_sta
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_many_seeds_of_a_mixed_swarm_with_churn():
-    failures = []
-    for seed in range(MANY):
-        try:
-            mixed_with_churn(seed)
-        except (AssertionError, TimeoutError, RuntimeError) as error:
-            failures.append(f"seed {seed}: {error!r:.300}")
-    assert not failures, "\n".join(failures)
+@blocks(0, 50, size=10)
+def test_many_seeds_of_a_mixed_swarm_with_churn(seeds):
+    each(seeds, mixed_with_churn)
 
 
 POINTS = [("whole computed", 0.0), ("offered", 0.1), ("closed", 0.0)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from worlds.kills import POINTS, ScheduledKills
 from worlds.pipeline_audit import TEXT, Audit, pipeline, plan
+from worlds.seeds import blocks, each
 from worlds.waiting import until
 
 from farflock.node.model.llama import build
@@ -33,7 +34,6 @@ BATCH = 8  # microbatches
 TOKENS = 8 * BATCH
 FOREVER = 10**9  # tokens of runs that a test ends
 FEW_IN_FLIGHT = TrainerTerms(window=3, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0)
-MANY = 200
 
 
 def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
@@ -278,16 +278,10 @@ def test_a_swarm_of_24_with_churn_hangs_never_and_loses_and_doubles_nothing(seed
 
 
 @pytest.mark.long
-@pytest.mark.timeout(4 * 3600)
-def test_two_hundred_seeds_of_a_swarm_of_24_with_churn():
-    failures, kills = [], 0
-    for seed in range(MANY):
-        try:
-            kills += swarm_of_24(seed, steps=8).tale.kills
-        except (AssertionError, TimeoutError, RuntimeError) as error:
-            failures.append(f"seed {seed}: {error!r:.300}")
-    assert not failures, "\n".join(failures)
-    assert kills > MANY
+@blocks(0, 200, size=10)
+def test_two_hundred_seeds_of_a_swarm_of_24_with_churn(seeds):
+    kills = each(seeds, lambda seed: swarm_of_24(seed, steps=8).tale.kills)
+    assert sum(kills) > 0, "there was no churn: 17 deaths in ten seeds are usual"
 
 
 # throughput

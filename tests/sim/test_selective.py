@@ -414,7 +414,6 @@ def mixed_with_churn(seed):
 
 
 @LONG
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(12))
 def test_under_churn_everything_holds(seed):
     mixed_with_churn(seed)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 from worlds.decisions import KEY, VIEW, Ruled, Schedule
+from worlds.seeds import blocks
 
 from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
 from farflock.swarm.protocol import decide
@@ -29,9 +30,9 @@ def test_no_schedule_decides_two_values_or_one_that_was_never_proposed():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_no_schedule_of_a_hundred_thousand_decides_two_values():
-    for seed in range(10**6, 10**6 + 100_000):
+@blocks(10**6, 10**6 + 100_000, size=10_000)
+def test_no_schedule_of_a_hundred_thousand_decides_two_values(seeds):
+    for seed in seeds:
         Schedule(seed).disturb(250)
 
 
@@ -64,9 +65,9 @@ def test_refusals_for_good_neither_break_agreement_nor_block_it():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
-    for seed in range(10**7, 10**7 + 30_000):
+@blocks(10**7, 10**7 + 30_000, size=10_000)
+def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values(seeds):
+    for seed in seeds:
         Schedule(seed, refusals=0.1).disturb(250)
 
 

@@ -4,6 +4,7 @@ time."""
 import msgspec
 import pytest
 from worlds.pair_rounds import DEADLINE_S, KEY, Round, follow, lead, offer_of, said
+from worlds.seeds import blocks
 
 from farflock.swarm.messages import (
     PairAbort,
@@ -301,7 +302,7 @@ def test_both_alive_and_connected_end_equally():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_the_same_holds_in_a_hundred_thousand_rounds():
-    for seed in range(10**6, 10**6 + 100_000):
+@blocks(10**6, 10**6 + 100_000, size=10_000)
+def test_the_same_holds_in_a_hundred_thousand_rounds(seeds):
+    for seed in seeds:
         check(Round(seed, faults=True).run())

@@ -21,6 +21,7 @@ from worlds.collective import (
     offering_world,
     unlucky_world,
 )
+from worlds.seeds import blocks
 
 from farflock.swarm.messages import Decided, Holds, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
@@ -95,10 +96,10 @@ def test_in_seeded_bad_luck_all_that_complete_agree_and_every_live_majority_comp
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 @KINDS
-def test_the_same_holds_in_ten_thousand_seeds(kind):
-    for seed in range(10**6, 10**6 + 10_000):
+@blocks(10**6, 10**6 + 10_000, size=1_000)
+def test_the_same_holds_in_ten_thousand_seeds(kind, seeds):
+    for seed in seeds:
         staged, witnessed = seed % 3 > 0, seed % 3 > 1
         unlucky_world(seed, kind, staged=staged, witnessed=witnessed).run(until_s=200.0)
 

@@ -1,0 +1,91 @@
+"""The parts of the long tests: each long test is in one, and none has hours."""
+
+import json
+from pathlib import Path
+
+import judge
+import long_parts
+import pytest
+from long_parts import LONG, MAX_LIMIT_S, LongPart, fault_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def two_parts(monkeypatch):
+    """A table with a part of random examples, and two of long tests that share a file."""
+    files = LongPart("a", ("tests/a/", "tests/test_b.py::test_x"))
+    table = [LongPart("random", ("tests/",), "hypothesis"), files, LongPart("b", ("tests/test_b",))]
+    monkeypatch.setattr(long_parts, "LONG", {f"long-{n}": part for n, part in enumerate(table, 1)})
+    return table
+
+
+@pytest.mark.parametrize("name", [name for part in LONG.values() for name in part.tests])
+def test_what_a_part_names_is_there(name):
+    file, _, test = name.partition("::")
+    assert list(ROOT.glob(f"{file}*"))
+    assert not test or f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
+
+
+def test_the_page_about_tests_tells_of_each_part():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    rows = [f"\n| {n} | {part.what} |" for n, part in enumerate(LONG.values(), 1)]
+    assert not [row for row in rows if row not in page]
+
+
+@pytest.mark.usefixtures("two_parts")
+@pytest.mark.parametrize(
+    ("test", "limits_s", "fault"),
+    [
+        ("tests/a/test_x.py::test_y[1]", [], None),
+        ("tests/a/test_x.py::test_y[1]", [MAX_LIMIT_S], None),
+        ("tests/a/test_x.py::test_y[1]", [60, MAX_LIMIT_S + 1], "may take 1201 s"),
+        ("tests/c/test_x.py::test_y", [], "exactly one part"),
+        ("tests/test_b.py::test_x", [], "exactly one part"),
+        ("tests/test_b.py::test_y", [], None),
+    ],
+)
+def test_a_long_test_in_no_part_or_two_or_with_a_longer_limit_is_refused(test, limits_s, fault):
+    found = fault_of(test, limits_s)
+    assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(
+    ("path", "may"),
+    [
+        ("tests", True),
+        ("tests/a", True),
+        ("tests/a/deep", True),
+        ("tests/test_b.py", True),
+        ("tests/b", False),
+        ("tests/test_c.py", False),
+    ],
+)
+def test_a_part_collects_only_where_its_tests_are(two_parts, path, may):
+    assert two_parts[1].may_have(path) is may
+
+
+def test_all_parts_run_with_more_time_and_random_examples_and_so_do_second_chances(
+    monkeypatch, tmp_path, capsys
+):
+    calls, test = [], "tests/sim/test_seeds.py::test_x"
+    entry = {"test": test, "seconds": 1.0, "outcome": "failed", "is_real": True}
+
+    def pytest_stub(*words, limit_s=None):
+        calls.append((words, limit_s))
+        if f"--division={list(LONG)[-1]}" in words:
+            Path(words[5].removeprefix("--report=")).write_text(json.dumps(entry))
+            return judge.SOME_FAILED
+        return judge.ALL_PASSED
+
+    monkeypatch.setattr(judge, "REPORTS", tmp_path)
+    monkeypatch.setattr(judge, "pytest", pytest_stub)
+    assert judge.main(["long"]) == judge.GREEN
+    assert f"unstable: {test}" in capsys.readouterr().out
+    assert [words[3:5] for words, _ in calls[:-1]] == [
+        (f"--division={name}", f"-m={part.marks}") for name, part in LONG.items()
+    ]
+    assert all(set(judge.LONG_OPTIONS) <= set(words) for words, _ in calls)
+    again, left_s = calls[-1]
+    assert again[-1] == test
+    assert judge.SECOND_CHANCE_S < left_s <= MAX_LIMIT_S
