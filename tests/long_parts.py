@@ -64,6 +64,7 @@ _PARTS = [
             "tests/node/assembly/test_resume.py",
             "tests/node/data/",
             "tests/node/library/",
+            "tests/node/process/",
             "tests/node/simulate/",
             "tests/node/train/",
             "tests/sim/test_any_size.py",

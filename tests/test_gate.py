@@ -19,8 +19,7 @@ import purity
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from purity import FORBIDDEN, Guard
-from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, until_real
+from worlds.waiting import LIMIT_S, alive, until_real
 
 from farflock.swarm.sim.virtual_time import run_virtual
 

@@ -9,8 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from worlds.node_liveness import alive
-from worlds.waiting import ended, in_time, line_of, until_real
+from worlds.waiting import alive, ended, in_time, line_of, until_real
 
 pytest.importorskip("hivemind")
 

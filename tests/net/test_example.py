@@ -13,8 +13,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from worlds.node_liveness import alive
-from worlds.waiting import completed, ended, line_of, output_of, until_real
+from worlds.waiting import alive, completed, ended, line_of, output_of, until_real
 
 from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worlds.node_liveness import alive
-from worlds.waiting import ended, output_of, told, until_real
+from worlds.waiting import alive, ended, output_of, told, until_real
 
 from farflock.node.run.invite import Invite, mint
 

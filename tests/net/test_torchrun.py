@@ -8,8 +8,7 @@ import sys
 
 import psutil
 import pytest
-from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, ended, told, until_real
+from worlds.waiting import LIMIT_S, alive, ended, told, until_real
 
 from farflock.node.process.brake import BRAKE
 

@@ -5,7 +5,6 @@ import collections
 import random
 
 import pytest
-from worlds.tasks import Spawner
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import Store
@@ -20,6 +19,24 @@ from farflock.swarm.sim.virtual_time import run_virtual
 RTT_S = 0.1
 LINK = LinkModel(up_bytes_per_s=1.25e8, down_bytes_per_s=1.25e8, latency_s=RTT_S / 4, jitter_s=0.0)
 STALE_S = 3.0
+
+
+class Spawner:
+    """A starter of tasks; `failures` are the exceptions that ended any of them."""
+
+    def __init__(self, failures=None):
+        self.tasks = set()
+        self.failures = [] if failures is None else failures
+
+    def spawn(self, work):
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.ended)
+
+    def ended(self, task):
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failures.append(task.exception())
 
 
 def data_of(size, seed=0):

@@ -5,11 +5,14 @@ it is a limit against tests that hang, which a slow machine must not reach.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import select
 import subprocess
 import time
+
+import psutil
 
 from farflock.swarm.sim.virtual_time import VirtualLoop
 
@@ -115,3 +118,10 @@ def completed(command, run=subprocess.run, limit_s=LIMIT_S, **options):
         text = said if isinstance(said, str) else said.decode(errors="replace")
         last = "\n".join(text.splitlines()[-LAST_LINES:])
         raise AssertionError(late(f"the end of {command}", lambda: last, limit_s)) from None
+
+
+def alive(pid):
+    """True until the process has ended, reaped or not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

@@ -6,8 +6,7 @@ import signal
 import sys
 
 import pytest
-from worlds.node_liveness import alive
-from worlds.waiting import completed, until_real
+from worlds.waiting import alive, completed, until_real
 
 from farflock.node.process.worker_processes import warm
 

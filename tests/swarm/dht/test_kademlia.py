@@ -22,7 +22,6 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
-from worlds.stored_items import altered
 from worlds.waiting import LIMIT_S, completed, until
 
 from farflock.swarm.dht import kademlia as dht
@@ -267,9 +266,9 @@ async def test_hostile_stores_are_refused_by_storing_peers(stack, folder):
     mine = fair(9)
     refused = {
         "forged under the victim's subkey": store(evil, b, mine, subkey=victims.subkey),
-        "garbage under the victim's subkey": store(evil, b, altered(victims, value=b"\xc4\x03abc")),
+        "garbage under the victim's subkey": store(evil, b, victims._replace(value=b"\xc4\x03abc")),
         "replayed with a later expiry": store(
-            evil, b, altered(victims, expires_s=victims.expires_s + 100)
+            evil, b, victims._replace(expires_s=victims.expires_s + 100)
         ),
         "replayed as it is": store(evil, b, victims),
         "expires in 30 years": store(evil, b, fair(9, lifetime_s=1e9)),
@@ -362,16 +361,16 @@ def dictionary(items, expires_s=float("inf"), **near):
 REPLIES = {
     "an empty dictionary that never expires": lambda key: dictionary([]),
     "a victim's subkey with another's value": lambda key: dictionary(
-        [altered(fair(9), subkey=identity(1).public)]
+        [fair(9)._replace(subkey=identity(1).public)]
     ),
     "a victim's value with a later expiry": lambda key: dictionary(
-        [altered(fair(1), expires_s=time.time() + 500)]
+        [fair(1)._replace(expires_s=time.time() + 500)]
     ),
     "an item that never expires": lambda key: dictionary(
         [wrap(identity(9), CELL, record(9), float("inf"))]
     ),
     "a forged item beside a fair one": lambda key: dictionary(
-        [altered(fair(8), subkey=identity(2).public), fair(9)]
+        [fair(8)._replace(subkey=identity(2).public), fair(9)]
     ),
     "a regular value": lambda key: dht_pb2.FindResult(
         type=dht_pb2.FOUND_REGULAR, value=fair(9).value, expiration_time=float("inf")

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.stored_items import altered
 
 from farflock.swarm.dht import validator as dht_validator
 from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, StoredItem
@@ -60,20 +59,20 @@ def test_a_fair_head_is_allowed():
 @pytest.mark.parametrize(
     "item",
     [
-        altered(FAIR, subkey=EVE.public),
-        altered(wrap(EVE, CELL, record(EVE), NOW_S + 60), subkey=ALICE.public),
-        altered(FAIR, expires_s=NOW_S + 160),
-        altered(FAIR, expires_s=NOW_S + 59),
+        FAIR._replace(subkey=EVE.public),
+        wrap(EVE, CELL, record(EVE), NOW_S + 60)._replace(subkey=ALICE.public),
+        FAIR._replace(expires_s=NOW_S + 160),
+        FAIR._replace(expires_s=NOW_S + 59),
         wrap(EVE, CELL, record(ALICE), NOW_S + 60),
         wrap(ALICE, CELL, record(run="run-2"), NOW_S + 60),
         wrap(ALICE, CELL, b"no record", NOW_S + 60),
         wrap(ALICE, CELL, b"", NOW_S + 60),
-        altered(FAIR, subkey=ALICE.public[:31]),
-        altered(FAIR, subkey=b""),
-        altered(FAIR, value=FAIR.value + b"\x00"),
-        altered(FAIR, value=b"\xc6" + struct.pack(">I", len(unwrap(FAIR)) + 64) + FAIR.value[3:]),
-        altered(FAIR, value=msgspec.msgpack.encode("text")),
-        altered(FAIR, value=b""),
+        FAIR._replace(subkey=ALICE.public[:31]),
+        FAIR._replace(subkey=b""),
+        FAIR._replace(value=FAIR.value + b"\x00"),
+        FAIR._replace(value=b"\xc6" + struct.pack(">I", len(unwrap(FAIR)) + 64) + FAIR.value[3:]),
+        FAIR._replace(value=msgspec.msgpack.encode("text")),
+        FAIR._replace(value=b""),
     ],
     ids=[
         "stolen under another subkey",
@@ -123,13 +122,13 @@ def test_a_head_is_bound_in_size_and_to_its_publisher():
     assert judged(HEAD, wrap(ALICE, HEAD, b"h" * MAX_HEAD_BYTES, NOW_S + 60))
     assert not judged(HEAD, wrap(ALICE, HEAD, b"h" * (MAX_HEAD_BYTES + 1), NOW_S + 60))
     assert not judged(HEAD, wrap(ALICE, HEAD, b"", NOW_S + 60))
-    assert not judged(HEAD, altered(wrap(EVE, HEAD, b"head", NOW_S + 60), subkey=ALICE.public))
+    assert not judged(HEAD, wrap(EVE, HEAD, b"head", NOW_S + 60)._replace(subkey=ALICE.public))
 
 
 def test_size_is_checked_before_any_signature(monkeypatch):
     monkeypatch.setattr(dht_validator, "verify", lambda *_: pytest.fail("a signature was verified"))
     with pytest.raises(BadItem, match=f"at most {MAX_VALUE_BYTES} bytes"):
-        Rules(RUN).check(key_hash(CELL), altered(FAIR, value=b"x" * (MAX_VALUE_BYTES + 1)), NOW_S)
+        Rules(RUN).check(key_hash(CELL), FAIR._replace(value=b"x" * (MAX_VALUE_BYTES + 1)), NOW_S)
 
 
 def test_a_verified_item_is_not_verified_again_but_its_time_is(monkeypatch):
@@ -164,7 +163,7 @@ def test_garbage_is_refused_without_an_error(key, subkey, value, expires_s):
 def test_any_changed_byte_is_refused(at, change):
     value = bytearray(FAIR.value)
     value[at] ^= change
-    assert not judged(CELL, altered(FAIR, value=bytes(value)))
+    assert not judged(CELL, FAIR._replace(value=bytes(value)))
 
 
 @given(st.binary(min_size=32, max_size=32), st.sampled_from([1, 2, 4, 8, 16, 32]))

@@ -6,7 +6,7 @@ import asyncio
 import msgspec
 import pytest
 from worlds.collective import one_shard_each
-from worlds.tasks import Spawner
+from worlds.switchboard import Spawner
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import Store

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from worlds.tasks import Spawner
+from worlds.switchboard import Spawner
 from worlds.waiting import now
 
 from farflock.swarm.chunk_store import Store

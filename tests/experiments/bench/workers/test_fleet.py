@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.node_liveness import alive
-from worlds.waiting import LIMIT_S, line_of, output_of, until_real
+from worlds.waiting import LIMIT_S, alive, line_of, output_of, until_real
 
 from farflock.experiments.bench.workers.fleet import Worker, WorkerFailed, fleet, hear_all
 from farflock.experiments.bench.workers.netns import Host
