@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-MAX_ACCESSES = 66  # over all tests; lower it with each one that goes
+MAX_ACCESSES = 65  # over all tests; lower it with each one that goes
+
+
+OF_NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public, says Python's library
 
 
 def private_accesses(tree):
@@ -21,6 +24,7 @@ def private_accesses(tree):
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
+        and node.attr not in OF_NAMED_TUPLES
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         and root(node) != "torch"
     ]
@@ -48,7 +52,15 @@ def test_a_private_access_is_found(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["self._links", "cls._links", "peer.links", "peer.__dict__", "torch._C._acc"]
+    "source",
+    [
+        "self._links",
+        "cls._links",
+        "peer.links",
+        "peer.__dict__",
+        "torch._C._acc",
+        "peer._replace()",
+    ],
 )
 def test_a_class_s_own_attributes_and_public_ones_are_left_alone(source):
     assert not private_accesses(ast.parse(source))

@@ -10,12 +10,14 @@ import sys
 
 import pytest
 from worlds.measured import PEER, RUN, measured, origin_in
+from worlds.waiting import LIMIT_S
 
 pytest.importorskip("wandb", reason="`make compat` installs it")
 
 import wandb
 
 from farflock.node.errors import Usage
+from farflock.node.sinks import feed
 from farflock.node.sinks.choice import LogOptions, feeds
 from farflock.node.sinks.measures import numbers
 
@@ -49,6 +51,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.setattr(feed, "CLOSE_TIMEOUT_S", LIMIT_S)  # W&B starts slowly on a busy machine
     yield tmp_path
     wandb.teardown()
 
