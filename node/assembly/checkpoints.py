@@ -21,6 +21,8 @@ from farflock.node.state.paths import RunFolder
 from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.swarm.compute import Compute, inline
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer.peer import Peer
 
 SAMPLES = "samples"  # in a checkpoint's meta: where its node stood in the data
 KEPT = 3  # unless `--keep` says otherwise
@@ -50,7 +52,7 @@ class CheckpointManager:
 
     Training goes on while a checkpoint is written: it is read from a cut (node/state/cut.py).
     `compute` takes the cut. At a stage that is the worker of its passes, since a pass may put other
-    weights in the place of the stage's own."""
+    weights in the place of the stage's own. `members` are the run's, at the time of a cut."""
 
     node: SavedNode
     folder: RunFolder
@@ -63,6 +65,7 @@ class CheckpointManager:
     compute: Compute = inline
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     cursor: Callable[[int], bytes] = lambda step: b""  # in the node's samples
+    members: Callable[[], Sequence[PeerId]] = tuple
     _intact: set[Path] = field(default_factory=set)
     _written_s: float = field(default_factory=time.monotonic)
     _writing: asyncio.Task[Path] | None = None
@@ -114,6 +117,7 @@ class CheckpointManager:
             "step": step,
             "tokens": driver.tokens,
             "manifest": self.manifest,
+            "members": list(self.members()),
             "node": cursors,
             SAMPLES: self.cursor(step).hex(),
         }
@@ -138,6 +142,12 @@ class CheckpointManager:
                 *(written, size_bytes, self.keep_bytes),
             )
         return written
+
+
+def members_of(peer: Peer) -> Sequence[PeerId]:
+    """Return the members of the newest view that a peer knows."""
+    chain = peer.context.chain
+    return () if chain is None else chain.newest.peers
 
 
 async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> Path:

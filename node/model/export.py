@@ -36,8 +36,7 @@ def export(
     empty.
 
     With `force`, files with these names are replaced and others stay. `weights` must be exactly
-    those of the model that `config` describes; `card` is the README's Markdown text (see
-    `model_card`).
+    those of the model that `config` describes; `card` is the README's Markdown text.
     """
     _require_weights(config, weights)
     end = tokenizer.end_of_text if isinstance(tokenizer, JsonTokenizer) else None
@@ -116,26 +115,6 @@ def printable_bytes() -> list[str]:
     }
     others = iter(range(256))
     return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
-
-
-def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str:
-    """Return a README in the hub's model card form; `facts` (run, data, …) become a table."""
-    rows = {
-        "parameters": f"{config.parameters():,}",
-        "context": f"{config.context} tokens",
-        **facts,
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        f"tags: [{config.architecture}, farflock]\n---\n\n"
-        f"# {title}\n\n"
-        "A Llama-style language model, trained with Farflock on machines far apart.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
-    )
 
 
 def _require_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:

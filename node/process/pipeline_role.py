@@ -8,7 +8,7 @@ from functools import partial
 
 import psutil
 
-from farflock.node.assembly.checkpoints import CheckpointManager, last_of
+from farflock.node.assembly.checkpoints import CheckpointManager, last_of, members_of
 from farflock.node.assembly.text import NodeText
 from farflock.node.errors import Usage
 from farflock.node.model.replica import in_memory
@@ -168,6 +168,7 @@ def part_of(
                 keep_bytes=machine.keep_bytes,
                 compute=worker,
                 tokenizer=text.tokenizer,
+                members=partial(members_of, peer),
             )
         )
         serving.loop.pause = keepers[-1].pause

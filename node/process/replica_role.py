@@ -1,7 +1,9 @@
 """A process's part in a run of whole models: the replica, which torchrun's processes may share, and
 its checkpoints."""
 
-from farflock.node.assembly.checkpoints import CheckpointManager
+from functools import partial
+
+from farflock.node.assembly.checkpoints import CheckpointManager, members_of
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.text import NodeText
 from farflock.node.model.weights_folder import WeightsFolder
@@ -67,6 +69,7 @@ def replica_of(
         keep_bytes=machine.keep_bytes,
         tokenizer=text.tokenizer,
         cursor=lambda step: batches.cursor(step * accumulate),
+        members=partial(members_of, peer),
     )
     node.loop.pause = with_brake(keeper.pause, lambda: node.stopping)
     return node, keeper

@@ -40,12 +40,6 @@ class SavedModel:
     tokenizer: Tokenizer
     meta: dict[str, Any]
 
-    def facts(self) -> dict[str, str]:
-        """Return the facts that a model card states: the run and its progress."""
-        return {
-            name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta
-        }
-
 
 def open_model(folder: Path) -> SavedModel:
     """Return the model of a checkpoint: of `folder` itself, of the newest intact one in it, or

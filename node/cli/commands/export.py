@@ -18,11 +18,13 @@ def command(folder: Path, target: Path, force: bool, as_json: bool) -> None:
     CHECKPOINT is a folder `step-N`, a folder of those (the newest is taken), or a folder with one
     of those for each stage of the model: `stage-0`, `stage-1`, …
     """
-    from farflock.node.model.export import export, model_card
+    from farflock.node.model.export import export
     from farflock.node.state.saved_model import open_model
+    from farflock.node.use.model_card import facts_of, model_card
 
     saved = open_model(folder)
-    card = model_card(target.absolute().name, saved.model.config, saved.facts())
+    facts = facts_of(saved.meta, "fp32")
+    card = model_card(target.absolute().name, saved.model.config, facts)
     export(target, saved.model.config, saved.model.state_dict(), saved.tokenizer, card, force=force)
     Output(as_json).result(
         {"checkpoint": str(saved.folder), "folder": str(target)},

@@ -5,12 +5,13 @@ import asyncio
 import itertools
 import logging
 import threading
+from functools import partial
 
 import pytest
 import safetensors.torch
 import torch
 
-from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of
+from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of, members_of
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.pipeline.contrib.stash import swapped
 from farflock.node.state import checkpoint
@@ -123,17 +124,20 @@ def test_what_is_written_says_where_the_run_is(bench, text, tmp_path):
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
+            assert members_of(peer) == ()
             node.peer.found()
             node.state_sync.open()
             await node.loop.run(640)
             return node
 
     node = run_virtual(main())
-    keeper = CheckpointManager(node, RunFolder(tmp_path), "a" * 32, "text", 0.0)
+    members = partial(members_of, node.peer)
+    keeper = CheckpointManager(node, RunFolder(tmp_path), "a" * 32, "text", 0.0, members=members)
     saved = checkpoint.load(asyncio.run(keeper.save()))
     assert saved.meta["tokens"] == 640
     assert saved.meta["step"] == saved.step == node.loop.step
     assert saved.meta["manifest"] == "text"
+    assert saved.meta["members"] == [made.identities[0].peer]
     assert b"hidden_size" in saved.files["config.json"] or b"dim" in saved.files["config.json"]
 
 

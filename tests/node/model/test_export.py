@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from farflock.node.model.export import (
     ExportRefused,
     export,
-    model_card,
     printable_bytes,
     tokenizer_files,
 )
@@ -28,8 +27,7 @@ TEXT = "To be, or not to be:\n\tthat is the question. Café — 한글 \x00\x7f"
 
 def write(folder, config=TINY, **options):
     model = build(config, 0)
-    card = model_card("Two towers", config, {"held-out loss": "2.10 ± 0.02 nats per byte"})
-    export(folder, config, model.state_dict(), ByteTokenizer(), card, **options)
+    export(folder, config, model.state_dict(), ByteTokenizer(), "a card", **options)
     return model
 
 
@@ -59,14 +57,6 @@ def test_the_configuration_says_what_the_model_is():
     )
     assert said["head_dim"] * said["num_attention_heads"] == said["hidden_size"]
     assert said["tie_word_embeddings"] is False
-
-
-def test_the_card_names_the_model_and_its_facts():
-    card = model_card("Two towers", TINY, {"held-out loss": "2.10"})
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "# Two towers" in card
-    assert f"| parameters | {TINY.parameters():,} |" in card
-    assert "| held-out loss | 2.10 |" in card
 
 
 def test_each_byte_has_a_printable_stand_in_of_its_own():

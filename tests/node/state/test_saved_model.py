@@ -26,7 +26,7 @@ def test_the_model_computes_what_the_saved_one_computed(tmp_path):
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(saved.model(tokens), build(TINY, 5)(tokens))
-    assert saved.facts() == {"run": "ab12", "step": "3", "tokens": "640"}
+    assert saved.meta == {"run": "ab12", "step": 3, "tokens": 640}
     assert not saved.model.training
 
 
@@ -107,7 +107,7 @@ def test_the_newest_checkpoints_of_all_stages_make_up_the_model(tmp_path, inside
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(saved.model(tokens), build(CUT, 4)(tokens))
-    assert saved.facts() == {"run": "ab12", "step": "7", "tokens": "624"}, (
+    assert saved.meta == {"run": "ab12", "step": 7, "tokens": 624}, (
         "as far as the stage that is behind"
     )
     assert saved.folder.samefile(tmp_path / inside)

@@ -1,0 +1,6 @@
+"""The use of a trained model: the card of an export.
+
+May import node/assembly and below.
+
+Start reading at model_card.py.
+"""
