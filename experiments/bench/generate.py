@@ -98,7 +98,7 @@ def _without_cache(model: Llama) -> Way:
 def _transformers(model: Llama) -> Way:
     """Return transformers' way, from an exported folder with the same weights."""
     other = _exported(model)
-    other.generation_config.pad_token_id = 0  # or it asks for one; nothing is padded
+    other.generation_config.eos_token_id = None  # as many tokens as ours
 
     def say(tokens: int) -> list[int]:
         prompt = torch.tensor([list(PROMPT)])

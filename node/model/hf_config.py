@@ -113,11 +113,27 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config: Any = None
 
 
+class _Ends(msgspec.Struct, frozen=True):
+    """The tokens of a config.json that end a text."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 def config_in(folder: Path, context: int | None = None) -> ModelConfig:
     """Return the shape of the model in a folder, with this context (None: all of its own); raise
     `BadModelFolder` if it is not native."""
     path = folder / CONFIG_NAME
     return config_of(_read(path), str(path), context)
+
+
+def end_in(folder: Path) -> int | None:
+    """Return the token that ends a text in a folder's model, the first if there are several; None
+    if its configuration names none. Raise `BadModelFolder` if that cannot be read."""
+    path = folder / CONFIG_NAME
+    named = _decoded(_read(path), _Ends, str(path)).eos_token_id
+    if isinstance(named, list):
+        return named[0] if named else None
+    return named
 
 
 def _read(path: Path) -> bytes:

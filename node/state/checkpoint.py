@@ -30,7 +30,7 @@ from farflock.node.state.cut import Cut, raw
 
 TensorGroups = Mapping[str, Mapping[str, Tensor] | Cut]
 
-_MANIFEST = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 _SUFFIX = ".safetensors"
 _FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -184,7 +184,7 @@ def _require_names(step: int, parts: Mapping[str, Cut], files: Mapping[str, byte
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
     for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
-        is_reserved = name == _MANIFEST or (name in files and name.endswith(_SUFFIX))
+        is_reserved = name == MANIFEST_NAME or (name in files and name.endswith(_SUFFIX))
         if is_reserved or not _NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'"
@@ -231,8 +231,8 @@ def _write_all(
     written = {name: _finished(partial / name) for name in names}
     manifest = msgspec.json.encode(_Manifest(_FORMAT, step, written, dict(meta)))
     sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
-    _write(partial / _MANIFEST, [msgspec.json.encode(sealed)])
-    _finished(partial / _MANIFEST)
+    _write(partial / MANIFEST_NAME, [msgspec.json.encode(sealed)])
+    _finished(partial / MANIFEST_NAME)
     sync_folder(partial)
 
 
@@ -317,7 +317,7 @@ def _digest(path: Path) -> str:
 
 
 def _read_manifest(folder: Path) -> _Manifest:
-    path = folder / _MANIFEST
+    path = folder / MANIFEST_NAME
     size_bytes = path.stat().st_size
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise CheckpointCorrupt(

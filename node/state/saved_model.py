@@ -1,22 +1,28 @@
-"""A model read from a checkpoint, for `generate`, `export` and evaluations.
+"""A model read from a checkpoint or a Hugging Face folder, to sample, export and evaluate it.
 
 config.json is next to the weights, as is a tokenizer.json unless the tokens are bytes: a checkpoint
-describes itself. A model trained in stages has
-one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has all of them; those
-of several servers, copied into one folder, also make up the model.
+describes itself. A model trained in stages has one checkpoint per stage, in folders `stage-0`,
+`stage-1`, …. A full replica has all of them; those of several servers, copied into one folder, also
+make up the model.
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
+from farflock.node.model.hf_config import CONFIG_NAME, config_in, end_in
 from farflock.node.model.llama import Llama, ModelConfig
-from farflock.node.model.stage_tensors import Misfit, joined
+from farflock.node.model.stage_tensors import Misfit, joined, shapes_of
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.state.checkpoint import (
+    MANIFEST_NAME,
     Checkpoint,
     CheckpointCorrupt,
     CheckpointError,
@@ -24,26 +30,62 @@ from farflock.node.state.checkpoint import (
     load,
     steps,
 )
-from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer
+from farflock.node.tokens.hf_files import tokenizer_in
+from farflock.node.tokens.json_tokenizer import JSON_NAME, JsonTokenizer, read_definition
 from farflock.node.tokens.tokenizer import ByteTokenizer, Tokenizer
 from farflock.optimizers.method import Tensors
 
 _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SavedModel:
-    """A verified checkpoint's model, its tokenizer and metadata."""
+    """A model on the disk, its tokenizer, and what a checkpoint says of its run. Weights of a
+    checkpoint are mapped from its files, and those of a Hugging Face folder read when they are
+    asked for, so that only `model` takes memory for all of them."""
 
     folder: Path
-    model: Llama
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
     tokenizer: Tokenizer
     meta: dict[str, Any]
+
+    @cached_property
+    def model(self) -> Llama:
+        """The model in float32, in memory of its own."""
+        model = Llama(self.config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(self.weights[name])
+        return model.eval()
+
+
+class _FolderWeights(Mapping[str, Tensor]):
+    """The weights of a Hugging Face folder in float32, each read when it is asked for."""
+
+    def __init__(self, folder: WeightsFolder) -> None:
+        self._folder = folder
+        self._shapes = shapes_of(folder.config, range(folder.config.layers))
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = torch.empty(self._shapes[name], dtype=torch.float32)
+        self._folder.fill(name, weight)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def open_model(folder: Path) -> SavedModel:
     """Return the model of a checkpoint: of `folder` itself, of the newest intact one in it, or
-    of the newest one of each stage in it. Raise `CheckpointError` if there is none."""
+    of the newest one of each stage in it; or the model of a Hugging Face folder. Raise
+    `CheckpointError` if there is none, and `BadModelFolder` or `BadTokenizer` for a Hugging Face
+    folder that this version does not read."""
+    if (folder / CONFIG_NAME).is_file() and not (folder / MANIFEST_NAME).exists():
+        return _of_hugging_face(folder)
     stages = _stages_in(folder)
     if stages:
         return _put_together(stages)
@@ -54,9 +96,15 @@ def open_model(folder: Path) -> SavedModel:
             f"the weights in {checkpoint.folder} do not fit its config.json; "
             "use another checkpoint of the run"
         )
-    model = Llama(config)
-    model.load_state_dict(weights)
-    return SavedModel(checkpoint.folder, model.eval(), _tokenizer(checkpoint), checkpoint.meta)
+    tokenizer = _tokenizer(checkpoint)
+    return SavedModel(checkpoint.folder, config, weights, tokenizer, checkpoint.meta)
+
+
+def _of_hugging_face(folder: Path) -> SavedModel:
+    weights = WeightsFolder(folder, config_in(folder))
+    definition = folder / JSON_NAME
+    tokenizer = tokenizer_in(read_definition(definition), str(definition), end_in(folder))
+    return SavedModel(folder, weights.config, _FolderWeights(weights), tokenizer, {})
 
 
 def _stages_in(folder: Path) -> list[Path]:
@@ -97,21 +145,18 @@ def _put_together(stages: list[Path]) -> SavedModel:
             f"the stages in {place} do not make up a model: "
             "their weights do not fit their config.json"
         )
-    model = Llama(config)
-    model.load_state_dict(weights)
     behind = min(pieces, key=lambda piece: int(piece.meta.get("tokens", 0)))
-    return SavedModel(place, model.eval(), _tokenizer(behind), behind.meta)
+    return SavedModel(place, config, weights, _tokenizer(behind), behind.meta)
 
 
-def _described(config: ModelConfig) -> dict[str, torch.Size]:
+def _described(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors without taking their memory: a damaged
     configuration may describe any number of them."""
-    with torch.device("meta"):
-        return _shapes(Llama(config).state_dict())
+    return shapes_of(config, range(config.layers))
 
 
-def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
-    return {name: x.shape for name, x in tensors.items()}
+def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in tensors.items()}
 
 
 def _weights(checkpoint: Checkpoint) -> Tensors:

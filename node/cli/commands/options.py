@@ -26,7 +26,8 @@ def _host(ctx: click.Context, option: click.Parameter, host: str) -> str:
     return require_host(host, "--host")
 
 
-def _bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+def size_in_bytes(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes that a size such as 20GB says; anything else is a usage error."""
     if text is None:
         return None
     spelt = _SIZE.fullmatch(text.strip())
@@ -164,7 +165,7 @@ _MACHINE = (
     click.option(
         "--keep-bytes",
         metavar="SIZE",
-        callback=_bytes,
+        callback=size_in_bytes,
         help="Keep fewer of them if they take more than this, as in 20GB; the newest intact one"
         " always stays.",
     ),

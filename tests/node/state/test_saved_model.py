@@ -4,11 +4,15 @@ import msgspec
 import pytest
 import torch
 
+from farflock.node.model.export import ExportForm, export
+from farflock.node.model.hf_config import BadModelFolder
 from farflock.node.model.llama import PRESETS, ModelConfig, build
+from farflock.node.model.weights_folder import WeightsFolder
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
 from farflock.node.state.saved_model import open_model
-from farflock.node.tokens.tokenizer import ByteTokenizer
+from farflock.node.tokens.json_tokenizer import JsonTokenizer
+from farflock.node.tokens.tokenizer import BadTokenizer, ByteTokenizer
 from farflock.node.tokens.tokenizer_training import train_tokenizer
 
 TINY = PRESETS["tiny"]
@@ -150,3 +154,64 @@ def test_whole_checkpoints_beside_stages_come_first_and_other_folders_are_not_lo
     (tmp_path / "stage-x").mkdir()
     newest = write(tmp_path, 4, seed=2)
     assert open_model(tmp_path).folder == newest
+
+
+def exported(folder, config=TINY, dtype="bf16", tokenizer=None, seed=5):
+    """A folder in Hugging Face's form."""
+    weights = build(config, seed).state_dict()
+    form = ExportForm(dtype)
+    export(folder, config, weights, tokenizer or ByteTokenizer(), "a card", form=form)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_hugging_face_folder_is_a_model_too(tmp_path, dtype):
+    saved = open_model(exported(tmp_path / "out", dtype=dtype))
+    tokens, model = torch.arange(20)[None], build(TINY, 5)
+    if dtype == "bf16":
+        model.load_state_dict({name: x.bfloat16() for name, x in model.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(saved.model(tokens), model(tokens))
+    assert saved.weights.keys() == dict(model.named_parameters()).keys()
+    assert len(saved.weights) == len(list(model.parameters()))
+    assert isinstance(saved.tokenizer, ByteTokenizer)
+    assert (saved.config, saved.meta) == (TINY, {})
+
+
+def test_the_configuration_of_such_a_folder_says_what_ends_a_text(tmp_path):
+    raw = train_tokenizer(["the cat and the hat, and that is that.\n"], 270)
+    raw = raw.replace(b"<|endoftext|>", b"<|unheard of|>")
+    wide = msgspec.structs.replace(TINY, vocab_size=270)
+    named = JsonTokenizer(raw, "<|unheard of|>")
+    folder = exported(tmp_path / "out", wide, tokenizer=named)
+    assert open_model(folder).tokenizer.end_name == "<|unheard of|>"
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    for said, end in (([7, 8], 7), ([], None), (None, None)):
+        text = msgspec.json.encode(config | {"eos_token_id": said})
+        (folder / "config.json").write_bytes(text)
+        assert open_model(folder).tokenizer.end_of_text == end
+
+
+def test_a_hugging_face_folder_that_is_no_model_is_refused(tmp_path):
+    folder = exported(tmp_path / "out")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadTokenizer, match=r"out/tokenizer\.json cannot be read"):
+        open_model(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(BadModelFolder, match="it has no weights"):
+        open_model(folder)
+
+
+def test_opening_a_model_takes_no_memory_for_its_weights_before_they_are_asked_for(
+    tmp_path, monkeypatch
+):
+    """A checkpoint's weights are those of its files; a folder's are read one at a time."""
+    read = []
+    fill = WeightsFolder.fill
+    monkeypatch.setattr(
+        WeightsFolder, "fill", lambda self, name, x: (read.append(name), fill(self, name, x))
+    )
+    saved = open_model(exported(tmp_path / "out"))
+    assert not read
+    assert saved.weights["model.norm.weight"].dtype == torch.float32
+    assert read == ["model.norm.weight"]
