@@ -43,6 +43,10 @@ COMMANDS = {  # name: (module:attribute, short help); nothing is imported until 
         "farflock.node.cli.commands.export:command",
         "Convert a checkpoint to a Hugging Face folder.",
     ),
+    "evaluate": (
+        "farflock.node.cli.commands.evaluate:command",
+        "Measure a model on text that it was not trained on.",
+    ),
     "data": (
         "farflock.node.cli.commands.data:command",
         "Turn texts into data to train on.",
@@ -65,7 +69,7 @@ GROUPS = {  # title in the help: commands
     "Take part": ("demo", "join", "leave"),
     "Start and watch a run": ("run", "status", "log"),
     "Prepare a run": ("tokenizer", "data"),
-    "Use the model": ("generate", "export"),
+    "Use the model": ("generate", "evaluate", "export"),
     "Study": ("sim", "reproduce", "bench"),
 }
 

@@ -106,6 +106,19 @@ class PreparedFolder:
             )
         return tokens
 
+    def rows(self, split: str, starts: NDArray[np.int64], length: int) -> TokenIds:
+        """Return runs of tokens (n, length) that begin at these positions (n,) of a split, whose
+        shards follow one another; raise as `read` does. Only shards that have a part are read."""
+        found: TokenIds = np.zeros((len(starts), length), dtype=self.index.token_type)
+        begin = 0
+        for number, tokens in enumerate(self._shards[split]["tokens"].tolist()):
+            end = begin + tokens
+            wanted = np.flatnonzero((starts < end) & (starts + length > begin))
+            if len(wanted):
+                _copy_parts(self.read(split, number), begin, starts, found, wanted)
+            begin = end
+        return found
+
     def _listed(self, split: str) -> NDArray[np.void]:
         """Return all shards of a split (n,), of type `SHARD`, with where they lie."""
         found = [
@@ -164,6 +177,21 @@ def _paths_elsewhere(folder: Path) -> list[Path]:
     except msgspec.MsgspecError:
         why = f"{path} is damaged; make the folder again with `farflock data index`"
         raise BadIndex(why) from None
+
+
+def _copy_parts(
+    shard: TokenIds,
+    begin: int,
+    starts: NDArray[np.int64],
+    found: TokenIds,
+    rows: NDArray[np.int64],
+) -> None:
+    """Copy to some rows what a shard, whose first token has the position `begin`, has of them."""
+    for row in rows:
+        first = max(int(starts[row]), begin)
+        last = min(int(starts[row]) + found.shape[1], begin + len(shard))
+        at = first - int(starts[row])
+        found[row, at : at + last - first] = shard[first - begin : last - begin]
 
 
 def _laid_out(shards: NDArray[np.void], width: int) -> list[int]:

@@ -91,31 +91,35 @@ def shakespeare(folder: Traversable) -> Corpus:
 def from_file(path: Path) -> Corpus:
     """Return a user's UTF-8 text, with its last twentieth (by lines) held out; raise
     `BadCorpus`."""
+    text = read_text(path)
+    raw = text.encode()
+    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT_SHARE))) + 1
+    train, held_out = text[:cut], text[cut:]
+    if not train or len(held_out.encode()) < MIN_HELD_OUT_BYTES:
+        raise BadCorpus(
+            f"{path} has {len(raw)} bytes, too few to train on and to hold out "
+            f"{MIN_HELD_OUT_BYTES} in whole lines; "
+            f"use a text of at least {40 * MIN_HELD_OUT_BYTES} bytes"
+        )
+    titles = (f"the end of {path.name}",)
+    return Corpus(path.name, train, held_out, titles, hashlib.sha256(raw).hexdigest())
+
+
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of a file; raise `BadCorpus` if it is none, or too long."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:
             raise BadCorpus(
-                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; train on a part of it"
+                f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; use a part of it"
             )
-        raw = path.read_bytes()
-        text = raw.decode()
+        return path.read_bytes().decode()
     except OSError as error:
         raise BadCorpus(
             f"the corpus {path} cannot be read ({error.strerror}); check the path"
         ) from None
     except UnicodeDecodeError as error:
         raise BadCorpus(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT_SHARE))) + 1
-    train, held_out = text[:cut], text[cut:]
-    if not train or len(held_out.encode()) < MIN_HELD_OUT_BYTES:
-        raise BadCorpus(
-            f"{path} has {size_bytes} bytes, too few to train on and to hold out "
-            f"{MIN_HELD_OUT_BYTES} in whole lines; "
-            f"use a text of at least {40 * MIN_HELD_OUT_BYTES} bytes"
-        )
-    return Corpus(
-        path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest()
-    )
 
 
 def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -153,7 +154,7 @@ class SampleBatches:
         """Return a step's inputs and next tokens, both int64 (batch_size, seq)."""
         if self._last is None or self._last[0] != step:  # a step may be taken again
             self._last = step, self._rows(step)
-        return _shifted(self._last[1])
+        return inputs_and_targets(self._last[1])
 
     def samples(self, step: int) -> tuple[int, ...]:
         """Return the batch's recurring samples, numbered from 0: the same in each of the peer's
@@ -236,15 +237,30 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
 
     The windows do not overlap, are evenly spread, and are the same on every peer.
     """
-    fitting = (len(held_out) - 1) // seq
+    return inputs_and_targets(evaluation_rows(held_out, seq, sequences))
+
+
+def evaluation_rows(held_out: TokenIds, seq: int, sequences: int) -> TokenIds:
+    """Return these windows, each with the token behind it (n, seq + 1)."""
+    return _rows(held_out, evaluation_starts(len(held_out), seq, sequences), seq)
+
+
+def evaluation_starts(tokens: int, seq: int, sequences: int) -> NDArray[np.int64]:
+    """Return the first positions of these windows in a text of so many tokens, (n,)."""
+    fitting = (tokens - 1) // seq
     if fitting < 1 or sequences < 1:
         raise BadData(
-            f"{len(held_out)} held-out tokens are too few for {sequences} sequences of {seq}; "
+            f"{tokens} held-out tokens are too few for {sequences} sequences of {seq}; "
             "hold out more text"
         )
     count = min(fitting, sequences)
-    starts = np.arange(count, dtype=np.int64) * fitting // count * seq
-    return _windows(held_out, starts, seq)
+    return np.arange(count, dtype=np.int64) * fitting // count * seq
+
+
+def inputs_and_targets(rows: TokenIds) -> tuple[Tensor, Tensor]:
+    """Return inputs and next tokens, int64 (n, seq), of windows with the token behind each."""
+    both = torch.from_numpy(rows.astype(np.int64))
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 @functools.lru_cache(maxsize=8)
@@ -264,10 +280,8 @@ def _samples_key(run_seed: int, peer: str) -> NDArray[np.uint64]:
 
 
 def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
-    return _shifted(np.stack([tokens[start : start + seq + 1] for start in starts]))
+    return inputs_and_targets(_rows(tokens, starts, seq))
 
 
-def _shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
-    """Return the inputs and the next tokens, int64 (n, seq), of n rows of seq + 1 tokens."""
-    both = torch.from_numpy(rows.astype(np.int64))
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+def _rows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> TokenIds:
+    return sliding_window_view(tokens, seq + 1)[starts]

@@ -1,18 +1,25 @@
 """Held-out losses with their standard errors, for a model and for the simplest baseline.
 
 A trained model must beat the baseline, which is a unigram model (token frequencies) of the corpus.
-Losses are in nats per token, which are nats per byte with the byte tokenizer.
+Losses are in nats per token, which are nats per byte with the byte tokenizer. Models of different
+tokenizers compare by bits a byte of the text.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from farflock.node.model.data import inputs_and_targets
 from farflock.node.model.llama import Llama, cross_entropy
 from farflock.node.tokens.tokenizer import TokenIds
+
+SEQUENCES = 256  # unless somebody says how many
+AT_ONCE = 4096  # tokens that are measured together
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,23 @@ class LossEstimate:
     mean: float
     standard_error: float
     sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """A loss on held-out text: `estimate` in nats a token, over `tokens`."""
+
+    estimate: LossEstimate
+    tokens: int
+    bits_per_byte: float | None  # None: the tokenizer does not say how many bytes its tokens are
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean loss; infinite where that is too large a number."""
+        try:
+            return math.exp(self.estimate.mean)
+        except OverflowError:
+            return math.inf
 
 
 def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
@@ -40,6 +64,42 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Lo
     The standard error is over sequences, because the tokens of one sequence are not independent.
     """
     return summarise(losses(model, x, y, batch_size))
+
+
+def measure(
+    model: nn.Module,
+    rows: TokenIds,
+    lengths: NDArray[np.int64] | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> HeldOutLoss:
+    """Measure a model, on the device that it is on, on sequences with the token behind each,
+    (n, seq + 1); see `data.evaluation_rows`. `lengths` are the bytes of each token
+    (`bytes_of_tokens`), and `progress` is called with the share that is done."""
+    count, seq = len(rows), rows.shape[1] - 1
+    at_once, each = max(AT_ONCE // seq, 1), list[Tensor]()
+    for first in range(0, count, at_once):
+        x, y = inputs_and_targets(rows[first : first + at_once])
+        each.append(losses(model, x, y, at_once))
+        progress(min((first + at_once) / count, 1.0))
+    return held_out_loss(torch.cat(each), rows, lengths)
+
+
+def held_out_loss(
+    losses: Tensor, rows: TokenIds, lengths: NDArray[np.int64] | None = None
+) -> HeldOutLoss:
+    """Return the loss on sequences with the token behind each, (n, seq + 1), given the mean loss of
+    each, float64 (n,), and the bytes of each token, (vocabulary,), if they are known."""
+    targets = rows[:, 1:]
+    bits = None if lengths is None else _bits_per_byte(losses, targets, lengths)
+    return HeldOutLoss(summarise(losses), targets.size, bits)
+
+
+def _bits_per_byte(losses: Tensor, targets: TokenIds, lengths: NDArray[np.int64]) -> float | None:
+    """Return the bits of all tokens over the bytes of all; None if those are none, as of special
+    tokens."""
+    count = sum(int(lengths[row].sum()) for row in targets)  # row by row: text may be long
+    total = float(losses.sum()) * targets.shape[1]
+    return total / math.log(2) / count if count else None
 
 
 @torch.no_grad()

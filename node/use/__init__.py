@@ -1,4 +1,4 @@
-"""The use of a trained model: the card of an export.
+"""The use of a trained model: the card of an export, and evaluations.
 
 May import node/assembly and below.
 

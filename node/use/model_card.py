@@ -68,6 +68,7 @@ def model_card(title: str, config: ModelConfig, facts: CardFacts) -> str:
             f"| | |\n|---|---|\n{rows}",
             "",
             *_USE,
+            *_EVALUATION,
             *(_reproduction(text, manifest) if text else ()),
         ]
     )
@@ -81,6 +82,16 @@ _USE = (
     "",
     'model = AutoModelForCausalLM.from_pretrained(".")',
     'tokenizer = AutoTokenizer.from_pretrained(".")',
+    "```",
+    "",
+)
+_EVALUATION = (
+    "## Evaluation",
+    "",
+    "This export states no measurement. Measure the model on text that it was not trained on:",
+    "",
+    "```console",
+    "$ farflock evaluate . --data FOLDER",
     "```",
     "",
 )

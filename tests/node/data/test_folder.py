@@ -31,6 +31,25 @@ def test_every_shard_lies_where_the_folder_says_and_is_a_chunk(content):
         assert len(content.read(split, number)) == place.size // 2
 
 
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_runs_of_tokens_are_read_across_shards_and_no_other_shard_is(content, split, monkeypatch):
+    whole = np.concatenate([content.read(split, n) for n in range(content.shards(split))])
+    read, numbers = PreparedFolder.read, []
+
+    def noted(self, split, number):
+        numbers.append(number)
+        return read(self, split, number)
+
+    monkeypatch.setattr(PreparedFolder, "read", noted)
+    length = len(content.read(split, 0)) + 100
+    starts = np.array([0, 50, len(whole) - length])
+    found = content.rows(split, starts, length)
+    assert np.array_equal(found, [whole[start : start + length] for start in starts])
+    numbers.clear()
+    content.rows(split, np.array([len(whole) - 3]), 3)
+    assert numbers == [content.shards(split) - 1]
+
+
 def test_the_root_names_the_folder(content):
     assert content.root == root_of((content.folder / "index.json").read_bytes())
     assert PreparedFolder(content.folder, content.root).index == content.index

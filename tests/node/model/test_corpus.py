@@ -147,5 +147,5 @@ def test_a_huge_file_is_refused_unread(tmp_path):
     path = tmp_path / "huge.txt"
     with path.open("wb") as file:
         file.truncate((1 << 30) + 1)
-    with pytest.raises(BadCorpus, match="train on a part of it"):
+    with pytest.raises(BadCorpus, match="use a part of it"):
         load_corpus(str(path))

@@ -1,4 +1,5 @@
-"""Held-out losses: the unigram floor by hand, a model's mean and standard error, a better model."""
+"""Held-out losses: the unigram floor by hand, a model's mean and standard error, a better model,
+and bits a byte."""
 
 import math
 
@@ -7,9 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from farflock.node.model import evaluation as module
 from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import Batches, evaluation
-from farflock.node.model.evaluation import evaluate, summarise, unigram_loss
+from farflock.node.model.data import Batches, evaluation, evaluation_rows, inputs_and_targets
+from farflock.node.model.evaluation import (
+    evaluate,
+    held_out_loss,
+    measure,
+    summarise,
+    unigram_loss,
+)
 from farflock.node.model.llama import PRESETS, build, next_token_loss
 from farflock.node.tokens.tokenizer import ByteTokenizer
 
@@ -93,3 +101,52 @@ def test_a_tiny_model_falls_below_the_unigram_loss_on_the_shipped_plays():
     after = evaluate(model, *windows)
     assert before.mean > math.log(256) - 0.1
     assert after.mean + 4 * after.standard_error < floor
+
+
+@pytest.fixture(scope="module")
+def plays():
+    """Ten sequences of 32 tokens, each with the token behind it."""
+    ids = ByteTokenizer().encode(load_corpus("shakespeare").held_out)
+    return evaluation_rows(ids, 32, 10)
+
+
+def test_a_measurement_in_parts_is_that_of_the_whole_and_its_progress_ends_at_all(
+    plays, monkeypatch
+):
+    shares, model = [], build(PRESETS["tiny"], 5)
+    monkeypatch.setattr(module, "AT_ONCE", 3 * 32)
+    found = measure(model, plays, np.ones(256, dtype=np.int64), shares.append)
+    whole = evaluate(model, *inputs_and_targets(plays))
+    assert found.estimate.mean == pytest.approx(whole.mean, abs=1e-6)
+    assert found.estimate.standard_error == pytest.approx(whole.standard_error, abs=1e-6)
+    assert (found.estimate.sequences, found.tokens) == (10, 320)
+    assert found.perplexity == pytest.approx(math.exp(whole.mean))
+    assert found.bits_per_byte == pytest.approx(whole.mean / math.log(2), rel=1e-6)  # plain text
+    assert shares == pytest.approx([0.3, 0.6, 0.9, 1.0])
+
+
+def test_bits_a_byte_are_all_nats_over_the_bytes_of_all_targets():
+    rows = np.array([[9, 0, 1], [9, 1, 1]], dtype=np.uint16)  # the first token is no target
+    found = held_out_loss(torch.tensor([2.0, 4.0]).double(), rows, np.array([1, 3, *[50] * 8]))
+    assert (found.estimate.mean, found.tokens) == (3.0, 4)
+    assert found.bits_per_byte == pytest.approx((2 * 2 + 2 * 4) / math.log(2) / (1 + 3 + 3 + 3))
+
+
+@pytest.mark.parametrize("lengths", [None, np.zeros(10, dtype=np.int64)])
+def test_without_the_bytes_of_the_text_there_are_no_bits_a_byte(lengths):
+    rows = np.zeros((2, 3), dtype=np.uint16)
+    assert held_out_loss(torch.ones(2).double(), rows, lengths).bits_per_byte is None
+
+
+def test_a_huge_loss_has_an_infinite_perplexity():
+    rows = np.zeros((2, 3), dtype=np.uint16)
+    assert held_out_loss(torch.tensor([1e3, 1e4]).double(), rows).perplexity == math.inf
+
+
+@pytest.mark.usefixtures("card")
+def test_an_accelerator_measures_what_the_cpu_does(plays):
+    from farflock.node.model.device import choose
+
+    there = measure(build(PRESETS["tiny"], 5).to(choose("card").place), plays)
+    here = measure(build(PRESETS["tiny"], 5), plays)
+    assert there.estimate.mean == pytest.approx(here.estimate.mean, rel=1e-4)

@@ -2,15 +2,18 @@
 no export wrote."""
 
 import errno
+import math
 import os
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from farflock.node.model import export as module
+from farflock.node.model.evaluation import measure
 from farflock.node.model.export import ExportForm, ExportRefused, cut_into_shards, export
 from farflock.node.model.hf_config import CLASSES, config_in
 from farflock.node.model.llama import PRESETS, Llama, RopeScaling, build
@@ -327,3 +330,17 @@ def test_transformers_reads_bytes_as_ids_and_stops_at_the_end_of_text(tmp_path):
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 255)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert other.generation_config.eos_token_id == 255
+
+
+@pytest.mark.parametrize("form", [ExportForm(), BF16], ids=["fp32", "bf16"])
+def test_the_loss_of_an_export_is_that_of_transformers_on_the_same_tokens(tmp_path, form):
+    transformers = pytest.importorskip("transformers")
+    model = write(tmp_path / "out", form=form)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    rows = np.random.default_rng(3).integers(0, 255, (5, 33)).astype(np.uint16)
+    found = measure(rounded(model) if form is BF16 else model, rows).estimate
+    ids = torch.from_numpy(rows.astype(np.int64))
+    with torch.no_grad():
+        losses = torch.stack([other(row[None], labels=row[None]).loss for row in ids]).double()
+    assert found.mean == pytest.approx(float(losses.mean()), abs=1e-4)
+    assert found.standard_error == pytest.approx(float(losses.std()) / math.sqrt(5), abs=1e-4)

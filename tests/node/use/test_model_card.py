@@ -94,6 +94,14 @@ def test_tables_in_a_table_are_listed_and_lists_are_not():
     assert rows(text)["data"] == "`mix.ab = 2.0`, `mix.cd = 1.0`"
 
 
+def test_no_evaluation_is_made_up():
+    _, _, behind = card().partition("## Evaluation\n")
+    section, _, _ = behind.partition("## ")
+    assert "states no measurement" in section
+    assert "farflock evaluate . --data FOLDER" in section
+    assert not re.search(r"\d", section)
+
+
 def test_weights_at_the_start_are_named_with_their_licence():
     text = card(meta={"manifest": '[model]\nweights = "cafe"\nlicence = "Apache-2.0"\n'})
     found = rows(text)
@@ -154,6 +162,7 @@ def test_what_others_chose_is_never_markup(value):
     above, _, _ = text.partition("## Reproduce")
     assert [line for line in above.splitlines() if line.startswith("#")][1:] == [
         "## Use",
+        "## Evaluation",
     ]
     table = [line for line in above.splitlines() if line.startswith("|")]
     assert all(line.count("|") == 3 for line in table)
