@@ -10,11 +10,10 @@ another order, for fine-tuning and for codecs that remember samples (compression
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -257,7 +256,7 @@ def evaluation_starts(tokens: int, seq: int, sequences: int) -> NDArray[np.int64
     return np.arange(count, dtype=np.int64) * fitting // count * seq
 
 
-def inputs_and_targets(rows: TokenIds) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(rows: NDArray[np.integer]) -> tuple[Tensor, Tensor]:
     """Return inputs and next tokens, int64 (n, seq), of windows with the token behind each."""
     both = torch.from_numpy(rows.astype(np.int64))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
@@ -284,4 +283,5 @@ def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Ten
 
 
 def _rows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> TokenIds:
-    return sliding_window_view(tokens, seq + 1)[starts]
+    rows: TokenIds = tokens[starts[:, None] + np.arange(seq + 1)]
+    return rows

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from farflock import __version__
+from farflock.node.durable import sync_folder
 from farflock.node.model.generate import USUAL
 from farflock.node.model.hf_config import CONFIG_NAME, MAX_CONFIG_BYTES, hugging_face_config
 from farflock.node.model.llama import ModelConfig
@@ -123,7 +124,7 @@ def _placed(folder: Path, force: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # left by a crash
         partial.mkdir()
         yield partial
-        _sync(partial)
+        sync_folder(partial)
         _require_free(folder, force)  # it may have been filled meanwhile
         _replace(folder, partial)
     except OSError as error:
@@ -176,7 +177,7 @@ def _replace(folder: Path, partial: Path) -> None:
         if aside.exists():
             aside.replace(folder)
         raise
-    _sync(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -270,15 +271,6 @@ def _durable(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _generation(end: int | None) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from farflock.node.assembly.text import text_of
 from farflock.node.data.folder import PreparedFolder
 from farflock.node.errors import Failure, RefusedByRun, Usage
-from farflock.node.model.corpus import read_text
+from farflock.node.model.corpus import load_corpus, read_text
 from farflock.node.model.data import evaluation_rows, evaluation_starts
 from farflock.node.run.manifest import Manifest, parse
 from farflock.node.state.saved_model import SavedModel
@@ -43,13 +42,12 @@ def held_out_text(
         return _of_folder(saved, data, seq, sequences)
     if data is not None:
         text, name = read_text(data), str(data)
-    elif run is not None:
-        text, name = text_of(run.data).corpus.held_out, f"the held-out part of {run.data.corpus}"
+    elif run is not None and run.data.corpus is not None:
+        corpus = load_corpus(run.data.corpus, run.data.sha256)
+        text, name = corpus.held_out, f"the held-out part of {corpus.name}"
     else:
         raise Usage(
-            "--data",
-            f"{saved.folder} does not say what its model was trained on",
-            "name a folder of prepared data, or a text file, as in --data FOLDER",
+            "--data", _unknown(saved, run), "name a folder of prepared data, or a text file"
         )
     _require_vocabulary(saved, saved.tokenizer.vocab_size, "its tokenizer")
     ids = long_text_ids(saved.tokenizer, text)
@@ -68,6 +66,13 @@ def _manifest_of(saved: SavedModel, *, needed: bool) -> Manifest | None:
         if needed:
             raise
         return None
+
+
+def _unknown(saved: SavedModel, run: Manifest | None) -> str:
+    if run is None:
+        return f"{saved.folder} does not say what its model was trained on"
+    roots = ", ".join(f"{root[:16]}…" for root in run.data.weights)
+    return f"the model in {saved.folder} was trained on the prepared data {roots}"
 
 
 def _seq(saved: SavedModel, run: Manifest | None, wanted: int | None) -> int:

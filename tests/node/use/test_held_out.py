@@ -68,6 +68,15 @@ def test_a_model_that_does_not_say_its_text_needs_one(tmp_path):
         held_out_text(saved(tmp_path), None)
 
 
+def test_a_model_of_prepared_data_says_which_they_were(tmp_path, folder):
+    table = {"model": {"preset": "tiny"}, "train": {"seq": 48}}
+    manifest = resolve(table, prepared=[folder]).canonical().decode()
+    root = PreparedFolder(folder).root[:16]
+    with pytest.raises(Usage, match=f"was trained on the prepared data {root}…; name a folder"):
+        held_out_text(saved(tmp_path, manifest=manifest), None)
+    assert held_out_text(saved(tmp_path, manifest=manifest), folder).seq == 48
+
+
 def test_a_manifest_of_another_version_matters_only_where_its_text_is_wanted(tmp_path, folder):
     later = saved(tmp_path, manifest="[run]\nflags = 3\n")
     assert held_out_text(later, folder).seq == TINY.context
