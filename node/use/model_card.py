@@ -172,6 +172,8 @@ def _reproduction(text: str, manifest: Mapping[str, Any]) -> Iterator[str]:
     )
     if "weights" in _table(manifest, "model"):
         yield "The first peer needs the weights at the start: name their folder as `model.from`."
+    if _table(manifest, "data").keys() & {"root", "mix"}:
+        yield "It is trained on prepared data: name their folder, as in `--data FOLDER`."
     yield ""
     yield f"{fence}toml"
     yield "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text.rstrip())

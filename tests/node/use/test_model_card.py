@@ -92,6 +92,8 @@ def test_a_manifest_of_another_version_has_no_streams_but_its_other_facts():
 def test_tables_in_a_table_are_listed_and_lists_are_not():
     text = card(meta={"manifest": '[data]\nchunks = ["c"]\n[data.mix]\nab = 2.0\ncd = 1.0\n'})
     assert rows(text)["data"] == "`mix.ab = 2.0`, `mix.cd = 1.0`"
+    assert "name their folder, as in `--data FOLDER`" in text
+    assert "--data FOLDER`" not in card(), "a corpus needs none"
 
 
 def test_no_evaluation_is_made_up():
