@@ -11,15 +11,8 @@ from worlds.waiting import LIMIT_S, completed
 pytestmark = [pytest.mark.net, pytest.mark.ci_more]
 
 ROOT = Path(__file__).parents[1]
-COPIED = (
-    "conftest.py",
-    "judge.py",
-    "nursery.py",
-    "parts.py",
-    "purity.py",
-    "seconds.toml",
-    "worlds",
-)
+HELPERS = [path.name for path in sorted(ROOT.glob("tests/[!t]*.py"))]
+COPIED = (*HELPERS, "seconds.toml", "worlds")
 # Fails in every other process that runs it.
 EVERY_OTHER_TIME = """
 from pathlib import Path
