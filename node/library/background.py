@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from farflock.node.errors import Failure, FarflockError, explained
@@ -78,7 +79,7 @@ class BackgroundContext(Generic[T]):
         self._calls: dict[asyncio.Task[Any], None] = {}
         self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._leaving = False
-        self._unfinished: concurrent.futures.Future[Any] | None = None
+        self._unfinished: list[asyncio.Task[Any]] = []  # went through a Ctrl-C, oldest first
 
     @property
     def value(self) -> T:
@@ -112,17 +113,14 @@ class BackgroundContext(Generic[T]):
         it.
         """
         self._raise_if_over()
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None:
-            self._wait_for(unfinished)
-        future = asyncio.run_coroutine_threadsafe(self._called(work), self._loop)
+        called = self._called(work)
         try:
-            return self._wait_for(future)
+            return self._wait_for(asyncio.run_coroutine_threadsafe(called, self._loop))
         except BaseException:
-            if through and not future.done():
-                self._unfinished = future
-            else:
-                future.cancel()
+            # Ctrl-C may come when the loop has the coroutine and this thread no future yet, so the
+            # loop looks for it.
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._abandon, called, through)
             raise
 
     def _wait_for(self, future: "concurrent.futures.Future[R]") -> R:
@@ -162,9 +160,23 @@ class BackgroundContext(Generic[T]):
             raise asyncio.CancelledError
         self._calls[task] = None
         try:
+            # a Ctrl-C may have come before this call began, too
+            for earlier in list(takewhile(lambda other: other is not task, self._unfinished)):
+                await asyncio.wait([earlier])
+                if earlier in self._unfinished:
+                    self._unfinished.remove(earlier)
+                    earlier.result()  # raises its error, of which nobody has heard
             return await work()
         finally:
             del self._calls[task]
+
+    def _abandon(self, called: Coroutine[Any, Any, Any], through: bool) -> None:
+        for task in asyncio.all_tasks():
+            if task.get_coro() is called:
+                if through:
+                    self._unfinished.append(task)
+                else:
+                    task.cancel()
 
     def _raise_if_over(self) -> None:
         if self._over.done():

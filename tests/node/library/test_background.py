@@ -150,6 +150,51 @@ def test_ctrl_c_ends_the_wait_and_the_call_only_unless_it_must_go_through(backgr
     assert ended == ["whole" if through else "cut"]
 
 
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Let Ctrl-C come at the earliest: the loop has the call, and its caller no future yet."""
+    submit = asyncio.run_coroutine_threadsafe
+
+    def interrupted(coroutine, loop):
+        submit(coroutine, loop)
+        raise KeyboardInterrupt
+
+    def call(life, work, **options):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            life.call(work, **options)
+
+    return call
+
+
+def test_a_call_that_goes_through_is_waited_for_after_a_second_ctrl_c_too(background, ctrl_c):
+    life, go_on, ended = background.enter(Room()), asyncio.Event(), []
+
+    async def work(name):
+        await go_on.wait()
+        ended.append(name)
+
+    for name, through in (("first", True), ("cut", False), ("second", True)):
+        ctrl_c(life, lambda name=name: work(name), through=through)
+    background.run(go_on.set)
+    life.call(lambda: asyncio.sleep(0))
+    assert ended == ["first", "second"]
+
+
+def test_the_error_of_a_call_that_went_through_is_raised_by_the_next_one(background, ctrl_c):
+    life, go_on = background.enter(Room()), asyncio.Event()
+
+    async def work():
+        await go_on.wait()
+        raise ValueError("seven")
+
+    ctrl_c(life, work, through=True)
+    background.run(go_on.set)
+    with pytest.raises(ValueError, match="seven"):
+        life.call(lambda: give(8))
+    assert life.call(lambda: give(8)) == 8
+
+
 def test_closing_the_thread_ends_its_lives(background):
     room = Room()
     life = background.enter(room)
