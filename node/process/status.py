@@ -1,7 +1,7 @@
 """The status file: what a node is doing and which peers it waits for.
 
-The node writes it once a second (node/process/node_process.py); `farflock status` and the live view
-read it.
+The node writes it once a second (node/process/status_writer.py); `farflock status` and the live
+view read it.
 """
 
 import os

@@ -12,7 +12,7 @@ from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state
 from farflock.node.model.replica import PlainReplica
-from farflock.node.process.node_process import exchanges_of
+from farflock.node.process.status_writer import exchanges_of
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from farflock.node.process import node_process as module
-from farflock.node.process.node_process import PACE_SAMPLES, StatusWriter
 from farflock.node.process.status import Waiting, read_status
+from farflock.node.process.status_writer import PACE_SAMPLES, StatusWriter
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -138,7 +137,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with caplog.at_level(logging.WARNING, logger="farflock"), monkeypatch.context() as patch:
-        patch.setattr(module.os, "replace", full)
+        patch.setattr("os.replace", full)
         for _ in range(3):
             assert writer.write().doing == "trains"
     assert caplog.text.count("No space left on device") == 1

@@ -1,0 +1,151 @@
+"""The status of a node that runs: what it is, and the file and the live view that show it."""
+
+import asyncio
+import collections
+import logging
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.pipeline.node import PipelineNode
+from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.state.paths import write_whole
+from farflock.swarm.links import Links
+from farflock.swarm.protocol.views import Member
+from farflock.swarm.roles import role_of
+
+if TYPE_CHECKING:
+    from farflock.node.process.node_process import NodeProcess
+
+STATUS_EVERY_S = 1.0
+PACE_SAMPLES = 10  # seconds over which the pace is measured
+
+Sample = tuple[float, int, float]
+
+log = logging.getLogger(__name__)
+
+
+class StatusWriter:
+    """Writes a node's status to `status.json` in its folder, atomically, and shows it in the
+    live view."""
+
+    def __init__(self, node: "NodeProcess") -> None:
+        self._node = node
+        self._path = node.machine.folder.path / "status.json"
+        # (loop time in s, trained tokens, seconds of computing)
+        self._pace: collections.deque[Sample] = collections.deque(maxlen=PACE_SAMPLES)
+        self._fails = False
+        self._written: Status | None = None
+
+    async def run(self, show: Callable[[Status], None]) -> None:
+        """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
+        while True:
+            now_s, node = asyncio.get_running_loop().time(), self._node
+            self._pace.append((now_s, node.member.trained_tokens, node.worker.busy_s))
+            show(self.write())
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def write(self, doing: str | None = None) -> Status:
+        """Write one status now, if it has changed; a full disk must not end the node."""
+        status = status_of(self._node, doing, *self._rates())
+        if status == self._written:
+            return status
+        try:
+            write_whole(self._path, msgspec.json.encode(status))
+            self._fails, self._written = False, status
+        except OSError as error:
+            if not self._fails:
+                log.warning("cannot write %s: %s; the node continues", self._path, error.strerror)
+            self._fails = True
+        return status
+
+    def _rates(self) -> tuple[float | None, float | None]:
+        """Return the tokens per second and the share of computing over the last seconds."""
+        if len(self._pace) < 2:
+            return None, None
+        (began_s, *before), (ended_s, *now) = self._pace[0], self._pace[-1]
+        tokens, busy_s = (late - early for early, late in zip(before, now, strict=True))
+        return tokens / (ended_s - began_s), min(busy_s / (ended_s - began_s), 1.0)
+
+
+def status_of(
+    node: "NodeProcess",
+    doing: str | None = None,
+    tokens_per_s: float | None = None,
+    busy_share: float | None = None,
+) -> Status:
+    """Return the node's current status; `doing` overrides what the node says it is doing."""
+    part, links = node.member, node.links
+    peer = part.peer
+    view = peer.context.views.newest
+    sent_bytes, received_bytes = links.total_bytes()
+    return Status(
+        pid=os.getpid(),
+        run=node.run,
+        peer=peer.me,
+        invite=node.invite(),
+        step=part.step,
+        tokens=part.tokens,
+        total_tokens=node.manifest.run.total_tokens,
+        loss=None if part.last_loss is None or math.isnan(part.last_loss) else part.last_loss,
+        view=view.number,
+        members=view.peers,
+        is_member=peer.membership.is_member,
+        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
+        waits=tuple(
+            Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s)
+            for wait in part.waits()
+        ),
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
+        unsure_rounds=peer.pairing.unsure_rounds,
+        dropped=dict(peer.context.counters) | dict(links.counters),
+        doing=doing or _doing(node),
+        rounds=dict(node.journal.rounds),
+        last_round=node.journal.last_round,
+        tokens_per_s=tokens_per_s,
+        branch=peer.membership.branch,
+        role=part.role,
+        work=part.work,
+        exchanges=exchanges_of(part),
+        busy_share=busy_share,
+    )
+
+
+def exchanges_of(part: ReplicaNode | PipelineNode) -> str:
+    """Return where a node's method computes, as status says it; nothing if that is the CPU."""
+    if not isinstance(part, ReplicaNode) or part.loop.client.home.type == "cpu":
+        return ""
+    client = part.loop.client
+    codecs = ", ".join(client.codecs_on_cpu)
+    return f"{client.home}, {codecs} on the CPU" if codecs else f"{client.home}"
+
+
+def _doing(node: "NodeProcess") -> str:
+    part, here, wanted = (
+        node.member,
+        len(node.member.peer.context.views.newest.peers),
+        node.awaited(),
+    )
+    if part.stopping:
+        return "is leaving"
+    if here < wanted:
+        return f"waits for members: {here} of {wanted} are here"
+    does = (
+        "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
+    )
+    if part.peer.membership.is_member:
+        return does
+    view_s = node.manifest.exchange.view_s
+    return f"{does}; counts as a member from the next change of members (within {view_s:g} s)"
+
+
+def _partner(links: Links, member: Member) -> PartnerStatus:
+    peer = member.peer
+    rtt_s = links.rtt_s(peer)
+    rtt_ms = None if rtt_s is None else rtt_s * 1000
+    return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
