@@ -6,7 +6,7 @@ tokenizers compare by bits a byte of the text.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,15 @@ class LossEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Held-out sequences, each with the token behind it (n, seq + 1), and the bytes of each token,
+    (vocabulary,); None if the tokenizer does not say how many they are."""
+
+    rows: TokenIds
+    lengths: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOutLoss:
     """A loss on held-out text: `estimate` in nats a token, over `tokens`."""
 
@@ -56,6 +65,18 @@ def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
     seen = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
     asked = np.bincount(held_out, minlength=vocab_size).astype(np.float64)
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+
+
+def copy_of(model: Llama, weights: Mapping[str, Tensor]) -> Llama:
+    """Return a model with copies of these parameters, and of the other ones of `model`, on its
+    device."""
+    copy, own = Llama(model.config, model.span), dict(model.named_parameters())
+    copy.to(next(iter(own.values())).device)
+    copy.logits_at_once = model.logits_at_once
+    with torch.no_grad():
+        for name, parameter in copy.named_parameters():
+            parameter.copy_(weights.get(name, own[name]))
+    return copy
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
@@ -103,14 +124,21 @@ def _bits_per_byte(losses: Tensor, targets: TokenIds, lengths: NDArray[np.int64]
 
 
 @torch.no_grad()
-def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
+def losses(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int = 16,
+    halted: Callable[[], bool] = lambda: False,
+) -> Tensor:
     """Return each held-out sequence's mean loss, float64 (n,); leave the model in its present
-    mode."""
+    mode. Once `halted` returns True, leave out the rest."""
     was_training = model.training
     model.eval()
     try:
         pairs = zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True)
-        return torch.cat([_losses(model, a, b) for a, b in pairs])
+        none = torch.zeros(0, dtype=torch.float64)
+        return torch.cat([none, *(_losses(model, a, b) for a, b in pairs if not halted())])
     finally:
         model.train(was_training)
 

@@ -209,7 +209,7 @@ async def _found(
     weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     start = founders_start(machine.folder.path, manifest, run, saved)
-    text = await load_text(manifest.data, machine.data, start)
+    text = await load_text(manifest, machine.data, start)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
@@ -297,7 +297,7 @@ async def _join(
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         start = joiners_start(machine.folder.path, manifest, invite.run, saved)
-        text = await load_text(manifest.data, machine.data, start)
+        text = await load_text(manifest, machine.data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():

@@ -11,6 +11,7 @@ import msgspec
 import psutil
 
 from farflock.node.sinks.measures import OUTCOMES, Measures
+from farflock.node.train.evaluation_watch import EvaluationWatch
 
 
 class PartnerStatus(msgspec.Struct, frozen=True):
@@ -40,6 +41,43 @@ class Waiting(msgspec.Struct, frozen=True):
             else f"{-self.left_s:.0f} s late; training continues"
         )
         return f"{whom} ({self.stream}, round {self.round}, {left})"
+
+
+class EvaluationStatus(msgspec.Struct, frozen=True):
+    """The newest evaluation, of the weights before round `round`, by a member. The loss (None:
+    it was not finite) and its standard error are in nats a token, `tokens` the run's by then;
+    `own` is true among pairs, where each member has weights, and values, of its own. `sample` is a
+    text that evaluated weights wrote, and `difference` says which two members' values differ."""
+
+    round: int
+    by: str
+    loss: float | None
+    standard_error: float
+    bits_per_byte: float | None
+    tokens: int
+    own: bool = False
+    sample: str = ""
+    difference: str = ""
+
+    def said(self) -> str:
+        """Return the value, its round and its member, as a phrase."""
+        if self.loss is None:
+            value = "not finite"
+        else:
+            value = f"{self.loss:.3f} ± {self.standard_error:.3f} nats a token"
+        if self.bits_per_byte is not None:
+            value += f", {self.bits_per_byte:.3f} bits a byte"
+        whose = f"this node's own weights, by {self.by[-8:]}" if self.own else f"by {self.by[-8:]}"
+        return f"{value} (before round {self.round}, {whose})"
+
+    def remarks(self) -> list[str]:
+        """Return what else there is to say, line by line."""
+        sample = f"the weights write: {self.sample}" if self.sample else ""
+        return [line for line in (self.difference, sample) if line]
+
+    def lines(self) -> list[str]:
+        """Return all of it, line by line."""
+        return [f"held-out loss: {self.said()}", *self.remarks()]
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -75,6 +113,7 @@ class Status(msgspec.Struct, frozen=True):
     work: dict[str, int] = {}
     exchanges: str = ""
     busy_share: float | None = None
+    evaluation: EvaluationStatus | None = None
 
 
 def measures_of(status: Status, time_s: float) -> Measures:
@@ -91,6 +130,21 @@ def measures_of(status: Status, time_s: float) -> Measures:
         busy_share=status.busy_share,
         peers=len(status.members),
         **rounds,
+    )
+
+
+def watched(watch: EvaluationWatch | None) -> EvaluationStatus | None:
+    """Return what a node knows of the newest evaluation; None if it knows of none."""
+    newest = None if watch is None else watch.newest
+    if watch is None or newest is None:
+        return None
+    member, value = newest
+    return EvaluationStatus(
+        **msgspec.structs.asdict(value),
+        by=member,
+        own=watch.alone,
+        sample=watch.evaluations.sample,
+        difference=watch.difference,
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from farflock.node.assembly.node import ReplicaNode
 from farflock.node.pipeline.node import PipelineNode
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import PartnerStatus, Status, Waiting, watched
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
 from farflock.swarm.protocol.views import Member
@@ -113,6 +113,7 @@ def status_of(
         work=part.work,
         exchanges=exchanges_of(part),
         busy_share=busy_share,
+        evaluation=watched(part.watch),
     )
 
 
