@@ -119,6 +119,7 @@ class Status(msgspec.Struct, frozen=True):
 def measures_of(status: Status, time_s: float) -> Measures:
     """Return what a node's status measured at this time."""
     rounds = {f"rounds_{how}": status.rounds.get(how, 0) for how in OUTCOMES}
+    evaluated = status.evaluation
     return Measures(
         time_s=time_s,
         step=status.step,
@@ -130,6 +131,10 @@ def measures_of(status: Status, time_s: float) -> Measures:
         busy_share=status.busy_share,
         peers=len(status.members),
         **rounds,
+        evaluation_round=None if evaluated is None else evaluated.round,
+        evaluation_loss=None if evaluated is None else evaluated.loss,
+        evaluation_error=None if evaluated is None else evaluated.standard_error,
+        evaluation_bits=None if evaluated is None else evaluated.bits_per_byte,
     )
 
 

@@ -16,6 +16,10 @@ MEANINGS = {  # in the order in which they are shown
     "rounds_partial": "Rounds applied since then to which some members contributed.",
     "rounds_alone": "Rounds since then for which no partner was found.",
     "rounds_failed": "Rounds since then in which nothing was agreed.",
+    "evaluation_round": "The round that began with the weights of the run's newest evaluation.",
+    "evaluation_loss": "The held-out loss of that evaluation in nats per token.",
+    "evaluation_error": "The standard error of that loss.",
+    "evaluation_bits": "That loss in bits per byte of text.",
 }
 
 
@@ -36,6 +40,10 @@ class Measures(msgspec.Struct, frozen=True):
     rounds_partial: int
     rounds_alone: int
     rounds_failed: int
+    evaluation_round: int | None = None
+    evaluation_loss: float | None = None
+    evaluation_error: float | None = None
+    evaluation_bits: float | None = None
 
 
 PREFIX = "farflock_"  # in Prometheus, where all programs share their names

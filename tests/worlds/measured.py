@@ -22,6 +22,10 @@ def measured(step=7, **known):
         "rounds_partial": 2,
         "rounds_alone": 1,
         "rounds_failed": 4,
+        "evaluation_round": 40,
+        "evaluation_loss": 2.5,
+        "evaluation_error": 0.01,
+        "evaluation_bits": 3.6,
     }
     return Measures(**{**values, **known})
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
@@ -38,11 +39,17 @@ def test_any_table_reader_reads_it(tmp_path):
     assert (row["step"], row["loss"], row["busy_share"]) == ("5", "", "0.75")
 
 
-@given(st.builds(Measures, **{
-    name: COUNTS if name in ("step", "tokens", "peers") or "_bytes" in name or "rounds" in name
-    else FLOATS if name == "time_s" else st.none() | FLOATS
-    for name in NAMES
-}))  # fmt: skip
+OF_TYPE = {
+    int: COUNTS,
+    float: FLOATS,
+    int | None: st.none() | COUNTS,
+    float | None: st.none() | FLOATS,
+}
+
+
+@given(
+    st.builds(Measures, **{name: OF_TYPE[kind] for name, kind in get_type_hints(Measures).items()})
+)
 def test_a_row_has_every_bit(tmp_path_factory, measures):
     folder = tmp_path_factory.mktemp("rows")
     assert read_measures(folder) == []

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 from worlds.measured import measured
 
-from farflock.node.process.status import Status, measures_of
+from farflock.node.process.status import EvaluationStatus, Status, measures_of
 from farflock.node.sinks.measures import COUNTERS, MEANINGS, NAMES, OUTCOMES, numbers
 from farflock.optimizers.method import Result
 
@@ -38,6 +38,14 @@ def test_a_status_is_measured():
     assert (found.tokens_per_s, found.busy_share) == (512.0, 0.5)
     assert (found.rounds_ok, found.rounds_partial) == (3, 0)
     assert (found.rounds_alone, found.rounds_failed) == (0, 1)
+
+
+def test_an_evaluation_is_measured_until_the_next_one():
+    value = EvaluationStatus(40, "other", 2.5, 0.01, 3.6, 512)
+    found = measures_of(status(evaluation=value), 5.0)
+    assert (found.evaluation_round, found.evaluation_loss) == (40, 2.5)
+    assert (found.evaluation_error, found.evaluation_bits) == (0.01, 3.6)
+    assert measures_of(status(), 5.0).evaluation_round is None
 
 
 def test_what_is_not_known_is_not_shown():
