@@ -149,9 +149,18 @@ def single(accelerator):
 def anywhere(request, monkeypatch):
     """The stages of simulated pipelines are on the CPU, or all on a device beside it."""
     if request.param != "cpu":
-        from worlds.devices import place_all  # it imports a lot
-
         place_all(monkeypatch, accelerator_of(request, request.param))
+
+
+def place_all(monkeypatch, accelerator):
+    """Put the stages of all simulated peers on a device, computing in the CPU's precision."""
+    from farflock.node.model.device import Device  # they import a lot
+    from farflock.node.simulate import pipeline
+
+    real, there = pipeline.NodeServices, Device(accelerator, "Single", "fp32")
+    monkeypatch.setattr(
+        pipeline, "NodeServices", lambda *given, **named: real(*given, **named | {"device": there})
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -400,3 +400,8 @@ def register() -> bool:
         _LIBRARIES.extend((every, some))
         Tensor.data_ptr = _no_address  # type: ignore[method-assign]
     return True
+
+
+def is_on_device(x):
+    """Return whether this tensor is on a device beside the CPU."""
+    return x.device.type != "cpu"

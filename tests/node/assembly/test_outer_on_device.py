@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from worlds.card import CARD
-from worlds.devices import is_on_device
+from worlds.card import CARD, is_on_device
 from worlds.waiting import until
 
 from farflock.node.assembly.resume import checkpoint_state, load_state

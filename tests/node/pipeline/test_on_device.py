@@ -12,8 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 from worlds import pipeline_audit
-from worlds.card import CARD
-from worlds.devices import is_on_device
+from worlds.card import CARD, is_on_device
 from worlds.pipeline_audit import MODEL, TEXT, TOKENS
 
 from farflock.node.assembly.resume import checkpoint_state

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 import torch
-from worlds.card import CARD
-from worlds.devices import is_on_device
+from worlds.card import CARD, is_on_device
 from worlds.node_stage_server import MODEL, TOKENS, Bench
 
 from farflock.node.model.device import Device, choose
