@@ -85,7 +85,7 @@ _PARTS = [
 LONG = {f"long-{number}": part for number, part in enumerate(_PARTS, 1)}
 
 
-def fault_of(test, limits_s):
+def what_is_wrong(test, limits_s):
     """Return what is wrong with a long test of this name and these limits, or None."""
     if sum(part.marks == MARKS and part.has(test) for part in LONG.values()) != 1:
         return f"{test} is long, so exactly one part of tests/long_parts.py has to have it"

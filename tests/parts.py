@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from long_parts import LONG, fault_of
+from long_parts import LONG, what_is_wrong
 
 TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.toml"
@@ -96,6 +96,13 @@ def table(named):
     return f"[{division}]\n" + "".join(lines)
 
 
+def fault_of(item):
+    """Return what is wrong with a test that is long, or None."""
+    if not item.get_closest_marker("long"):
+        return None
+    return what_is_wrong(item.nodeid, [mark.args[0] for mark in item.iter_markers("timeout")])
+
+
 class Parts:
     """The plugin behind the options above."""
 
@@ -125,12 +132,14 @@ class Parts:
             return self.files[collection_path] != self.number or None
         return None
 
-    def pytest_itemcollected(self, item):
-        """Refuse a long test that is in no part, or may take too long for one."""
-        if item.get_closest_marker("long"):
-            limits_s = [mark.args[0] for mark in item.iter_markers("timeout")]
-            if (fault := fault_of(item.nodeid, limits_s)) is not None:
-                raise pytest.UsageError(fault)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self):
+        """Let collecting fail where a long test is in no part, or may take too long for one."""
+        report = yield
+        items = [each for each in report.result if isinstance(each, pytest.Item)]
+        if faults := [fault for item in items if (fault := fault_of(item)) is not None]:
+            report.outcome, report.longrepr, report.result = "failed", "\n".join(faults), []
+        return report
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -163,16 +172,25 @@ class Parts:
         return report
 
     def pytest_runtest_logreport(self, report):
+        why = report.longrepr[2] if report.skipped and report.longrepr else ""
+        self._note(report, report.when, report.duration, "net" in report.keywords, why)
+
+    def pytest_collectreport(self, report):
+        """Count what cannot be collected as a failed test: all of its tests are missing."""
+        if report.failed:
+            self._note(report, "collect", 0.0, is_real=False)
+
+    def _note(self, report, when, seconds, is_real, why=""):
         path = self.config.getoption("--report")
         if path is None or self.is_worker:
             return
         entry = {
             "test": report.nodeid,
-            "when": report.when,
+            "when": when,
             "outcome": report.outcome,
-            "seconds": report.duration,
-            "is_real": "net" in report.keywords,
-            "why": report.longrepr[2] if report.skipped and report.longrepr else "",
+            "seconds": seconds,
+            "is_real": is_real,
+            "why": why,
         }
         with open(path, "a") as file:
             file.write(json.dumps(entry) + "\n")

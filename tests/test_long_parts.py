@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import judge
 import long_parts
+import parts
 import pytest
-from long_parts import LONG, MAX_LIMIT_S, LongPart, fault_of
+from long_parts import LONG, MAX_LIMIT_S, LongPart, what_is_wrong
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,8 +48,26 @@ def test_the_page_about_tests_tells_of_each_part():
     ],
 )
 def test_a_long_test_in_no_part_or_two_or_with_a_longer_limit_is_refused(test, limits_s, fault):
-    found = fault_of(test, limits_s)
+    found = what_is_wrong(test, limits_s)
     assert found is None if fault is None else fault in found
+
+
+def test_a_file_with_such_a_test_cannot_be_collected_and_is_red(request, tmp_path):
+    """This test plays it: once it is marked as long, it is in no part."""
+    options = {"--report": tmp_path / "report"}
+    plugin = parts.Parts(SimpleNamespace(getoption=options.get))
+    request.node.add_marker("long")
+    report = pytest.CollectReport("tests/test_x.py", "passed", None, [request.node])
+    collecting = plugin.pytest_make_collect_report()
+    next(collecting)
+    with pytest.raises(StopIteration):
+        collecting.send(report)
+    assert (report.outcome, report.result) == ("failed", [])
+    assert "exactly one part" in report.longrepr
+    plugin.pytest_collectreport(report)
+    outcomes = judge.Outcomes()
+    outcomes.read(options["--report"])
+    assert outcomes.failed == {"tests/test_x.py": False}
 
 
 @pytest.mark.parametrize(
