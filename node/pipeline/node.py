@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from farflock.node.data.shard_order import SampleStream
+from farflock.node.model.batches_ahead import ahead_of
 from farflock.node.model.data import Start, TrainingText, batches_of
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
@@ -329,7 +330,8 @@ class PipelineNode:
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
         stream = SampleStream(plan.run_seed, peer.me, lane)
-        self.batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        batches = batches_of(tokens, stream, plan.batch, plan.seq, plan.samples, start)
+        self.batches = ahead_of(batches, tokens)
         gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
         source = MicrobatchSource(self.batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self.means.report

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from farflock.node.process.network import (
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of, weights_of
 from farflock.node.process.replica_role import replica_of
 from farflock.node.process.room import fitted, with_room
+from farflock.node.process.run_data import RunData, data_in_place
 from farflock.node.process.run_text import fetch_text, lend_tokenizer, load_text
 from farflock.node.process.sample_keeper import founders_start, joiners_start
 from farflock.node.process.status import PartnerStatus, Status, Waiting
@@ -62,7 +63,7 @@ from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import Links
+from farflock.swarm.links import Links, PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.protocol.views import Member
@@ -100,6 +101,7 @@ class NodeProcess:
     keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
     doors: tuple[str, ...] = ()  # addresses used to join
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    data: RunData | None = None  # what it trains on, if that was prepared
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     @property
@@ -248,6 +250,7 @@ def status_of(
         role=part.role,
         work=part.work,
         exchanges=exchanges_of(part),
+        data=None if node.data is None else node.data.status(peer),
     )
 
 
@@ -284,6 +287,20 @@ def _partner(links: Links, member: Member) -> PartnerStatus:
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
     return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
+
+
+@contextlib.asynccontextmanager
+async def travelling(
+    data: RunData | None, node: NodeProcess, known: Sequence[PeerId]
+) -> AsyncIterator[None]:
+    """Let a run's prepared data come and go while the block runs, if it has such."""
+    if data is None:
+        yield
+        return
+    data.stop_with(lambda: node.member.stopping)
+    node.data = data
+    async with data.travelling(node.member.peer, known, node.founder):
+        yield
 
 
 async def found(
@@ -329,7 +346,8 @@ async def _found(
     weights = weights_of(machine, manifest, begins=saved is None)
     machine = await fitted(machine, manifest, Failure)
     start = founders_start(machine.folder.path, manifest, run, saved)
-    text = await load_text(manifest.data, machine.data, start)
+    data = await data_in_place(manifest.data, machine)
+    text = await load_text(manifest.data, data, start)
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(machine, manifest, run, identity, directory, links, stage)
         node = _node(
@@ -348,7 +366,7 @@ async def _found(
         terms = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(terms), len(terms), 0))
         part = node.member
-        async with peer.running():
+        async with peer.running(), travelling(data, node, ()):
             if saved is not None and isinstance(part, ReplicaNode):
                 part.peer.found()
                 load_state(part, saved)
@@ -413,11 +431,11 @@ async def _join(
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         machine = with_room(machine, manifest, RefusedByRun)
         holders = known_members(links, records, invite.run)
-        await fetch_text(links, invite.run, manifest.data, holders, machine.data)
+        data = await fetch_text(links, invite.run, manifest.data, holders, machine)
         machine = await fitted(machine, manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         start = joiners_start(machine.folder.path, manifest, invite.run, saved)
-        text = await load_text(manifest.data, machine.data, start)
+        text = await load_text(manifest.data, data, start)
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(machine, manifest, invite.run, identity, directory, links, stage)
         async with peer.running():
@@ -447,10 +465,11 @@ async def _join(
             part = node.member
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
-            with _answered(peer):
-                await part.join(records, JOIN_TIMEOUT_S, downloaded)
-            node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
-            return await _train(node, head, on_start)
+            async with travelling(data, node, holders):
+                with _answered(peer):
+                    await part.join(records, JOIN_TIMEOUT_S, downloaded)
+                node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
+                return await _train(node, head, on_start)
 
 
 @contextlib.contextmanager

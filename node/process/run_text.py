@@ -9,7 +9,9 @@ from farflock.node.assembly.text import NodeText, prepared_folders, text_of
 from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.model.corpus import SHIPPED
 from farflock.node.model.data import Start
-from farflock.node.run.data_section import DataSection
+from farflock.node.process.network import MachineOptions
+from farflock.node.process.run_data import RunData, fetch_data
+from farflock.node.run.data_section import DataSection, tokenizer_of
 from farflock.node.state.tokenizer_cache import cached_tokenizer, keep_tokenizer
 from farflock.node.tokens.json_tokenizer import JsonTokenizer, file_chunks
 from farflock.node.tokens.tokenizer import BYTES, Tokenizer
@@ -39,13 +41,15 @@ async def fetch_text(
     run: str,
     data: DataSection,
     members: Sequence[PeerId],
-    folders: Sequence[Path] = (),
-) -> None:
+    machine: MachineOptions,
+) -> RunData | None:
     """Get what this machine lacks of a run's text, before the run's members count this node: its
-    tokenizer. The corpus, or the prepared data, have to be here; raise `RefusedByRun` if they are
-    not."""
-    require_corpus(data, folders)
+    tokenizer, and the index of its prepared data, which are returned. A corpus has to be here;
+    raise `RefusedByRun` if it is not."""
+    if data.corpus is not None:
+        require_corpus(data)
     await fetch_tokenizer(links, run, data, members)
+    return await fetch_data(links, run, data, members, machine)
 
 
 async def fetch_tokenizer(
@@ -75,12 +79,14 @@ async def fetch_tokenizer(
 
 
 async def load_text(
-    data: DataSection, folders: Sequence[Path] = (), start: Start | None = None
+    data: DataSection, prepared: RunData | None = None, start: Start | None = None
 ) -> NodeText:
     """Return the run's text as tokens, which a thread reads: it may be long."""
 
     def loaded() -> NodeText:
-        text = text_of(data, folders)
+        if prepared is not None:
+            return NodeText(tokenizer_of(data), prepared.text(), start or Start())
+        text = text_of(data)
         return NodeText(text.tokenizer, text.train(), start or Start())
 
     reader = Worker("text")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from farflock.node.cli import words
 from farflock.node.cli.output import Output, conclude
 from farflock.node.errors import Failure
 from farflock.node.process.status import Status, is_node, read_status
@@ -120,6 +121,10 @@ def _text(status: Status, lives: bool) -> str:
         + ("" if status.is_member else " (this node is not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
+    if status.data is not None:
+        lines += [f"data: {words.data(status.data)}", f"data: {words.copies(status.data)}"]
+        if status.data.waits_for:
+            lines.append(f"waits for {status.data.waits_for}")
     if status.exchanges:
         lines.append(f"outer state and exchanges: {status.exchanges}")
     if status.branch is not None:
