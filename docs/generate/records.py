@@ -10,7 +10,7 @@ import msgspec
 from generate.page import Words, code, described, page, table
 
 from farflock.experiments.measure.metric import Metric
-from farflock.node.process.status import PartnerStatus, Status, Waiting
+from farflock.node.process.status import DataStatus, PartnerStatus, Status, Waiting
 from farflock.node.state import history
 from farflock.node.train.driver import Apply
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
@@ -59,6 +59,7 @@ def make_status() -> str:
         "Fields": described("status", Status.__struct_fields__, heads),
         "partners": described("partner", PartnerStatus.__struct_fields__, heads),
         "waits": described("waiting", Waiting.__struct_fields__, heads),
+        "data": described("data", DataStatus.__struct_fields__, heads),
     }
     example = Status(
         pid=1234, run="…", peer="12D3KooW…", invite="farflock:…", step=120, tokens=61_440,
