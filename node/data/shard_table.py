@@ -68,7 +68,7 @@ class ShardTable:
 
     def digest(self, number: int) -> bytes:
         """Return the BLAKE3 hash of a shard."""
-        return self._entries[number]["digest"].tobytes()
+        return bytes(self._entries[number]["digest"])
 
     def tokens(self, number: int) -> int:
         """Return the number of a shard's tokens."""
