@@ -8,6 +8,7 @@ Reading in turn is cheap: one group of each source is in memory. A cursor (curso
 place without what comes before it.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -171,7 +172,8 @@ class SampleReader:
         sources = len(text.sources)
         first = Cursor(self.fingerprint, 0, (SourcePlace(),) * sources)
         self._start = read_cursor(start, self.fingerprint, sources) if start else first
-        self._kept = {0: first, self._start.drawn: self._start}
+        self._fixed = {0: first, self._start.drawn: self._start}
+        self._newest = OrderedDict[int, Cursor]()
         self._at = self._start.drawn
         self._readers = self._readers_at(self._start.places)
 
@@ -195,7 +197,7 @@ class SampleReader:
     def cursor(self, number: int) -> Cursor:
         """Return the place of a sample. It costs nothing for a place at which a call of `read`
         ended lately; any thread may ask."""
-        known = self._kept.get(number)
+        known = self._newest.get(number) or self._fixed.get(number)
         return known if known is not None else self._reached(number)
 
     def _reached(self, number: int) -> Cursor:
@@ -206,7 +208,8 @@ class SampleReader:
         return Cursor(self.fingerprint, number, tuple(reader.place for reader in readers))
 
     def _nearest(self, number: int) -> Cursor:
-        return self._kept[max(place for place in tuple(self._kept) if place <= number)]
+        known = self._fixed | self._newest
+        return known[max(place for place in known if place <= number)]
 
     def _move(self, number: int) -> None:
         """Go on reading at a sample: from here, if no known place is nearer."""
@@ -233,9 +236,9 @@ class SampleReader:
         return Cursor(self.fingerprint, self._at, tuple(reader.place for reader in self._readers))
 
     def _keep(self, cursor: Cursor) -> None:
-        self._kept[cursor.drawn] = cursor
-        if len(self._kept) > KEPT_CURSORS:
-            del self._kept[min(place for place in self._kept if place not in (0, self.start))]
+        self._newest[cursor.drawn] = cursor
+        if len(self._newest) > KEPT_CURSORS:
+            self._newest.popitem(last=False)
 
 
 def _require_samples(text: Text, length: int) -> None:

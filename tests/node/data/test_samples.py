@@ -108,7 +108,7 @@ def test_the_place_after_what_was_read_costs_nothing():
 
 
 def test_only_the_newest_places_are_kept(monkeypatch):
-    monkeypatch.setattr(samples, "KEPT_CURSORS", 5)
+    monkeypatch.setattr(samples, "KEPT_CURSORS", 3)
     start = SampleReader(two(), ALICE, LENGTH).cursor(7).encode()
     text = two()
     reader = SampleReader(text, ALICE, LENGTH, start)
