@@ -250,7 +250,7 @@ class SampleReader:
         return Cursor(self.fingerprint, number, tuple(reader.place for reader in readers))
 
     def _nearest(self, number: int) -> Cursor:
-        known = self._fixed | self._newest
+        known = dict(tuple(self._newest.items())) | self._fixed  # another thread may read on
         return known[max(place for place in known if place <= number)]
 
     def _move(self, number: int) -> None:
